@@ -1,13 +1,13 @@
-"""What it takes to bring tokens to their experts and back, with either exchange.
+"""Measures the exchange of tokens with their experts' ranks, for each all-to-all backend.
 
-Each row is one layer's dispatch and combine, without what the experts compute: bytes that leave the
-ranks, all of them together, and median milliseconds; beside them the all-reduce that ends every
-layer, with or without an exchange (`replicated` is that alone). The last columns are the two
-exchanges' ratios, alltoallv over allgather_reducescatter: below 1 it moves less, or is faster.
+Each row is one layer's dispatch and combine, without the experts' computation: bytes sent by all
+ranks together, and median milliseconds; also the all-reduce at the end of every layer (`replicated`
+is only that). The last columns are the ratios alltoallv / allgather_reducescatter: below 1 it sends
+less, or is faster.
 
-    uniform   every expert is as likely as any other
+    uniform   all experts are equally likely
     skewed    the n-th expert is chosen n times less often than the first (Zipf)
-    one rank  all tokens visit only the first rank's experts
+    one rank  all tokens use only the first rank's experts
 
     python benchmarks/bench_all2all.py [--ranks 2,4] [--tokens 1,16,64,512] [--json FILE]
 """

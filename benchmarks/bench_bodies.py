@@ -1,5 +1,5 @@
-"""What large bodies cost others: the router's memory, and how long it keeps a small request
-waiting, while many of them arrive at once. Needs no node and no GPU.
+"""Measures the router while many large bodies arrive: its memory, and the latency of a small
+request. Needs no node and no GPU.
 
     python benchmarks/bench_bodies.py --model FOLDER [--bodies 100] [--megabytes 30] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How fast ranks of this host exchange tensors: every primitive, over each transport.
+"""Measures the collectives between ranks of this host, over each transport.
 
 Beside the figures stand two limits measured in the same run: a plain memory copy, and the round
 trip of a byte between two processes over pipes (two wake-ups). The last rows are what a decode
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.common.config.shared import LogConfig
-from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
+from pdserve.common.distributed.check import CheckConfig, CheckReport, CheckWorker
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.launch import make_executor
@@ -45,7 +45,7 @@ class BenchWorker(CheckWorker):
     """A rank of cluster-check that also takes the sums of a decode step."""
 
     def step(self, message: bytes) -> bytes:
-        report = msgspec.msgpack.decode(super().step(message), type=Report)
+        report = msgspec.msgpack.decode(super().step(message), type=CheckReport)
         figure = _decode_step(self.state.tp, self.config.seconds)
         return msgspec.msgpack.encode(replace(report, figures=[*report.figures, figure]))
 
@@ -67,7 +67,7 @@ async def run(ranks: int, communicator: str, seconds: float) -> list[Result]:
     executor = make_executor([_spec(config, rank, ranks) for rank in range(ranks)])
     try:
         await executor.start()
-        report = msgspec.msgpack.decode(await executor.step(b""), type=Report)
+        report = msgspec.msgpack.decode(await executor.step(b""), type=CheckReport)
     finally:
         await executor.shutdown(5.0)
     if report.failures:

@@ -1,5 +1,5 @@
-"""What serving costs beside the model: CPU time of the router and of the nodes for each token and
-each request, with a model so small that little else is left.
+"""Measures the CPU time of router and nodes per token and per request, with a model so small that
+it hardly counts.
 
     python benchmarks/bench_cpu_per_token.py [--clients 1,8,32] [--seconds 6] [--json FILE]
 

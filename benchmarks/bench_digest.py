@@ -1,6 +1,6 @@
-"""What digests of the KV cost a client: two clusters of this host, one with and one without,
-are asked the same prompts in turn. The digests are checked between the first token and the
-second, so TTFT plus the first gap has all of their cost.
+"""Measures the latency of KV digests: two clusters on this host, with and without digests, get the
+same prompts in turn. Digests are checked between the first and the second token, so TTFT plus the
+first gap contains their whole cost.
 
     python benchmarks/bench_digest.py [--model FOLDER] [--prompt-len 512] [--rounds 20]
 """

@@ -1,4 +1,4 @@
-"""How long each station of the hand-over takes: closed-loop clients on one host, real processes.
+"""Times the stages of a request with a KV transfer: closed-loop clients and a cluster on one host.
 
     python benchmarks/bench_handover.py [--pairs 1] [--clients 1,8,32] [--long 2000] [--json FILE]
 
@@ -179,8 +179,8 @@ def _sum(pairs: Iterator[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _shares(before: Any, after: Any, seconds: float) -> dict[str, dict[str, float]]:
-    """Of each process: cores used, by its loop and in all, and of its loop's time the share in
-    which it waited for one."""
+    """Returns, per process: cores used by its event loop and in total, and the share of the loop's
+    time in which it waited for a core."""
     found = {}
     for name in after:
         (loop, every) = (

@@ -1,4 +1,4 @@
-"""What a long prompt costs those who read an answer meanwhile: streams beside long prompts.
+"""Measures how long prompts slow down streams that decode at the same time.
 
     python benchmarks/bench_interference.py --vllm VENV --json interference.json
     python benchmarks/bench_interference.py --no-peers --long-len 500 1500 --every 4 --rounds 5

@@ -115,7 +115,7 @@ class Bench:
         return max(memory, compute), seconds
 
     def seconds(self, work: Callable[[int], object], times: int) -> float:
-        """Of one of `times`."""
+        """Returns the seconds of one entry of `times`."""
         started = self.clock()
         for i in range(times):
             work(i)

@@ -1,4 +1,4 @@
-"""How well the stages of a pipeline overlap: one prompt through the engine, in m chunks.
+"""Measures how well pipeline stages overlap: one prompt through the engine, in m chunks.
 
 Every rank notes when it computed which micro-batch, on the clock all processes of a host share.
 The bubble is the part of the stages' time in which they computed nothing, between the first one's

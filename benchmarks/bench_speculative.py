@@ -1,4 +1,4 @@
-"""What guessing tokens ahead is worth: output tok/s with and without, and what is guessed right.
+"""Measures speculative decoding: output tok/s with and without it, and the acceptance rate.
 
     python benchmarks/bench_speculative.py --model FOLDER [--draft-model FOLDER] [--clients 1 8]
     python benchmarks/bench_speculative.py --model tests/models/llama-gqa --draft-model \\

@@ -1,5 +1,5 @@
-"""What telling the ranks of a step costs the node's event loop: bytes and milliseconds of
-scheduling and encoding, and on a rank of decoding and applying.
+"""Measures the cost of sending steps to ranks: bytes, and milliseconds of scheduling and encoding
+on the node's event loop, and of decoding and applying on a rank.
 
     python benchmarks/bench_steps.py [--sequences 16] [--tokens 131072] [--no-penalties] [--json F]
 

@@ -1,4 +1,4 @@
-"""What structured output costs: CPU time of one token, with a grammar and without, and to compile.
+"""Measures structured output: CPU time per token with and without a grammar, and of compiling.
 
     python benchmarks/bench_structured.py --model FOLDER [--rows 1 16 64] [--tokens 100] [--json F]
 

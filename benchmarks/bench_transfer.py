@@ -1,5 +1,5 @@
-"""How fast KV blocks move between two processes of this host, connector by connector, and how soon
-one small block is there; beside them NIXL (over UCX) and Mooncake's transfer engine (over TCP).
+"""Measures the throughput of KV blocks and the latency of one small block between two processes of
+this host, per connector, and compares NIXL (over UCX) and Mooncake's transfer engine (over TCP).
 
 Rounds of a plain memory copy, a transfer without and one with digests by each connector, and the
 same blocks moved by each peer take turns; now and then a plain loopback socket comes between them.

@@ -83,7 +83,7 @@ GIVE_BACK = 15.0  # seconds after the last answer, in which nodes give back what
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What a run is. Equal ones ask the same and plan the same faults."""
+    """The parameters of a run. Equal parameters give the same requests and fault plan."""
 
     seconds: float = 60.0
     requests: int = 200  # in flight
@@ -179,7 +179,7 @@ async def learn_and_run(fleet: Fleet, soak: Soak, asks: Sequence[Ask]) -> Report
 
 
 async def still_held(fleet: Fleet) -> dict[str, int]:
-    """What nodes have not given back when they have had the time to."""
+    """Returns what nodes still hold after they had time to release it."""
     deadline = monotonic() + GIVE_BACK
     while (held := await asyncio.to_thread(fleet.held)) and monotonic() < deadline:
         await asyncio.sleep(0.2)
@@ -249,7 +249,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def possible(kinds: Sequence[str], console: Console) -> tuple[str, ...]:
-    """Those that this machine allows; says of the others why it does not."""
+    """Returns the faults that this machine allows; prints why the others are left out."""
     reason = unavailable() if EDGE_KINDS.keys() & set(kinds) else ""
     left_out = [kind for kind in kinds if reason and kind in EDGE_KINDS]
     if left_out:

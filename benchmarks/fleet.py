@@ -158,8 +158,8 @@ class Fleet:
         return f"127.0.0.1:{self.ports['registry']}"
 
     def credentials(self, role: bool = False) -> grpc.ChannelCredentials | None:
-        """Of a client over gRPC, or of a role; None: the ports take everybody. A client's pair of
-        files is beside the roles'."""
+        """Returns the credentials of a gRPC client or of a role; None if the ports are open to all.
+        A client's files are beside the roles'."""
         if "tls_ca" not in self._router:
             return None
         ca = Path(self._router["tls_ca"])
@@ -209,7 +209,7 @@ class Fleet:
                 self.send(name, signal.SIGUSR1)
 
     def running(self) -> set[str]:
-        """Those that run, of those that should."""
+        """Returns the processes that run, of those that should."""
         return {name for name, pid in list(self.pids.items()) if self.exit_code(pid) is None}
 
     def bury(self) -> list[str]:
@@ -225,7 +225,7 @@ class Fleet:
         return ended + [f"pid {pid}" for pid in self.drained if self.exit_code(pid)]
 
     def held(self) -> dict[str, int]:
-        """What nodes that run have not given back, by name: KV blocks, or else requests."""
+        """Returns node → what it still holds: KV blocks, else requests."""
         running = self.running()
         nodes = [node for node in self.state()["nodes"] if node["name"] in running]
         held = {node["name"]: _held(node["metrics_address"]) for node in nodes}

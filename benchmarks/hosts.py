@@ -14,7 +14,7 @@ from pdserve.common.core.plugins import import_string
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 ROUTER = "10.77.0.1"
-NOBODY = "02:00:00:00:00:00"  # a hardware address that no host here has
+UNUSED = "02:00:00:00:00:00"  # a hardware address that no host here has
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -63,7 +63,7 @@ class Network:
         return address, ("benchmarks.hosts:enter", str(host.pid), *then)
 
     def cut(self, *addresses: str) -> None:
-        """Nobody reaches these hosts any more, without a word to anybody."""
+        """Drops all packets to these hosts silently."""
         for address in addresses:
             _run(f"ip link set v{_number(address)} down")
 
@@ -78,20 +78,20 @@ class Network:
             _run(f"bridge link set dev v{_number(address)} isolated {state}")
 
     def drop(self, source: str, target: str, dropped: bool = True) -> None:
-        """What one host sends to another is lost on the way, or no longer. The other way is open:
-        this is half of a cut."""
+        """Drops, or no longer drops, packets from one host to another. The reverse direction stays
+        open."""
         device = "br0" if source == ROUTER else "eth0"
         for address in (target, front(target)):
-            neighbour = f"{address} lladdr {NOBODY} dev {device}"
+            neighbour = f"{address} lladdr {UNUSED} dev {device}"
             state = "permanent" if dropped else "failed"  # it asks who has the address
             _run(f"{self._on(source)}ip neigh replace {neighbour} nud {state}")
 
     def _on(self, address: str) -> str:
-        """What comes before a command that is to run on a host."""
+        """Returns the prefix of a command that runs on a host."""
         return "" if address == ROUTER else f"nsenter -t {self.pid(address)} -n "
 
     def pid(self, address: str) -> int:
-        """Of a process on this host, which lives as long as the network."""
+        """Returns the pid of a process on this host that lives as long as the network."""
         return self._hosts[_number(address) - 2].pid
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What this host can do at best: a plain memory copy and a plain loopback socket."""
+"""Measures this host's limits: a plain memory copy and a plain loopback socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far quantized weights are from the float32 ones, and what they save and cost.
+"""Measures the error, size and speed of quantized weights compared with float32.
 
 Each model is computed in float32, with `--quantization int8`, and as an AWQ and a GPTQ checkpoint.
 The latter two are made here by rounding to the nearest, without calibration, so their errors are
@@ -81,7 +81,7 @@ class Subject:
         self.cache = torch.zeros(spec.num_layers, *sizes)
 
     def logits(self, tokens: Sequence[int], start: int = 0) -> Tensor:
-        """Of each token."""
+        """Returns the logits of each token."""
         blocks = list(range(-(-(start + len(tokens)) // BLOCK_SIZE)))
         batch = AttentionBatch([len(tokens)], [start], [blocks], BLOCK_SIZE)
         positions = torch.arange(start, start + len(tokens))
@@ -98,7 +98,7 @@ class Subject:
         return tokens
 
     def matrices(self) -> Iterator[Tensor]:
-        """What each linear layer multiplies with."""
+        """Returns the dense matrix of each linear layer."""
         for layer in self.model.layers:
             attention, mlp = layer.attention, layer.mlp
             for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
@@ -165,7 +165,7 @@ def agreement(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def speed(work: Callable[[Subject], object], exact: Subject, other: Subject) -> float:
-    """Of `other` relative to `exact`, in turns."""
+    """Returns the speed of `other` relative to `exact`, measured in turns."""
     best = {exact: float("inf"), other: float("inf")}
     for _ in range(ROUNDS):
         for subject in (exact, other):

@@ -31,7 +31,7 @@ MODULES += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a `quantization_config` says."""
+    """The fields of a `quantization_config`."""
 
     method: str  # "awq" or "gptq"
     bits: int = 4

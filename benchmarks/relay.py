@@ -31,7 +31,7 @@ MODES = ("pass", "flip", "truncate")
 
 
 class Relays:
-    """Those of a network, in a process of their own until `close`."""
+    """The relays of a network, in their own process until `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,8 +44,8 @@ class Relays:
         self._ask("add", pid=pid, listen=listen, target=target, ports=[*ports])
 
     def set(self, source: str, listen: str, mode: str) -> None:
-        """What the host `source` says and is told there from now on: it passes; now and then a
-        bit is flipped ("flip"), or the connection ends within a message ("truncate")."""
+        """Sets how traffic of the host `source` passes: unchanged, sometimes with a flipped bit
+        ("flip"), or with the connection closed within a message ("truncate")."""
         self._ask("set", source=source, listen=listen, mode=mode)
 
     def spoilt(self) -> int:

@@ -50,7 +50,7 @@ class Site(Fleet):
         return self._network.add()[0]
 
     def drop(self, source: str, target: str, dropped: bool = True) -> None:
-        """What one process says to another, by their names, is lost, or no longer."""
+        """Drops, or no longer drops, traffic from one named process to another."""
         self._network.drop(self._hosts[source], self._hosts[target], dropped)
 
     def spoil(self, source: str, target: str, mode: str) -> None:

@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def run_nbytes(self) -> int:
-        """Of a block in a plane, where it lies in one piece."""
+        """The bytes of a block within one plane, where it is contiguous."""
         return self.heads * self.block_size * self.head_dim * self.torch_dtype.itemsize
 
     @property

@@ -14,7 +14,7 @@ WIDTH = 140  # columns, where no terminal says how many
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of a connector or, as far as it was asked, of a peer."""
+    """The throughput of a connector, or of a peer library as far as measured."""
 
     connector: str
     shape: str
@@ -29,7 +29,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one block, µs."""
+    """The latency of one block, in µs."""
 
     connector: str
     shape: str

@@ -61,7 +61,7 @@ class Zygote:
 
 
 class ForkedRank:
-    """As much of `asyncio.subprocess.Process` as an executor uses."""
+    """A forked rank with the part of `asyncio.subprocess.Process` that an executor uses."""
 
     def __init__(self, pid: int, stdin: int) -> None:
         self.pid = pid
@@ -113,7 +113,7 @@ def _become(stdin: int, directory: Path, rank: int, node: int) -> Any:
     code = 1
     try:
         while os.getppid() != node:
-            os.kill(node, 0)  # an error once there is no such process, which nobody else would tell
+            os.kill(node, 0)  # raises once the process is gone
             time.sleep(0.001)
         _libc.prctl(PR_SET_NAME, b"python3")
         os.setsid()

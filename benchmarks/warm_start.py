@@ -73,7 +73,7 @@ class WarmStart:
         return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Of a process started here; negative: the signal that ended it; None: it runs."""
+        """The exit code of a process started here; negative: the signal; None: it still runs."""
         code: int | None = self._ask("exit_code", pid=pid)
         return code
 

@@ -27,7 +27,7 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.options import Option, options
 from pdserve.common.config.router import RouterConfig, RoutingConfig
-from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
+from pdserve.common.core.parameters import PARAMETERS, Parameter, ParamType
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.scheduler import Scheduler
@@ -164,7 +164,7 @@ def _sampling_default(each: Parameter) -> str:
 
 
 def _range(each: Parameter) -> str:
-    unit = "tokens" if each.kind is Kind.TOKEN_ID_LISTS else "characters"
+    unit = "tokens" if each.kind is ParamType.TOKEN_ID_LISTS else "characters"
     values, length = "", f"1 … {each.longest} {unit}" if each.longest else ""
     if each.low is not None and each.high is not None:
         low, high = _bound(each.low), _bound(each.high)

@@ -1,4 +1,4 @@
-"""What gRPC's `Inference` service can do.
+"""Shows the features of the gRPC service `Inference`.
 
     python examples/grpc_client.py HOST:PORT [--api-key KEY]
 
@@ -37,12 +37,12 @@ class Client:
         return self._stub.GetModel(pb.GetModelRequest(), timeout=TIMEOUT, metadata=self._metadata)
 
     def generate(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
-        """Whoever leaves the iteration early should `cancel` the call: it ends on all nodes."""
+        """Streams the responses. To stop early, `cancel` the call, which ends it on all nodes."""
         return self._stub.Generate(request, timeout=TIMEOUT, metadata=self._metadata)
 
 
 def text(client: Client) -> None:
-    """Streamed as it is made; the last response has usage and timeline."""
+    """Streams text; the last response has usage and timeline."""
     sampling = pb.SamplingParams(max_tokens=20, temperature=0, logit_bias={0: -100})
     for response in client.generate(
         pb.GenerateRequest(text=STORY, sampling=sampling, timeline=True)
@@ -61,7 +61,7 @@ def structured(client: Client) -> None:
 
 
 def scored(client: Client) -> None:
-    """How likely a prompt is, token by token; bad words and a salted cache beside it."""
+    """Scores the tokens of a prompt; also shows bad words and a cache salt."""
     request = pb.GenerateRequest(
         text=STORY,
         cache_salt="tenant-1",
@@ -80,7 +80,7 @@ def scored(client: Client) -> None:
 
 
 def called(client: Client) -> None:
-    """A chat that must call a tool. Pieces of a call follow each other, as its text would."""
+    """A chat that must call a tool. A call is streamed in pieces, like text."""
     chat = pb.Chat(
         messages=[pb.Message(role="user", content="What is the weather in Oslo?")],
         tools=[pb.Tool(name="get_weather", parameters=CITY)],
@@ -97,7 +97,7 @@ def called(client: Client) -> None:
 
 
 def refused(client: Client) -> None:
-    """What an error says, by google.rpc's words."""
+    """Shows the google.rpc details of an error."""
     request = pb.GenerateRequest(text=STORY, sampling=pb.SamplingParams(top_p=2))
     try:
         list(client.generate(request))

@@ -2,11 +2,11 @@
 
     from pdserve import LLM, SamplingParams
 
-Importing this imports nothing else until a name is used. What plugins and clients may import of the
-packages below is listed in docs/write-a-connector.md and docs/clients.md.
+Importing pdserve imports nothing else until a name is used. docs/write-a-connector.md and
+docs/clients.md list what plugins and clients may import from the packages below.
 """
 
-TYPE_CHECKING = False  # as typing has it, which would be an import
+TYPE_CHECKING = False  # type checkers treat this name like typing's, without the import
 if TYPE_CHECKING:
     from pdserve.offline.llm import LLM
     from pdserve.offline.lora import LoRARequest

@@ -63,12 +63,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     it than a test waits for a node."""
     if hasattr(session.config, "workerinput"):
         from pdserve.common.core.native import BuildError
-        from pdserve.common.model.kernels import build
+        from pdserve.common.model.kernels import native
         from pdserve.kv_transfer.native.code import block_code
 
         block_code()
         with suppress(BuildError):
-            build.load_library()
+            native.load_library()
 
 
 def pytest_collection_finish() -> None:

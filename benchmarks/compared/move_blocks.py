@@ -44,7 +44,7 @@ class Library:
         return (self._first + np.asarray(ids, dtype=np.int64)).reshape(-1)
 
     def address(self) -> tuple[Any, int]:
-        """What the other end needs: where this process is reached, and where its cache begins."""
+        """Returns this process's address and the start of its cache, for the other end."""
         raise NotImplementedError
 
     def connect(self, address: tuple[Any, int]) -> None:
@@ -139,7 +139,7 @@ def checksum(cache: Any, ids: Ids) -> int:
 
 
 def passive(name: str, shape: tuple[int, ...], control: Connection) -> None:
-    """The other end: tells its address, then the checksums of blocks, until nobody asks."""
+    """The other end: sends its address, then checksums of blocks on request, until EOF."""
     library = LIBRARIES[name](filled(shape))
     control.send(library.address())
     try:
@@ -172,7 +172,7 @@ def serve(name: str, shape: tuple[int, ...], answers: TextIO) -> None:
 
 
 def _version(name: str) -> str:
-    """Of the packages it may come from."""
+    """Returns the version of the first installed package of several names."""
     found = sorted(set(packages_distributions().get(name, ())))
     return ", ".join(f"{package} {version(package)}" for package in found)
 

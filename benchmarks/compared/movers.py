@@ -93,7 +93,7 @@ class Mover:
 
 
 class Peers:
-    """Those that can be compared with, and why others cannot."""
+    """The libraries to compare with, and why others are missing."""
 
     def __init__(self, names: Sequence[str], python: str) -> None:
         self.versions: dict[str, str] = {}

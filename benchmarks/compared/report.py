@@ -71,8 +71,8 @@ class Results:
 
 
 def table(results: Results) -> Table:
-    """Of each metric the first server's value, and of the others theirs with the ratio of the
-    first one's to it. Where less is better, a ratio below 1 is the first one's victory."""
+    """Returns a table: per metric the first server's value, and the others' with the ratio first /
+    other. If less is better, a ratio below 1 means that the first server is better."""
     first, *others = results.servers
     shown = Table(title=f"× is {first} ÷ the other", title_justify="left")
     for head in ("", "", first, *others):

@@ -34,7 +34,7 @@ class Absent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What every server gets."""
+    """The resources that every server gets."""
 
     model: Path
     dtype: str
@@ -89,7 +89,7 @@ class Running:
         raise Absent(f"does not start: {how}, see {self.log}")
 
     def idle_cpu(self, seconds: float = 1.0) -> float:
-        """Cores it takes while nobody asks: those it takes from whoever is measured."""
+        """Returns the cores that the server uses while idle, and so takes from the measured one."""
         before = self._cpu_seconds()
         time.sleep(seconds)
         return (self._cpu_seconds() - before) / seconds
@@ -147,7 +147,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _session(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Those of it that run: it has one of its own."""
+    """Returns the running processes of the server's session."""
 
     def belongs(each: psutil.Process) -> bool:
         try:
@@ -159,7 +159,7 @@ def _session(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _shared_files(process: psutil.Process) -> set[Path]:
-    """Those of /dev/shm that it has in its memory, by names that are still there."""
+    """Returns the existing files of /dev/shm that the process has mapped."""
     try:
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     except OSError:  # it has ended
@@ -253,7 +253,7 @@ def llama_cpp(program: str | None, gguf: str | None, machine: Machine) -> Server
 
 
 def generate_command(venv: str | None, machine: Machine) -> list[str]:
-    """Of transformers without a server: `generate.py`, which says tokens a second."""
+    """Returns the command of `generate.py`: transformers without a server, in tokens per second."""
     python = _program(venv, "python", "--transformers")
     script = Path(__file__).with_name("generate.py")
     return [python, str(script), str(machine.model), machine.dtype, str(machine.threads)]

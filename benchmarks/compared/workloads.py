@@ -1,4 +1,4 @@
-"""What every server is asked, by `pdserve bench serve`'s load generator, and what is measured."""
+"""The workloads for every server, run by `pdserve bench serve`'s load generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients ask: a seeded mix of everything the API offers, every answer of it determined."""
+"""The requests: a seeded mix of all API features, each with a deterministic answer."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Lost(Exception):
 
 @dataclass(slots=True)
 class Choice:
-    """What came for one choice, concatenated."""
+    """The concatenated output of one choice."""
 
     text: str = ""
     tokens: list[str | int] = field(default_factory=list)  # ids over gRPC; else with logprobs
@@ -49,8 +49,8 @@ class Answer:
     times: list[float] = field(default_factory=list)  # when tokens came
 
     def longest_gap(self, stood_still: Callable[[float, float], float]) -> float:
-        """Seconds between two events with tokens, without those in which nobody could bring them;
-        0 when there was one."""
+        """Returns the longest time between two events with tokens, in seconds, without times when
+        no node could serve; 0 if there was only one event."""
         return max(
             (later - sooner - stood_still(sooner, later) for sooner, later in pairwise(self.times)),
             default=0.0,

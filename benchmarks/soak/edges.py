@@ -14,7 +14,7 @@ LONG_CUT = 15.0  # seconds
 
 
 async def cut(faults: Faults, fault: Fault) -> None:
-    """Nothing arrives, one way or both, and nobody is told."""
+    """Drops packets silently, in one or both directions."""
     ways = fault.random.choice(((True, True), (True, False), (False, True)))
 
     def change(site: Site, source: str, target: str, spoilt: bool) -> None:
@@ -38,8 +38,9 @@ def _spoil(mode: str) -> Kind:
 async def _on_an_edge(
     faults: Faults, fault: Fault, change: Callable[[Site, str, str, bool], None]
 ) -> None:
-    """Spoils it, waits, and mends it. A node that the router does not reach is not well; both
-    ends of a hand-off are: the decode node computes prompts itself."""
+    """Breaks the connection, waits, and repairs it. A node that the router cannot reach is
+    unhealthy; both ends of a KV transfer stay healthy, because the decode node computes prompts
+    itself."""
     site, (source, role) = faults.fleet, fault.target.split("-")
     assert isinstance(site, Site)
     if source == "router":

@@ -1,4 +1,4 @@
-"""What goes wrong, and when: a plan that a seed determines, carried out on a fleet."""
+"""The fault plan, which a seed determines, and its execution on a fleet."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Fault:
 
 
 class NotNow(Exception):
-    """What a fault would strike is not there, or would be the last one that is well."""
+    """The fault's target does not exist, or is the last healthy one."""
 
 
 class Gone(Exception):
-    """A node ended by itself, which nobody asked it to."""
+    """A node ended without a request to end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,8 +342,8 @@ async def odd(faults: Faults, fault: Fault) -> None:
 
 
 async def foreign(faults: Faults, fault: Fault) -> None:
-    """What a page of another origin has a browser send: no key, and a type that needs no
-    preflight."""
+    """Requests as a browser sends them for a page of another origin: without a key, and with a type
+    that needs no preflight."""
     path = fault.random.choice((TEXT, "/reset_prefix_cache", "/v1/load_lora_adapter"))
     headers = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
     if fault.random.random() < 0.5:

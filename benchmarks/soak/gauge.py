@@ -1,4 +1,4 @@
-"""What processes use as time goes by: memory and descriptors."""
+"""Samples the memory and open descriptors of processes over time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAY_GROW = {"rss_mb": (1.15, 48.0), "fds": (1.25, 16.0)}  # times, plus
 
 @dataclass(slots=True)
 class Life:
-    """Of one process."""
+    """The samples of one process."""
 
     role: str
     times: list[float] = field(default_factory=list)

@@ -86,7 +86,7 @@ async def rpc(fleet: Fleet) -> AsyncIterator[Generate]:
 
 
 async def answer(attack: Awaitable[str]) -> str:
-    """What an attack came to, in a word or two."""
+    """Returns the outcome of an attack in a word or two."""
     try:
         async with asyncio.timeout(PATIENCE):
             return await attack

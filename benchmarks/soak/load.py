@@ -26,7 +26,7 @@ PATIENCE = 2.0  # seconds, at most, until a client that does so hangs up
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests."""
+    """The counts of requests by outcome."""
 
     completed: int = 0
     hung_up: int = 0

@@ -62,7 +62,7 @@ class Liar:
 
 
 async def _a_node(fleet: Fleet, rng: random.Random) -> pb.NodeInfo:
-    """What a node that is known says of itself. Raises NotNow."""
+    """Returns the registration of a known node. Raises NotNow."""
     nodes = [node for node in (await asyncio.to_thread(fleet.state))["nodes"] if node["name"]]
     if not nodes:
         raise NotNow
@@ -83,7 +83,7 @@ Lie = Callable[[Liar, pb.NodeInfo, Fault], Awaitable[None]]
 
 
 async def _registers(liar: Liar, info: pb.NodeInfo, fault: Fault) -> None:
-    """Nodes at an address where nobody is, which say that they are idle and have room."""
+    """Registers nodes at an address without a server that claim to be idle."""
     rng = fault.random
     host = rng.choice(("127.0.0.1", NOWHERE))
     fakes = [_fake(info, f"{host}:{free_port()}", rng) for _ in range(rng.randint(1, FAKES))]

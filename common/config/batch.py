@@ -13,34 +13,34 @@ from pdserve.common.core.errors import ConfigError
 class BatchConfig:
     """Batch
 
-    Which requests, and who answers them: a server that runs, or a cluster that ends with the run.
+    The files, and who answers: a running server, or a cluster started for this run.
     """
 
     input_file: str | None = option(
-        None, "requests, a line each, in OpenAI's batch format", short="-i", metavar="FILE"
+        None, "file of requests in OpenAI's batch format (JSONL)", short="-i", metavar="FILE"
     )
     output_file: str | None = option(
         None,
-        "answers, a line each, in the order in which they come; where it has some already, only "
-        "what is missing is asked for",
+        "file for the answers (JSONL), in order of completion; if it has answers already, only the "
+        "missing requests are sent",
         short="-o",
         metavar="FILE",
     )
     url: str | None = option(
         None,
-        "a server that runs; its key is OPENAI_API_KEY (default: start a cluster, of the options "
+        "a running server; its key is OPENAI_API_KEY (default: start a cluster with the options "
         "below)",
     )
     max_concurrency: int | None = option(
         None, "requests in flight (default: what fills the cluster; with --url 64)", minimum=1
     )
     timeout: float = option(3600.0, "seconds for one answer", minimum=0.001)
-    json: bool = option(False, "print what became of the run as JSON")
+    json: bool = option(False, "print the run's summary as JSON")
     cluster: ClusterConfig = field(default_factory=private_cluster)
 
     def check(self) -> None:
-        """Raises ConfigError unless it says what to run where."""
+        """Raises ConfigError for missing files, or cluster options together with --url."""
         if not self.input_file or not self.output_file:
-            raise ConfigError("-i and -o are needed: the requests, and where the answers go")
+            raise ConfigError("-i (requests) and -o (answers) are required")
         if self.url and self.cluster != private_cluster():
-            raise ConfigError("--url names a server that runs: options of a cluster do not fit it")
+            raise ConfigError("--url uses a running server, which takes no cluster options")

@@ -15,8 +15,8 @@ from pdserve.common.core.errors import ConfigError
 class BenchStepConfig:
     """Steps
 
-    Without --batch, --context and --chunk: decodes of 1, 8 and 32 sequences of 128 tokens and of
-    32 of 1,024, and a prefill chunk of 512.
+    Default without --batch, --context and --chunk: decode steps of 1, 8 and 32 sequences of 128
+    tokens and of 32 sequences of 1,024 tokens, and a prefill chunk of 512 tokens.
     """
 
     batch: str | None = option(
@@ -24,43 +24,42 @@ class BenchStepConfig:
     )
     context: str | None = option(
         None,
-        "tokens each of them attends to, its newest included (with --batch)",
+        "tokens each sequence attends to, the newest included (with --batch)",
         metavar="N,N,...",
     )
     drafts: int = option(
         0,
-        "guesses that each of them verifies (speculative decoding), so that a step computes so "
-        "many more tokens of each",
+        "draft tokens each sequence verifies per step (speculative decoding)",
         minimum=0,
         maximum=MAX_DRAFTS,
     )
-    chunk: str | None = option(None, "tokens of a prefill chunk", metavar="N,N,...")
-    repetitions: int = option(10, "measurements of each step, in turns", minimum=1)
+    chunk: str | None = option(None, "tokens in a prefill chunk", metavar="N,N,...")
+    repetitions: int = option(10, "measurements of each step", minimum=1)
     clock: str = option(
         "wall",
-        "wall: what passes; cpu: CPU time of the computing thread, where others use the machine as "
-        "well (with --threads 1)",
+        "wall: wall-clock time; cpu: CPU time of the computing thread, for a machine that others "
+        "use too (needs --threads 1)",
         choices=("wall", "cpu"),
     )
     statistic: str = option(
         "median",
-        "of the repetitions; least: the best ones, of the peaks as well, where others use the "
-        "machine at times",
+        "how repetitions are combined: their median, or least: the best one, also of the peaks, "
+        "for a machine that others use at times",
         choices=("median", "least"),
     )
-    json: str | None = option(None, "write the result here, too", metavar="FILE")
+    json: str | None = option(None, "also write the result to this file", metavar="FILE")
     baseline: str | None = option(
-        None, "an earlier --json, to compare with: how many times faster", metavar="FILE"
+        None, "an earlier --json file to show speed-ups against", metavar="FILE"
     )
     tensor_parallel_size: int = same_option(
         ParallelConfig,
         "tensor_parallel_size",
-        "ranks each layer is split over, processes of their own; figures are rank 0's",
+        "ranks each layer is split over, one process each; figures are rank 0's",
     )
     threads: int = same_option(
         ParallelConfig,
         "cpu_threads",
-        "torch threads of a rank (0: the cores this process may use, divided by the ranks)",
+        "torch threads per rank (0: the usable cores divided by the ranks)",
     )
     cpu_kernels: str = same_option(ParallelConfig, "cpu_kernels")
     compile: bool = same_option(CompilationConfig, "compile")

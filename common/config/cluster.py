@@ -1,4 +1,4 @@
-"""Options of the commands that are about a whole cluster: `pdserve up` and `pdserve plan`."""
+"""Options of the commands for a whole cluster: `pdserve up` and `pdserve plan`."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from pdserve.common.core.errors import ConfigError
 class ClusterConfig:
     """Cluster
 
-    `pdserve up`: what differs from the roles' own options, and those options.
+    Options of `pdserve up`, and of the roles it starts.
     """
 
     prefill: int | None = option(
-        None, "prefill nodes (default: 1, or none where there is --both)", minimum=0
+        None, "number of prefill nodes (default: 1, or 0 with --both)", minimum=0
     )
     decode: int | None = option(
-        None, "decode nodes (default: 1, or none where there is --both)", minimum=0
+        None, "number of decode nodes (default: 1, or 0 with --both)", minimum=0
     )
     both: int = option(
         0,
-        "nodes that compute prompts and generate tokens in one process, alone or beside the others",
+        "number of nodes that compute prompts and generate tokens in one process",
         minimum=0,
     )
     prefill_tp: int | None = option(
-        None, "ranks of a stage of each prefill node (default: --tensor-parallel-size)", minimum=1
+        None, "ranks per stage of prefill nodes (default: --tensor-parallel-size)", minimum=1
     )
     decode_tp: int | None = option(
-        None, "ranks of a stage of each decode node (default: --tensor-parallel-size)", minimum=1
+        None, "ranks per stage of decode nodes (default: --tensor-parallel-size)", minimum=1
     )
     prefill_pp: int | None = option(
-        None, "stages of each prefill node (default: --pipeline-parallel-size)", minimum=1
+        None, "stages of prefill nodes (default: --pipeline-parallel-size)", minimum=1
     )
     decode_pp: int | None = option(
-        None, "stages of each decode node (default: --pipeline-parallel-size)", minimum=1
+        None, "stages of decode nodes (default: --pipeline-parallel-size)", minimum=1
     )
     restart: str = option(
         "on-failure",
-        "when a process of the cluster dies: on-failure: it is started again (a node that drained, "
-        "or wrong options, never); no: the cluster stops",
+        "when a process dies: on-failure: restart it (but not a drained node, or one with wrong "
+        "options); no: stop the cluster",
         choices=("on-failure", "no"),
     )
-    # Nodes learn the port from `up`, so that two clusters need not agree on ports.
+    # `up` tells the nodes the router's ports, so free ports do, and two clusters fit on a host.
     server: ServerConfig = field(default_factory=lambda: ServerConfig(grpc_port=0, registry_port=0))
     chat: ChatConfig = field(default_factory=ChatConfig)
     tls: TLSConfig = field(default_factory=TLSConfig)
@@ -77,13 +77,13 @@ class ClusterConfig:
         if bool(nodes["prefill"]) != bool(nodes["decode"]) or not any(nodes.values()):
             raise ConfigError(
                 f"--prefill {nodes['prefill']}, --decode {nodes['decode']}, --both "
-                f"{nodes['both']}: prefill and decode nodes need each other; at least one of each, "
-                "or one that is --both"
+                f"{nodes['both']}: prefill and decode nodes need each other; start at least one of "
+                "each, or one with --both"
             )
 
     @property
     def nodes(self) -> dict[str, int]:
-        """How many of each role, in the order in which they start."""
+        """The number of nodes per role, in starting order."""
         default = 0 if self.both else 1
         prefill = default if self.prefill is None else self.prefill
         decode = default if self.decode is None else self.decode
@@ -91,8 +91,8 @@ class ClusterConfig:
 
 
 def private_cluster(restart: str = "on-failure") -> ClusterConfig:
-    """A cluster for one client that is its owner: on free ports, it says little and lets requests
-    wait as long as it takes."""
+    """Returns the options of a cluster for one client, its owner: free ports, few log lines, and
+    requests may wait for a day."""
     return ClusterConfig(
         restart=restart,
         server=ServerConfig(port=0, grpc_port=0, registry_port=0),
@@ -105,7 +105,7 @@ def private_cluster(restart: str = "on-failure") -> ClusterConfig:
 class PlanConfig:
     """Plan
 
-    `pdserve plan`: the options of a node that decide what fits on its GPUs, and what they are.
+    The options of a node that decide what fits on its GPUs.
     """
 
     model: str | None = option(None, "folder of a Hugging Face checkpoint, or its config.json")
@@ -116,22 +116,22 @@ class PlanConfig:
     pipeline_parallel_size: int = option(
         1, "stages the layers are split into, in both roles", short="--pp", minimum=1
     )
-    prefill_tp: int | None = option(None, "of prefill nodes (default: --tp)", minimum=1)
-    decode_tp: int | None = option(None, "of decode nodes (default: --tp)", minimum=1)
-    prefill_pp: int | None = option(None, "of prefill nodes (default: --pp)", minimum=1)
-    decode_pp: int | None = option(None, "of decode nodes (default: --pp)", minimum=1)
+    prefill_tp: int | None = option(None, "TP of prefill nodes (default: --tp)", minimum=1)
+    decode_tp: int | None = option(None, "TP of decode nodes (default: --tp)", minimum=1)
+    prefill_pp: int | None = option(None, "PP of prefill nodes (default: --pp)", minimum=1)
+    decode_pp: int | None = option(None, "PP of decode nodes (default: --pp)", minimum=1)
     expert_parallel_size: int = option(
-        1, "ranks of a stage the experts are spread over, in both roles", short="--ep", minimum=1
+        1, "ranks per stage the experts are spread over, in both roles", short="--ep", minimum=1
     )
-    prefill_ep: int | None = option(None, "of prefill nodes (default: --ep)", minimum=1)
-    decode_ep: int | None = option(None, "of decode nodes (default: --ep)", minimum=1)
+    prefill_ep: int | None = option(None, "EP of prefill nodes (default: --ep)", minimum=1)
+    decode_ep: int | None = option(None, "EP of decode nodes (default: --ep)", minimum=1)
     pipeline_partition: str | None = same_option(ParallelConfig, "pipeline_partition")
     max_model_len: int | None = same_option(ModelConfig, "max_model_len")
     dtype: str = same_option(ModelConfig, "dtype", "compute and KV dtype; auto: the checkpoint's")
     quantization: str | None = option(
         None,
-        "weights of linear layers: int8, as nodes make them with this option; int4, an AWQ "
-        "checkpoint with a scale and a zero point for 128 weights (default: as config.json says)",
+        "weights of linear layers: int8, as nodes quantize them with this option; int4, an AWQ "
+        "checkpoint with groups of 128 (default: as config.json says)",
         choices=("int8", "int4"),
     )
     gpu_memory_utilization: float = same_option(
@@ -146,7 +146,7 @@ class PlanConfig:
     enable_lora: bool = same_option(LoRAConfig, "enable_lora")
     max_loras: int = same_option(LoRAConfig, "max_loras")
     max_lora_rank: int = same_option(LoRAConfig, "max_lora_rank")
-    json: bool = option(False, "print JSON, in bytes, instead of a table")
+    json: bool = option(False, "print JSON, with sizes in bytes, instead of a table")
     topology: bool = option(
-        False, "also read how this host's GPUs are connected and advise (alone: without --model)"
+        False, "also show how this host's GPUs are connected, with advice (works without --model)"
     )

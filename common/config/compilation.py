@@ -1,4 +1,4 @@
-"""Options of what is prepared before a GPU computes: CUDA graphs, compiled kernels."""
+"""Options of CUDA graphs and torch.compile."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from dataclasses import dataclass
 from pdserve.common.config.shared import option
 from pdserve.common.core.errors import ConfigError
 
-MAX_GRAPH_SIZE = 512  # beyond it launches are hidden behind what they launch
+MAX_GRAPH_SIZE = 512  # sequences; larger steps hide the cost of kernel launches by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilationConfig:
     """Graphs and compilation"""
 
-    enforce_eager: bool = option(
-        False, "launch every kernel of a decode step on a GPU anew: no CUDA graphs"
-    )
+    enforce_eager: bool = option(False, "do not use CUDA graphs for decode steps on a GPU")
     cuda_graph_sizes: str | None = option(
         None,
-        "how many sequences the decode steps have that are captured as CUDA graphs at start; "
-        "others are padded to the next of them, larger ones run eagerly (default: 1, 2, 4 and "
-        "multiples of 8 up to --max-num-seqs, at most 512)",
+        "batch sizes of decode steps to capture as CUDA graphs at start; other steps are padded to "
+        "the next size, larger ones run eagerly (default: 1, 2, 4 and multiples of 8 up to "
+        "--max-num-seqs, at most 512)",
         metavar="N,N,...",
     )
     compile: bool = option(
         False,
-        "fuse norms and activations by torch.compile, on a GPU or with --cpu-kernels torch; a node "
-        "compiles as it starts, which may take minutes",
+        "fuse norms and activations with torch.compile, on a GPU or with --cpu-kernels torch; "
+        "compiling at start may take minutes",
     )
 
     def graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
-        """Ascending; none with --enforce-eager. Raises ConfigError."""
+        """Returns the batch sizes to capture, ascending; none with --enforce-eager.
+
+        Raises:
+            ConfigError: `cuda_graph_sizes` is not a list of counts up to `max_num_seqs`.
+        """
         if self.cuda_graph_sizes is None:
             largest = min(max_num_seqs, MAX_GRAPH_SIZE)
             sizes = {size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest}
@@ -45,7 +47,7 @@ def _counts(text: str, most: int) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and 1 <= int(word) <= most for word in words):
         raise ConfigError(
-            f"--cuda-graph-sizes {text!r} must be counts such as 1,2,4,8, none of them above "
+            f"--cuda-graph-sizes {text!r} must be counts such as 1,2,4,8, none above "
             f"--max-num-seqs {most}"
         )
     return tuple(sorted({int(word) for word in words}))

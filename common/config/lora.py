@@ -1,4 +1,4 @@
-"""Options of LoRA adapters, which the router and all nodes share."""
+"""Options of LoRA adapters, for the router and all nodes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ class LoRAConfig:
     lora_modules: list[str] = option(
         [],
         "adapters to serve from the start, as name=folder or "
-        '{"name": …, "path": …}; the folders are at the same place on every host',
+        '{"name": …, "path": …}; every host needs the folders at the same path',
         metavar="NAME=FOLDER",
     )
     max_loras: int = option(
         8,
-        "adapters a node holds at a time, all in the memory of its devices; any of them may be in "
-        "one step",
+        "adapters a node can hold at once, all in device memory; one step may use any of them",
         minimum=1,
         maximum=1024,
     )
-    max_lora_rank: int = option(16, "greatest rank of an adapter", minimum=1, maximum=1024)
+    max_lora_rank: int = option(16, "highest rank of an adapter", minimum=1, maximum=1024)
 
     def __post_init__(self) -> None:
         if self.lora_modules and not self.enable_lora:
@@ -42,10 +41,10 @@ class LoRAConfig:
 
     @property
     def modules(self) -> dict[str, str]:
-        """Folders by the names of `lora_modules`.
+        """Adapter name → folder, from `lora_modules`.
 
         Raises:
-            ConfigError: one is neither form, or is there twice.
+            ConfigError: an entry has neither form, or a name occurs twice.
         """
         pairs = [_parse(word) for word in self.lora_modules]
         names = [name for name, _ in pairs]
@@ -61,8 +60,8 @@ def _parse(word: str) -> tuple[str, str]:
         name, _, path = word.partition("=")
     if not is_plain_id(name) or not path:
         raise ConfigError(
-            f"--lora-modules {word}: must be name=folder, with a name of up to 128 characters of "
-            "ASCII without spaces"
+            f"--lora-modules {word}: must be name=folder; a name has up to 128 ASCII characters "
+            "and no spaces"
         )
     return name, path
 
@@ -72,7 +71,7 @@ def _parse_object(word: str) -> tuple[str, str]:
         given: Any = json.loads(word)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--lora-modules {word} is not JSON: {error}") from error
-    given.pop("base_model_name", None)  # of vLLM: it is the model, here
+    given.pop("base_model_name", None)  # vLLM's key; here it is always the model
     if set(given) != {"name", "path"} or not all(isinstance(each, str) for each in given.values()):
         raise ConfigError(f"--lora-modules {word}: must have a name and a path, and no other key")
     return given["name"], given["path"]

@@ -28,21 +28,21 @@ class ModelConfig:
 
     model: str | None = option(
         None,
-        "folder of a Hugging Face checkpoint, or the name of one on the Hub (org/name); absent: "
-        "the embedded SmolLM2-135M-Instruct",
+        "folder of a Hugging Face checkpoint, or a name on the Hub (org/name) (default: the "
+        "embedded SmolLM2-135M-Instruct)",
     )
     revision: str | None = option(
         None, "branch, tag or commit of a model by name (default: main)", metavar="TEXT"
     )
     download_dir: str | None = option(
         None,
-        "cache for models by name (default: HF_HUB_CACHE, else that of huggingface_hub)",
+        "cache for models by name (default: HF_HUB_CACHE, else huggingface_hub's own)",
         metavar="FOLDER",
     )
     served_model_name: list[str] = option(
         [],
-        "names clients may ask for; the first one is that of answers (default: the folder's, or "
-        "a model's by name)",
+        "model names clients may use; answers have the first one (default: the folder's name, or "
+        "the name on the Hub)",
         metavar="NAME",
     )
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
@@ -51,13 +51,13 @@ class ModelConfig:
     )
     max_logprobs: int = option(
         MAX_LOGPROBS,
-        "most likely tokens that a request may ask for beside each token",
+        "highest number of logprobs per token that a request may ask for",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     load_format: str = option(
         "auto",
-        "auto: safetensors; dummy: random weights from config.json alone",
+        "auto: safetensors; dummy: random weights, from config.json alone",
         choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
@@ -68,9 +68,9 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "int8: keep the weights of linear layers and of the head in 8 bits, a scale per output "
-        "channel; of an unquantized checkpoint (default: as the checkpoint is; AWQ and GPTQ need "
-        "no option)",
+        "int8: quantize the linear layers and the head of an unquantized checkpoint to 8 bits, "
+        "with a scale per output channel (default: as the checkpoint is; AWQ and GPTQ need no "
+        "option)",
         short="-q",
         choices=("int8",),
     )
@@ -82,14 +82,14 @@ class ModelConfig:
     )
     generation_config: str = option(
         "auto",
-        "what gives the defaults of sampling parameters: auto: the model's generation_config.json, "
-        "if there is one; vllm: nothing but OpenAI's; or the folder of another such file",
+        "source of default sampling parameters: auto: the model's generation_config.json if it "
+        "exists; vllm: OpenAI's defaults; or a folder with another generation_config.json",
         metavar="FOLDER",
     )
 
     @property
     def served_name(self) -> str:
-        """That of answers, and by which roles know each other's model."""
+        """The model's name in answers, which roles also compare when nodes register."""
         return (*self.served_model_name, Path(self.model or "").resolve().name)[0]
 
 
@@ -106,71 +106,70 @@ class ParallelConfig:
     )
     pipeline_partition: str | None = option(
         None,
-        "layers of each stage, e.g. 9,8,8,5 (default: even, the first stages one more)",
+        "layers per stage, e.g. 9,8,8,5 (default: even; the first stages get the remainder)",
         metavar="N,N,...",
     )
     expert_parallel_size: int = option(
         1,
-        "ranks of a tensor-parallel group the experts are spread over (a mixture of experts); "
-        "what is left of the group splits each expert",
+        "ranks of a tensor-parallel group that the experts of an MoE model are spread over; a "
+        "group of tp / ep ranks splits each expert",
         short="-ep",
         minimum=1,
     )
     all2all_backend: str = option(
         "replicated",
-        "how tokens get to the ranks that hold their experts: replicated (tensor-parallel ranks "
-        "have every token already: nothing moves), allgather_reducescatter, alltoallv, an entry "
-        "point or module:Class",
+        "how tokens reach the ranks of their experts: replicated (tensor-parallel ranks have every "
+        "token already, so nothing moves), allgather_reducescatter, alltoallv, an entry point or "
+        "module:Class",
     )
     data_parallel_size: int = option(
         1,
-        "replicas of the model in a node, each with ranks, a scheduler and KV blocks of its own",
+        "replicas of the model in a node, each with its own ranks, scheduler and KV blocks",
         short="-dp",
         minimum=1,
     )
     distributed_executor_backend: str = option(
         "auto",
-        "how ranks run: mp: processes on this host; ray: actors of a Ray cluster, a stage on one "
-        "host, stages on several; auto: one rank in the node's process, several as mp where this "
-        "host has devices for them, else ray if a cluster answers",
+        "how ranks run: mp: processes on this host; ray: actors of a Ray cluster, each stage on "
+        "one host; auto: a single rank in the node's process, several as mp if this host has "
+        "enough devices, else as ray if a cluster answers",
         choices=("auto", "mp", "ray"),
     )
     ray_address: str | None = option(
         None,
-        "head of the Ray cluster (default: RAY_ADDRESS, or the one this host is part of)",
+        "head of the Ray cluster (default: RAY_ADDRESS, else the cluster this host belongs to)",
         metavar="HOST:PORT",
     )
     cpu_threads: int = option(
         0,
-        "torch threads per rank on a CPU (0: the cores that affinity and cgroup quotas leave this "
-        "node, divided by its ranks)",
+        "torch threads per rank on a CPU (0: the cores that affinity and cgroup quotas allow, "
+        "divided by the ranks)",
         minimum=0,
     )
     cpu_kernels: str = option(
         "auto",
-        "what computes products, attention, norms and activations on a CPU; native: C++ built "
-        "for this machine at first use, which needs g++; torch: plain torch, which is slower; "
-        "auto: native where it can be built",
+        "kernels on a CPU; native: C++ compiled for this machine at first use (needs g++); torch: "
+        "torch operators, which are slower; auto: native if it can be compiled",
         choices=("auto", "native", "torch"),
     )
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     distributed_timeout: float = option(
-        30.0, "seconds after which a silent rank is dead", minimum=0.1
+        30.0, "seconds without a sign of life after which a rank counts as dead", minimum=0.1
     )
     device_communicator: str = option(
         "auto",
-        "what carries tensors between the ranks of a node: shm, gloo, nccl, symm_mem, an entry "
-        "point or module:Class; auto: nccl for CUDA, shm for CPU ranks of one host, else gloo",
+        "transport of tensors between a node's ranks: shm, gloo, nccl, symm_mem, an entry point or "
+        "module:Class; auto: nccl for CUDA, shm for CPU ranks on one host, else gloo",
     )
 
     @property
     def world_size(self) -> int:
-        """Ranks of one replica."""
+        """The number of ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def world_size_across_dp(self) -> int:
-        """Ranks of all replicas of a node."""
+        """The number of ranks of all replicas of a node."""
         return self.world_size * self.data_parallel_size
 
 
@@ -183,24 +182,24 @@ class CacheConfig:
         0.9, "share of each GPU this node may use", minimum=0.01, maximum=1.0
     )
     kv_cache_memory: str | None = option(
-        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on CPU a share of RAM)"
+        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on a CPU a share of RAM)"
     )
     num_gpu_blocks_override: int | None = option(
-        None, "number of KV blocks, instead of memory", minimum=1
+        None, "number of KV blocks, instead of a size in bytes", minimum=1
     )
-    enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prefixes")
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Scheduling"""
 
-    max_num_seqs: int = option(64, "sequences computed in one step", minimum=1)
-    max_num_batched_tokens: int = option(512, "tokens computed in one step (chunk size)", minimum=1)
+    max_num_seqs: int = option(64, "most sequences in one step", minimum=1)
+    max_num_batched_tokens: int = option(512, "most tokens in one step (chunk size)", minimum=1)
     engine_stall_timeout: float = option(
         20.0,
-        "seconds a step or a rank's answer may take, or a queue stand still with nothing computed "
-        "and no block freed, before the node says it is unhealthy (raise it where one step takes "
+        "seconds after which the node reports itself unhealthy: without an answer to a step, or "
+        "with a queue while nothing is computed and no block is freed (raise it if one step takes "
         "that long)",
         minimum=0.1,
     )
@@ -208,25 +207,25 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """What a rank could do at most"""
+    """Peak speed of a rank"""
 
     peak_tflops: float | None = option(
         None,
-        "10¹² FLOPs a second of a rank in large products of matrices, of which pdserve_mfu is a "
-        "share (default: measured at start, as far as others leave the machine alone)",
+        "speed of large matrix products in 10¹² FLOP/s, the 100 % of pdserve_mfu (default: "
+        "measured at start, which needs an otherwise idle machine)",
         minimum=0.001,
     )
     peak_bandwidth: float | None = option(
         None,
-        "10⁹ bytes a second that a rank reads from memory, of which "
-        "pdserve_bandwidth_utilisation is a share (default: measured at start)",
+        "memory read bandwidth in 10⁹ bytes/s, the 100 % of pdserve_bandwidth_utilisation "
+        "(default: measured at start)",
         minimum=0.001,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What a rank needs to compute: handed to worker processes."""
+    """The options that a rank needs to compute; worker processes get them."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -239,24 +238,24 @@ class EngineConfig:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Sequences of the decode steps that a GPU captures."""
+        """Batch sizes of the decode steps that a GPU captures as CUDA graphs."""
         return self.compilation.graph_sizes(self.scheduler.max_num_seqs)
 
     def __post_init__(self) -> None:
-        self.compilation.graph_sizes(self.scheduler.max_num_seqs)  # or a ConfigError
+        self.compilation.graph_sizes(self.scheduler.max_num_seqs)  # raises ConfigError if wrong
         if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.scheduler.max_num_batched_tokens} is less than "
-                f"--max-num-seqs {self.scheduler.max_num_seqs}: a step could not give every "
-                "running sequence one token"
+                f"--max-num-seqs {self.scheduler.max_num_seqs}: a step could not compute one token "
+                "of every running sequence"
             )
 
     @property
     def max_num_rows(self) -> int:
-        """Of logits in the largest step: a sequence wants one, and one for each guess."""
+        """Most rows of logits in a step: one per sequence, and one per draft token."""
         speculation, scheduler = self.speculation.speculation, self.scheduler
-        guesses = speculation.num_speculative_tokens if speculation else 0
-        return min(scheduler.max_num_seqs * (1 + guesses), scheduler.max_num_batched_tokens)
+        drafts = speculation.num_speculative_tokens if speculation else 0
+        return min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +272,8 @@ class TransferConfig:
     )
     kv_host: str = option(
         "127.0.0.1",
-        "address the KV data plane binds to and announces; auto: of each rank's own host, as other "
-        "hosts reach it",
+        "address the KV data plane binds to and announces; auto: the address at which other hosts "
+        "reach each rank's host",
     )
     kv_lease: float = option(
         10.0,
@@ -283,7 +282,7 @@ class TransferConfig:
         maximum=86_400.0,
     )
     enable_kv_digests: bool = option(
-        True, "decode nodes check that KV landed as it was sent, before they use it"
+        True, "decode nodes verify the checksums of received KV before they use it"
     )
 
 
@@ -292,22 +291,24 @@ class NodeConfig:
     """Node"""
 
     router: str = option(
-        "127.0.0.1:8002", "router's address to register at (--registry-port)", metavar="HOST:PORT"
+        "127.0.0.1:8002", "router to register with (its --registry-port)", metavar="HOST:PORT"
     )
     host: str = option("127.0.0.1", "address to bind to")
     advertise_host: str | None = option(
         None,
-        "address announced to the router (default: --host); auto: this host's name, which the "
-        "others must be able to resolve, as containers on one network do",
+        "address announced to the router (default: --host); auto: this host's name, which other "
+        "hosts must be able to resolve, as containers on one network can",
     )
     grpc_port: int = option(0, "port of the node's gRPC server (0: a free one)", **PORT)
     metrics_port: int = option(0, "port of /metrics and /health (0: a free one)", **PORT)
-    drain_timeout: float = option(30.0, "seconds a SIGTERM waits for work in flight", minimum=0.0)
+    drain_timeout: float = option(
+        30.0, "seconds to wait for work in flight after SIGTERM", minimum=0.0
+    )
 
     def __post_init__(self) -> None:
         if "," in self.router:
             raise ConfigError(
-                f"--router {self.router} names several routers: a node registers with one alone"
+                f"--router {self.router} names several routers: a node registers with only one"
             )
         if not is_address(self.router):
             raise ConfigError(f"--router {self.router} must be HOST:PORT, like 127.0.0.1:8002")
@@ -315,7 +316,7 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BothNodeConfig:
-    """A node of both roles, which transfers no KV."""
+    """Options of a node of both roles, which transfers no KV."""
 
     node: NodeConfig = field(default_factory=NodeConfig)
     tls: TLSConfig = field(default_factory=TLSConfig)
@@ -327,6 +328,6 @@ class BothNodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNodeConfig(BothNodeConfig):
-    """A prefill or decode node."""
+    """Options of a prefill or decode node."""
 
     transfer: TransferConfig = field(default_factory=TransferConfig)

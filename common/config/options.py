@@ -1,4 +1,4 @@
-"""The options of a config dataclass: its leaf fields, as flags, variables and YAML name them."""
+"""Maps the leaf fields of a config dataclass to flags, environment variables and YAML keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**3
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One leaf field of a config, as each source names it."""
+    """One leaf field of a config, with its name in each source."""
 
     name: str
     kind: type
@@ -47,10 +47,10 @@ class Option:
         return PREFIX + self.name.upper()
 
     def convert(self, text: str) -> Any:
-        """The value `text` stands for; of a list one word, or all as JSON.
+        """Parses a flag's text; for a list option, one word or a JSON list.
 
         Raises:
-            argparse.ArgumentTypeError: not of this kind, or outside minimum … maximum.
+            argparse.ArgumentTypeError: the wrong type, or outside minimum … maximum.
         """
         if self.kind is list:
             return _words(text)
@@ -65,10 +65,10 @@ class Option:
         return self._named(value)
 
     def check(self, value: Any) -> Any:
-        """The value, if the option takes such a one.
+        """Returns `value`, with aliases replaced, if the option accepts it.
 
         Raises:
-            argparse.ArgumentTypeError: it does not.
+            argparse.ArgumentTypeError: the wrong type, or not one of the choices or in the range.
         """
         if value is None and self.optional:
             return value
@@ -83,14 +83,14 @@ class Option:
         return value
 
     def _is_of_kind(self, value: Any) -> bool:
-        if isinstance(value, bool):  # which is an int, too
+        if isinstance(value, bool):  # bool is a subclass of int
             return self.kind is bool
         if self.kind is list:
             return isinstance(value, list) and _are_words(value)
         return isinstance(value, (int, float) if self.kind is float else self.kind)
 
     def _named(self, value: Any) -> Any:
-        """A choice that has another name, too, by its own."""
+        """Replaces an alias of a choice."""
         return self.metadata.get("aliases", {}).get(value, value) if self.kind is str else value
 
     def _check_range(self, value: float) -> None:
@@ -104,7 +104,7 @@ class Option:
 
 
 def _whole_number(text: str) -> int:
-    """As vLLM reads them: 8k is 8000, 8K is 8192; raises ValueError."""
+    """Parses an integer in vLLM's notation: 8k is 8000, 8K is 8192. Raises ValueError."""
     if not (found := _ROUND.fullmatch(text)):
         return int(text)
     value = Decimal(found[1]) * _SCALES[found[2]]
@@ -145,7 +145,7 @@ _KIND_NAMES = {
 
 
 def options(config: Any) -> Iterator[Option]:
-    """All leaf options of a config object, which gives the defaults, in written order."""
+    """Yields the leaf options of `config` in written order; its values are the defaults."""
     cls = type(config)
     hints = get_type_hints(cls)
     group = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
@@ -159,7 +159,7 @@ def options(config: Any) -> Iterator[Option]:
 
 
 def build(base: Config, values: Mapping[str, Any]) -> Config:
-    """`base` with the leaves, at any depth, that `values` names."""
+    """Returns `base` with the leaf fields that `values` names replaced, at any depth."""
     changes: dict[str, Any] = {}
     for item in fields(base):  # type: ignore[arg-type]
         value = getattr(base, item.name)
@@ -171,10 +171,10 @@ def build(base: Config, values: Mapping[str, Any]) -> Config:
 
 
 def with_values(base: Config, values: Mapping[str, Any]) -> Config:
-    """`base` with options by name, as `build`, but checked as flags are.
+    """Like `build`, but checks names and values as for flags.
 
     Raises:
-        ConfigError: no option has such a name, or it does not take such a value.
+        ConfigError: an option does not exist, or does not accept its value.
     """
     known = {option.name: option for option in options(base)}
     checked: dict[str, Any] = {}
@@ -189,19 +189,19 @@ def with_values(base: Config, values: Mapping[str, Any]) -> Config:
 
 
 def to_flags(config: Any) -> list[str]:
-    """Flags from which `parse` makes an equal config, together with `to_environment`;
-    defaults are left out."""
+    """Returns the flags that, together with `to_environment`, give an equal config to `parse`.
+    Defaults and secrets are left out."""
     return [_to_flag(option) for option in _changed(config) if not option.metadata.get("secret")]
 
 
 def to_environment(config: Any) -> dict[str, str]:
-    """What `to_flags` leaves out, because everybody on the host can read a command line."""
+    """Returns the secrets as variables: any user of the host can read a command line."""
     changed = _changed(config)
     return {each.env: str(each.default) for each in changed if each.metadata.get("secret")}
 
 
 def _changed(config: Any) -> list[Option]:
-    """The options that differ from their defaults."""
+    """Returns the options that differ from their defaults."""
     defaults = {option.name: option.default for option in options(type(config)())}
     return [option for option in options(config) if option.default != defaults[option.name]]
 
@@ -214,8 +214,7 @@ def _to_flag(option: Option) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Of a command's flags. An error takes one line, and names the flag that is nearest to one that
-    is not known."""
+    """A parser whose errors are one line and suggest the nearest flag to an unknown one."""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -231,13 +230,13 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def end_with(prog: str, message: str) -> NoReturn:
-    """One line: the usage text of some forty options would bury it."""
+    """Prints a one-line error, without the long usage text, and exits with 2."""
     print(f"{prog}: error: {message} (see {prog} --help)", file=sys.stderr)
     raise SystemExit(2)
 
 
 def unknown_option(parser: argparse.ArgumentParser, name: str) -> str:
-    """The sentence about a flag, or a word, that `parser` does not know."""
+    """Returns the error message for a flag or word that `parser` does not know."""
     if not name.startswith("-"):
         return f"no option takes the word {name}"
     known = [flag for action in parser._actions for flag in action.option_strings]
@@ -250,7 +249,7 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def _unwrap(hint: Any) -> tuple[type, bool]:
-    """(kind, optional) of an annotation `kind`, `kind | None`, `dict[str, Any]` or `list[str]`."""
+    """Returns (kind, optional) of an annotation `kind`, `kind | None`, `dict[…]` or `list[…]`."""
     optional = isinstance(hint, UnionType)
     if optional:
         (hint,) = (arm for arm in get_args(hint) if arm is not type(None))

@@ -1,7 +1,7 @@
-"""Options of every process: TLS, the cluster key, logging; and how an option is written.
+"""Options that all roles have (TLS, cluster key, logging), and `option`, which declares one.
 
-Every option is written once, as a field of a dataclass in this folder. Flags, environment and YAML
-derive from it (`sources.py`): a field `max_model_len` is the flag `--max-model-len`, the variable
+Each option is declared once, as a field of a dataclass in this folder. `sources.py` derives flags,
+environment and YAML: the field `max_model_len` is the flag `--max-model-len`, the variable
 `PDSERVE_MAX_MODEL_LEN` and the YAML key `max-model-len`. Names follow vLLM where it has one.
 """
 
@@ -14,9 +14,9 @@ from pdserve.common.core.errors import ConfigError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field with its help text; `short`, `choices` (`aliases` are other names of
-    some), `metavar`, `minimum` and `maximum` (both inclusive) are optional. A `secret` never goes
-    onto a command line."""
+    """Declares a dataclass field as an option. Optional: `short`, `choices` (and `aliases` of
+    them), `metavar`, `minimum` and `maximum` (both inclusive), and `secret`, which keeps the value
+    off command lines."""
     if isinstance(default, (list, dict)):
         kind = type(default)
         return field(default_factory=lambda: kind(default), metadata={"help": help, **extra})
@@ -24,7 +24,7 @@ def option(default: Any, help: str, **extra: Any) -> Any:
 
 
 def same_option(owner: type, name: str, help: str | None = None) -> Any:
-    """Another class's option `name` once more; `help` in other words, if given."""
+    """Declares the same option as `owner.name`, optionally with another help text."""
     (found,) = (each for each in fields(owner) if each.name == name)
     return option(found.default, **{**found.metadata, **({"help": help} if help else {})})
 
@@ -38,20 +38,20 @@ class TLSConfig:
 
     tls_cert: str | None = option(
         None,
-        "certificate this role shows to the others (PEM, for servers and clients), naming the "
-        "hosts under which it is dialled; with it all gRPC is mutual TLS",
+        "certificate of this role (PEM, for server and client use) with the host names that peers "
+        "connect to; enables mutual TLS for all gRPC",
         metavar="FILE",
     )
     tls_key: str | None = option(None, "private key of --tls-cert (PEM)", metavar="FILE")
     tls_ca: str | None = option(
-        None, "CA that must have signed the other roles' certificates (PEM)", metavar="FILE"
+        None, "CA that signed the other roles' certificates (PEM)", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
         given = (self.tls_cert, self.tls_key, self.tls_ca)
         if any(given) and not all(given):
             raise ConfigError(
-                "--tls-cert, --tls-key and --tls-ca go together: give all three or none"
+                "--tls-cert, --tls-key and --tls-ca belong together: give all three or none"
             )
 
 
@@ -61,16 +61,16 @@ class AuthConfig:
 
     cluster_key: str | None = option(
         None,
-        "secret that all roles of a cluster share and prove to know in every call (several with "
-        "commas between: all are taken, the first is used); prefer the variable: other users of "
+        "secret of the cluster, which authenticates every call between roles (of several separated "
+        "by commas all are accepted and the first is used); prefer the variable, as other users of "
         "the host can see flags",
         metavar="KEY",
         secret=True,
     )
     insecure: bool = option(
         False,
-        "let a role that other hosts reach start with neither --cluster-key nor --tls-*: whoever "
-        "reaches it may read prompts and use the model",
+        "allow a role that other hosts can reach to start without --cluster-key and --tls-*: "
+        "anyone who reaches it can read prompts and use the model",
     )
 
 
@@ -79,10 +79,10 @@ class LogConfig:
     """Logging"""
 
     log_level: str = option(
-        "info", "least level shown", choices=("debug", "info", "warning", "error")
+        "info", "lowest level that is logged", choices=("debug", "info", "warning", "error")
     )
     log_format: str = option(
-        "text", "text: one readable line; json: one object", choices=("text", "json")
+        "text", "text: readable lines; json: one object per line", choices=("text", "json")
     )
 
 
@@ -95,14 +95,14 @@ class ObservabilityConfig:
 
     metrics_prefix: str = option(
         PDSERVE,
-        "names under which /metrics shows what vLLM has, too; pdserve: pdserve_NAME; vllm: "
-        "vllm:NAME, as its dashboards ask; both: both; all else is pdserve_NAME",
+        "prefix of the metrics that vLLM also has; pdserve: pdserve_NAME; vllm: vllm:NAME, for "
+        "vLLM's dashboards; both: both. Other metrics are always pdserve_NAME",
         choices=METRICS_PREFIXES,
     )
     otlp_endpoint: str | None = option(
         None,
-        "where spans of every request go, as OTLP, e.g. http://localhost:4317; needs the extra "
-        "`otel` (default: nowhere)",
+        "OTLP endpoint for traces, e.g. http://localhost:4317; needs the extra `otel` (default: no "
+        "tracing)",
         short="--otlp-traces-endpoint",
         metavar="URL",
     )

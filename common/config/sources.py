@@ -1,7 +1,7 @@
 """Flags, environment and YAML for any config dataclass: flags > environment > YAML > default.
 
-Names are written once, in the other files of this folder. Nothing is dropped silently: a flag, a
-YAML key or a `PDSERVE_*` variable that nobody knows ends the process with the nearest match.
+The other files of this folder declare the options. Nothing is dropped silently: an unknown flag,
+YAML key or `PDSERVE_*` variable ends the process with an error that names the nearest match.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import import_string
 
 CONFIG_VARIABLE = PREFIX + "CONFIG"
-# PDSERVE_CACHE is the folder of the embedded model, read where that model is unpacked.
-# PDSERVE_CONFIG_EXIT_CODE is read by `pdserve` itself (pdserve/cli/main.py).
+# PDSERVE_CACHE is read by common/core/host.py, PDSERVE_CONFIG_EXIT_CODE by pdserve/cli/main.py.
 CONFIG_EXIT_CODE = PREFIX + "CONFIG_EXIT_CODE"
 EXTRA_VARIABLES = frozenset({CONFIG_VARIABLE, CONFIG_EXIT_CODE, PREFIX + "CACHE"})
 ROLE_CONFIGS = (RouterConfig, BothNodeConfig, WorkerNodeConfig, ClusterConfig)
 
 
 class _Extend(argparse.Action):
-    """All words of a list."""
+    """Joins the words of a list option."""
 
     def __call__(self, _: object, namespace: Any, values: Any, flag: str | None = None) -> None:
         setattr(namespace, self.dest, [word for words in values for word in words])
@@ -57,17 +56,17 @@ def parse(
     environ: Mapping[str, str] | None = None,
     word: str | None = None,
 ) -> Config:
-    """The config that flags, environment and YAML file say.
+    """Builds the config from flags, environment and YAML file.
 
     `argv` defaults to this process's arguments, `environ` to its environment. `word` names the
-    option that a word without a flag is the value of, if there is any. What cannot be used ends
-    the process: one line on stderr, exit code 2.
+    option that a positional argument sets, if any. An error prints one line on stderr and exits
+    with 2.
     """
     base = cls()
     found = tuple(options(base))
     parser = _parser(found, prog, description, word)
     arguments = [_hyphened(word) for word in (sys.argv[1:] if argv is None else argv)]
-    if {"-h", "--help"}.intersection(arguments):  # whatever else is wrong
+    if {"-h", "--help"}.intersection(arguments):  # even if other arguments are wrong
         parser.print_help()
         raise SystemExit(0)
     given = os.environ if environ is None else environ
@@ -91,7 +90,7 @@ def parse(
 
 
 def _word(parser: _Parser, name: str, words: Sequence[str], arguments: Sequence[str]) -> str:
-    """The value that a word gives the option `name`; its flag may say the same once more."""
+    """Returns the value of the positional argument; its flag may repeat the same value."""
     flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     flag.add_argument(f"--{name}", action="append", default=[])
     given = flag.parse_known_args(arguments)[0]
@@ -102,7 +101,7 @@ def _word(parser: _Parser, name: str, words: Sequence[str], arguments: Sequence[
 
 
 def _hyphened(word: str) -> str:
-    """As vLLM takes them: --max_model_len."""
+    """Accepts underscores in flags, as vLLM does: --max_model_len."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
@@ -124,8 +123,7 @@ def _parser(
         config_file_parser_class=_YAMLFile,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=34, width=100),
         usage=f"%(prog)s {f'[{word.upper()}] ' if word else ''}[options]",
-        epilog="An option is taken from its flag, else its variable, else the YAML file, "
-        "else its default.",
+        epilog="Precedence: flag, then environment variable, then YAML file, then default.",
     )
     parser.add_argument(
         "--config",
@@ -178,18 +176,18 @@ def _show(option: Option) -> str:
     return json.dumps(option.default) if option.kind in (dict, list) else str(option.default)
 
 
-# PyYAML lets through what its constructors raise for a value that is not of its kind, such as
-# the 99th of a month; JSON knows no dates; one mapping may name an option twice.
+# PyYAML passes on exceptions of its constructors (a date with day 99), json.dumps fails on dates,
+# and zip on a mapping with a duplicate key.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class _YAMLFile(configargparse.ConfigFileParser):
-    """A flat mapping of option names. Scalars stay the text that was written, so that
-    `restart: no` is the word and not a boolean; mappings become JSON. ConfigArgParse makes flags
-    of the items, and so refuses lists and unknown keys as it does on the command line."""
+    """Reads a flat mapping of option names. Scalars keep their text, so that `restart: no` is a
+    word and not a boolean; mappings become JSON. ConfigArgParse turns the items into flags, and
+    so rejects unknown keys as it does on the command line."""
 
     def get_syntax_description(self) -> str:
-        return "YAML: one `option: value` on each line"
+        return "YAML: one `option: value` per line"
 
     def parse(self, stream: IO[str]) -> dict[str, Any]:
         try:
@@ -216,7 +214,7 @@ def _bad_file(stream: IO[str], reason: str) -> configargparse.ConfigFileParserEx
 def _check_environment(
     parser: _Parser, found: Iterable[Option], environ: Mapping[str, str]
 ) -> None:
-    """Ends the process on a `PDSERVE_*` variable that no role reads."""
+    """Ends the process if a `PDSERVE_*` variable is unknown to all roles."""
     known = EXTRA_VARIABLES | {option.env for option in found}
     known |= {option.env for cls in ROLE_CONFIGS for option in options(cls())}
     for name in environ:

@@ -1,4 +1,4 @@
-"""The option of speculative decoding, and what its JSON says."""
+"""The option of speculative decoding and the fields of its JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.common.config.shared import option
 from pdserve.common.core.errors import ConfigError
 
 FLAG = "--speculative-config"
-MAX_DRAFTS = 32  # tokens guessed at once; beyond a handful each more is hardly ever right
+MAX_DRAFTS = 32  # draft tokens per step; beyond a handful they are rarely accepted
 MAX_NGRAM = 64  # tokens
 METHODS = ("ngram", "draft_model")
 
@@ -22,10 +22,10 @@ class SpeculationOptions:
 
     speculative_config: dict[str, Any] = option(
         {},
-        'guess tokens ahead and verify several in one step, as JSON: {"method": "ngram", '
+        'draft tokens and verify several in one step, as JSON: {"method": "ngram", '
         '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2} or '
-        '{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 3}; what comes out '
-        "is the same (prefill nodes, which draw one token, have no use for it)",
+        '{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 3}; the output is '
+        "the same; for decode nodes and nodes of both roles",
     )
 
     def __post_init__(self) -> None:
@@ -33,20 +33,20 @@ class SpeculationOptions:
 
     @property
     def speculation(self) -> Speculation | None:
-        """Raises ConfigError: the JSON makes no sense."""
+        """The parsed option, None if not set. Raises ConfigError for invalid JSON fields."""
         return Speculation.read(self.speculative_config) if self.speculative_config else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Keys and defaults are vLLM's."""
+    """The fields of --speculative-config; names and defaults are vLLM's."""
 
     method: str
-    num_speculative_tokens: int  # guessed at once, at most
-    prompt_lookup_max: int = 0  # tokens of an n-gram that is looked up: the longest one
+    num_speculative_tokens: int  # most draft tokens per step
+    prompt_lookup_max: int = 0  # tokens of the longest n-gram that is looked up
     prompt_lookup_min: int = 0
     model: str | None = None  # folder of the draft model
-    disable_by_batch_size: int | None = None  # with more sequences running nothing is guessed
+    disable_by_batch_size: int | None = None  # with more running sequences nothing is drafted
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Speculation:
@@ -54,7 +54,7 @@ class Speculation:
         for key in given:
             if key not in known:
                 nearest = difflib.get_close_matches(key, known, n=1) or [", ".join(known)]
-                raise ConfigError(f"{FLAG}: unknown key {key!r}; there is {nearest[0]}")
+                raise ConfigError(f"{FLAG}: unknown key {key!r}; did you mean {nearest[0]}?")
         values = dict(given)
         values.setdefault("method", "draft_model" if "model" in given else None)
         if values["method"] not in METHODS:
@@ -84,7 +84,7 @@ def _check_draft_model(values: dict[str, Any]) -> None:
         raise ConfigError(f"{FLAG}: method draft_model needs a model: a checkpoint folder")
     for key in ("prompt_lookup_max", "prompt_lookup_min"):
         if values.get(key) is not None:
-            raise ConfigError(f"{FLAG}: {key} is of method ngram, not of draft_model")
+            raise ConfigError(f"{FLAG}: {key} is for method ngram, not draft_model")
         values.pop(key, None)
 
 

@@ -1,2 +1,1 @@
-"""The error tree, what a request asks for, what a checkpoint says of its model, plugins, the host.
-Standard library only."""
+"""Errors, request and sampling types, model specs, plugins, the host. Standard library only."""

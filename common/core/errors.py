@@ -1,25 +1,25 @@
-"""The error tree. Every error says whose fault it is and whether another try may succeed.
+"""The error tree. Every error names who is to blame and whether a retry may succeed.
 
     PdserveError
     ├── ConfigError          a flag, file or model this process cannot start with
     ├── RequestError         the client's fault
     │   ├── InvalidRequest       400  `param` names the field
-    │   ├── Unauthenticated      401  no API key, or another one
-    │   ├── PermissionDenied     403  for operators, and the key is a client's
+    │   ├── Unauthenticated      401  no API key, or a wrong one
+    │   ├── PermissionDenied     403  needs an operator's key, and got a client's
     │   ├── ModelNotFound        404
     │   ├── RequestNotFound      404
     │   └── RequestTooLarge      413
     ├── Overloaded           429  queues are full; carries `retry_after` (seconds)
     ├── Unavailable          503  no node can serve; carries `retry_after` (seconds)
     ├── DeadlineExceeded     504
-    ├── Cancelled            499  the client left
+    ├── Cancelled            499  the client disconnected
     └── NodeError            500  a node failed while it served the request
-        ├── ClusterAuthError 500  a role did not prove to another who it is
-        │   └── ClockSkew        its clock and the other's are too far apart
-        └── TransferError    500  a KV hand-off failed
+        ├── ClusterAuthError 500  one role could not authenticate to another
+        │   └── ClockSkew        the clocks of the two hosts differ too much
+        └── TransferError    500  a KV transfer failed
 
-The circuit breaker, the HTTP status, the gRPC status and the log line all read the same
-fields: `code` (stable, upper snake case), `blame`, `retryable`.
+The circuit breaker, the HTTP status, the gRPC status and the log line all use the fields `code`
+(stable, upper snake case), `blame` and `retryable`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import ClassVar
 
 
 class Blame(StrEnum):
-    """Whose fault an error is."""
+    """The role or party that caused an error."""
 
     CLIENT = "client"
     ROUTER = "router"
-    OPERATOR = "operator"  # who starts a process
+    OPERATOR = "operator"  # whoever configured the process
     PREFILL = "prefill"
     DECODE = "decode"
-    BOTH = "both"  # a node that is prefill and decode node in one
+    BOTH = "both"  # a node of both roles
     NETWORK = "network"
 
 
@@ -59,7 +59,7 @@ class PdserveError(Exception):
         param: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        # It may repeat half a character of a client's, which no answer could have.
+        # The message may quote a client's unpaired surrogate, which UTF-8 cannot encode.
         message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.message = message
@@ -68,14 +68,14 @@ class PdserveError(Exception):
         self.retryable = self.default_retryable if retryable is None else retryable
         self.param = param
         self.retry_after = retry_after
-        self.counted = False  # it is in the metrics
+        self.counted = False  # whether the metrics have counted it
 
     def __str__(self) -> str:
         return f"[{self.code}, blame={self.blame}] {self.message}"
 
 
 class ConfigError(PdserveError):
-    """This process cannot start as configured; the message says the mend."""
+    """This process cannot start as configured; the message names the fix."""
 
     default_code = "BAD_CONFIG"
     default_blame = Blame.OPERATOR
@@ -148,31 +148,31 @@ class NodeError(PdserveError):
 
 
 class ClusterAuthError(NodeError):
-    """Between roles only: a client whose API key is wrong gets Unauthenticated."""
+    """Authentication between roles failed. (A client with a wrong API key gets Unauthenticated.)"""
 
     default_code = "CLUSTER_AUTH_FAILED"
 
 
 class ClockSkew(ClusterAuthError):
-    """A call came too early or too late by this server's clock, which the caller may learn."""
+    """The timestamp of a call is too far from this server's clock. Carries the server's time."""
 
     default_code = "CLOCK_SKEW"
 
     def __init__(self, message: str, clock: str = "") -> None:
-        """`clock`: this server's time, and the proof that it said so of this call."""
+        """`clock`: this server's time, authenticated for this call."""
         super().__init__(message)
         self.clock = clock
 
 
 class TransferError(NodeError):
-    """A KV hand-off failed; `docs/troubleshooting.md` has the codes."""
+    """A KV transfer failed; `docs/troubleshooting.md` lists the codes."""
 
     default_code = "TRANSFER_FAILED"
     default_blame = Blame.NETWORK
 
 
 def is_defect(error: BaseException) -> bool:
-    """Whether code has failed, and not a task or the process ended. A panic of a library in Rust is
-    no Exception."""
+    """Returns whether `error` is an unexpected failure: neither a PdserveError nor a cancellation
+    or exit. Takes a BaseException because a panic in a Rust library is not an Exception."""
     ends = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
     return not isinstance(error, (PdserveError, *ends))

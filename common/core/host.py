@@ -1,8 +1,8 @@
-"""This process on its host: what it may use, what it is refused, what it shares with others.
+"""This process on its host: cores, memory, ports, file limits, environment, identity.
 
-A limit of a cgroup (version 1 or 2) holds for every group below it, so the tightest between the
-process's own group and the root of the mount counts. A container sees its own group as that root.
-Cpusets need no reading: the kernel shows them as the process's affinity.
+A cgroup's limit (version 1 or 2) applies to all groups below it, so the tightest limit between the
+process's group and the root of the mount counts. A container sees its own group as that root.
+Cpusets are not read: they show in the process's affinity.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ADDRESS = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}:([0-9]{1,5})")
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, in the kernel's words, such as "avx2"; empty where unknown."""
+    """Returns the CPU's features in the kernel's names, such as "avx2"; empty if unknown."""
     if CPU_INFO.is_file():
         for line in CPU_INFO.read_text().splitlines():
             key, _, value = line.partition(":")
@@ -40,23 +40,23 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-# ---- the limits of its cgroups, version 1 and 2 ----
+# ---- cgroup limits, version 1 and 2 ----
 
 PROC = Path("/proc/self")
-UNIFIED = ""  # version 2 has one hierarchy, without a controller's name
+UNIFIED = ""  # version 2 has one hierarchy, without controller names
 
 
 def usable_cores(proc: Path = PROC) -> int:
-    """Cores this process may keep busy, at least 1: its affinity, or a CPU quota below it. Of a
-    quota of 1.5 that is 1: a second thread would stand still half the time, and the first one
-    would wait for it."""
+    """Returns the number of cores this process can keep busy, at least 1: the smaller of affinity
+    and CPU quota. A quota of 1.5 counts as 1: a second thread would be throttled half of the time,
+    and the first one would wait for it."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(proc))]))
 
 
 def memory_left(proc: Path = PROC) -> int | None:
-    """Bytes this process may still take before a limit of its cgroups is met; None: they have
-    none. What the kernel would give back by itself, cached files, counts as free."""
+    """Returns the bytes left until a memory limit of this process's cgroups, None without a limit.
+    Cached files, which the kernel reclaims, count as free."""
     left = list(_memory_left(proc))
     return max(0, min(left)) if left else None
 
@@ -86,13 +86,13 @@ def _memory_left(proc: Path) -> Iterator[int]:
 
 
 def _groups(controller: str, proc: Path) -> Iterator[Path]:
-    """The folders of this process's groups that may limit it, from its own up."""
+    """Yields the cgroup folders that may limit this process, from its own upwards."""
     own = _memberships(proc)
     for name, root, mount in _mounts(proc):
         if name not in (controller, UNIFIED) or name not in own:
             continue
         below = os.path.relpath(own[name], root)
-        # A group outside what is mounted: the mount's root is the nearest one to be seen.
+        # If the group lies outside the mount, the mount's root is the nearest one visible.
         folder = mount if below.startswith("..") else mount / below
         yield folder
         while folder != mount:
@@ -101,7 +101,8 @@ def _groups(controller: str, proc: Path) -> Iterator[Path]:
 
 
 def _memberships(proc: Path) -> dict[str, str]:
-    """This process's group by controller (cgroups(7): `5:cpu,cpuacct:/group`, `0::/group`)."""
+    """Returns controller → this process's group (cgroups(7): `5:cpu,cpuacct:/group`,
+    `0::/group`)."""
     found = {}
     for line in _lines(proc / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -110,7 +111,7 @@ def _memberships(proc: Path) -> dict[str, str]:
 
 
 def _mounts(proc: Path) -> Iterator[tuple[str, str, Path]]:
-    """(controller, the group that is mounted, where) from mountinfo (proc_pid_mountinfo(5))."""
+    """Yields (controller, mounted group, mount point) from mountinfo (proc_pid_mountinfo(5))."""
     for line in _lines(proc / "mountinfo"):
         mount, _, source = line.partition(" - ")
         kind, *_, options = source.split()
@@ -125,27 +126,27 @@ def _words(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Empty when there is no such file: on another system, and in groups without a limit."""
+    """Returns the file's lines; none if it does not exist (another system, or no limit)."""
     try:
         return path.read_text().splitlines()
     except OSError:
         return []
 
 
-# ---- what the host refuses, as a sentence that says what helps ----
+# ---- errors of the host, with a fix ----
 
 
 def _advice(number: int | None) -> str | None:
     return {
-        errno.ENOSPC: "free some space there, or choose another place",
+        errno.ENOSPC: "free some space there, or choose another folder",
         errno.EDQUOT: "free some space there, or raise the quota",
         errno.EROFS: "mount it writable (in a container: a volume or a tmpfs)",
-        errno.EACCES: f"this process runs as user {os.getuid()}: let that user in (chmod, chown)",
-        errno.EPERM: f"this process runs as user {os.getuid()}: let that user in (chmod, chown)",
-        errno.ENOENT: "make it first, or correct the path",
+        errno.EACCES: f"give user {os.getuid()}, which this process runs as, access (chmod, chown)",
+        errno.EPERM: f"give user {os.getuid()}, which this process runs as, access (chmod, chown)",
+        errno.ENOENT: "create it first, or correct the path",
         errno.ENOTDIR: "correct the path",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
-        errno.ENFILE: "the whole host has too many open files: raise fs.file-max",
+        errno.ENFILE: "raise fs.file-max: the whole host has too many open files",
         errno.ENOMEM: "give more memory",
         errno.EAGAIN: "raise the limit of processes (ulimit -u, or the container's pids limit)",
     }.get(number or 0)
@@ -153,11 +154,11 @@ def _advice(number: int | None) -> str | None:
 
 @contextmanager
 def host_errors_as_config_errors() -> Iterator[None]:
-    """For the start of a process: a full disk, a missing right and the like end it as a wrong
-    option does. What is no refusal of the host's passes as it is.
+    """Turns an OSError with a known fix (disk full, no permission, …) into a ConfigError. Used
+    while a process starts.
 
     Raises:
-        ConfigError: instead of such an OSError.
+        ConfigError: in place of such an OSError; other exceptions pass unchanged.
     """
     try:
         yield
@@ -169,15 +170,15 @@ def host_errors_as_config_errors() -> Iterator[None]:
         raise ConfigError(f"{path}{error.strerror}: {advice}") from error
 
 
-AMPLE_FILES = 8192  # a shell's usual 1024 are few for a server
+AMPLE_FILES = 8192  # a shell's usual limit of 1024 is low for a server
 
 
 def raise_open_file_limit(count: int, lower: str = "") -> None:
-    """Raises this process's own limit of open files as far as the host lets it, to AMPLE_FILES or
-    `count`. `lower` names options that need fewer.
+    """Raises this process's limit of open files to AMPLE_FILES or `count`, as far as the hard limit
+    allows. `lower` names options that reduce `count`, for the error message.
 
     Raises:
-        ConfigError: the host does not let it have `count`.
+        ConfigError: the hard limit is below `count`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(AMPLE_FILES, count)
@@ -191,23 +192,23 @@ def raise_open_file_limit(count: int, lower: str = "") -> None:
 
 
 def open_file_limit() -> int:
-    """Files that this process may have open."""
+    """Returns this process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return AMPLE_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
-    """A socket with the port (0: a free one), on which nobody listens yet.
+    """Returns a socket bound to the port (0: a free one) that does not listen yet.
 
     Raises:
-        ConfigError: another process listens there, or the address is not this host's; `purpose`
-            and `flag` are for the message.
+        ConfigError: the port is taken, or the address is not this host's. `purpose` and `flag` are
+            for the message.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family)
-        # A restarted process takes its port again although connections to the last one linger. One
-        # that the kernel chooses is nobody else's, and must stay so until somebody listens.
+        # SO_REUSEADDR lets a restarted process take its port while old connections linger. Not for
+        # a port the kernel chose: another process could bind it until we listen.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
         try:
             bound.bind(address)
@@ -224,13 +225,13 @@ def cannot_listen(host: str, port: int, purpose: str, flag: str, error: OSError)
     return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{advice}")
 
 
-# ---- this host among others, this process below its parent ----
+# ---- host identity, addresses, processes ----
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly where they share memory, loopback and abstract sockets: the
-    same running kernel and the same network namespace. (Containers may share a host name and
-    nothing else, or the reverse.)"""
+    """Returns a string that is equal for two processes exactly if they can share memory, loopback
+    and abstract sockets: same running kernel and network namespace. (Containers may share a host
+    name without that, or that without a host name.)"""
     network = Path("/proc/self/ns/net")
     if not network.exists():
         return socket.gethostname()
@@ -238,14 +239,13 @@ def host_identity() -> str:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT, as roles announce themselves; what a name leads to is not asked."""
+    """Returns whether `text` has the form HOST:PORT; does not resolve the name."""
     found = _ADDRESS.fullmatch(text)
     return found is not None and 0 < int(found[1]) < 1 << 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is an address, or the usual name, that never leaves this host; other names may
-    mean anything."""
+    """Returns whether `host` is a loopback address or "localhost". Other names are not resolved."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -254,7 +254,7 @@ def is_loopback(host: str) -> bool:
 
 _OPTIONS = "PDSERVE_"
 _CACHE = _OPTIONS + "CACHE"
-# Words of the names under which programs find secrets, and an address with a password in it.
+# Words in the names of variables that hold secrets, and the form of a URL with a password.
 _SECRET_WORDS = frozenset(
     {"AUTH", "AUTHORIZATION", "CREDENTIAL", "CREDENTIALS", "HEADERS", "KEY", "KEYS", "PASSPHRASE",
      "PASSWD", "PASSWORD", "SECRET", "SECRETS", "TOKEN", "APIKEY"}
@@ -263,16 +263,16 @@ _WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 
 def role_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role that this process starts: its own without options, which the role
-    gets one by one."""
+    """Returns the environment for a role process: this one's without PDSERVE_ options, plus
+    `added`."""
     own = os.environ.items()
     kept = {name: each for name, each in own if name == _CACHE or not name.startswith(_OPTIONS)}
     return {**kept, **added}
 
 
 def helper_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that works for this one and calls nobody: a role's without
-    secrets. Whoever takes such a process over finds none."""
+    """Returns the environment for a helper process that needs no credentials: a role's without
+    secrets, so that a compromised helper cannot leak them."""
     kept = role_environment({})
     found = {name: each for name, each in kept.items() if not _is_secret(name, each)}
     return {**found, **(added or {})}
@@ -288,15 +288,15 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # loaded 
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends, however that ends (Linux)."""
+    """Has the kernel kill this process when its parent ends for any reason (Linux)."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Modules are loaded meanwhile, and stay: nobody looks among them for what may go. That takes a
-    sixth of the time to load torch, and tens of milliseconds of each full collection later on."""
+    """Turns garbage collection off while modules are imported, and freezes what they created. This
+    saves a sixth of torch's import time, and tens of milliseconds per later full collection."""
     gc.disable()
     try:
         yield
@@ -306,25 +306,25 @@ def loading() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process now that nothing is left to do but to write its last lines: Python would
-    take half as long to unload torch as it took to load it."""
+    """Flushes logs and streams and ends this process at once: a normal interpreter exit would take
+    half as long to unload torch as it took to load it."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # its reader has gone
             stream.flush()
     os._exit(code)
 
 
-# ---- its files ----
+# ---- files ----
 
 
 def default_cache_dir() -> Path:
-    """`$PDSERVE_CACHE`, or `~/.cache/pdserve`: what is made once and may be deleted."""
+    """Returns `$PDSERVE_CACHE` or `~/.cache/pdserve`. Its content can be deleted at any time."""
     return Path(os.environ.get(_CACHE) or Path.home() / ".cache" / "pdserve")
 
 
 def cpu_name() -> str:
-    """Of this host's CPU, where the system tells."""
+    """Returns the model name of this host's CPU, or what the platform module knows."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

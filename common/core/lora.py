@@ -1,5 +1,7 @@
-"""LoRA adapters (arXiv:2106.09685) on disk, in peft's format: what they are, and whether they can
-be served. Nothing executable is read, and no more than an adapter of the model can have."""
+"""Reads and validates LoRA adapters (arXiv:2106.09685) in peft's format.
+
+Reads no executable formats, and no more bytes than an adapter of the model can have.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +20,41 @@ from pdserve.common.core.printable import cut
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 2**20  # bytes
-MAX_SHOWN = 100  # characters of what a file says, in an error
-_LENGTH = struct.Struct("<Q")  # of a safetensors header, before it
-_MAX_HEADER = 2**24
-_PREFIX = "base_model.model."  # of peft's names of tensors
+MAX_SHOWN = 100  # characters of a file's content that an error quotes
+_LENGTH = struct.Struct("<Q")  # the length of a safetensors header, which precedes it
+_MAX_HEADER = 2**24  # bytes
+_PREFIX = "base_model.model."  # prefix of tensor names in peft
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
 _TARGETS = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-# What adapter_config.json may say. Whatever else is set there changes what an adapter computes.
+# Keys of adapter_config.json that are supported. Any other key could change what is computed.
 _KNOWN = frozenset({
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout",
     "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern",
     "megatron_core", "runtime_config", "eva_config", "loftq_config", "qalora_group_size",
 })  # fmt: skip
-# Beginnings that leave the base model's own weights as they are.
-_PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+# Values of init_lora_weights that leave the base model's weights unchanged.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter that can be served."""
+    """A validated adapter."""
 
-    digest: str  # 32 hex digits of all that it computes: its identity
+    digest: str  # 32 hex digits over rank, scale and weights: its identity
     rank: int
-    scale: float  # of B·A
-    modules: tuple[str, ...]  # of the model, in order: those that it changes
+    scale: float  # factor of B·A
+    modules: tuple[str, ...]  # modules of the model that it changes, in order
     weights: bytes = field(repr=False)  # the safetensors file
 
     @staticmethod
     def tensor_names(module: str) -> tuple[str, str]:
-        """Of its A `[rank, inputs]` and B `[outputs, rank]`."""
+        """Returns the names of the module's A `[rank, inputs]` and B `[outputs, rank]`."""
         return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
 def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The modules of a model that adapters may change, by name: outputs, inputs."""
+    """Returns module → (outputs, inputs) of the modules that adapters may change."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = {
@@ -72,10 +74,10 @@ def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def read_adapter(folder: str | Path, spec: ModelSpec, max_rank: int) -> AdapterFile:
-    """An adapter of the model `spec`, checked before its weights are read.
+    """Reads an adapter of the model `spec`; checks the header before it reads the weights.
 
     Raises:
-        ConfigError: it cannot be served, and why.
+        ConfigError: the adapter is invalid or not supported.
     """
     folder = Path(folder)
     try:
@@ -97,7 +99,7 @@ def read_adapter(folder: str | Path, spec: ModelSpec, max_rank: int) -> AdapterF
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"there is no {path.name}")
+        raise ConfigError(f"{path.name} is missing")
     if path.stat().st_size > MAX_CONFIG:
         raise ConfigError(f"{path.name} has more than {MAX_CONFIG} bytes")
     try:
@@ -110,7 +112,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
-    """Rank and scale."""
+    """Returns (rank, scale)."""
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"its peft_type is {_shown(config.get('peft_type'))}, not 'LORA'")
     unknown = sorted(name for name in config.keys() - _KNOWN if config[name])
@@ -118,7 +120,7 @@ def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]
         raise ConfigError(f"it sets {cut(', '.join(unknown), MAX_SHOWN)}, which is not supported")
     if config.get("bias", "none") != "none":
         raise ConfigError(f"its bias is {_shown(config['bias'])}; biases are not supported")
-    if config.get("init_lora_weights", True) not in _PLAIN_BEGINNINGS:
+    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise ConfigError(
             f"init_lora_weights {_shown(config['init_lora_weights'])} has changed the model's own "
             "weights: convert it to plain LoRA (peft: path_initial_model_for_weight_conversion)"
@@ -148,9 +150,9 @@ def _finite(number: float) -> bool:
 
 
 def _read_weights(path: Path, spec: ModelSpec, rank: int) -> bytes:
-    """The file, once its header has shown that it is no larger than it may be."""
+    """Reads the file after its header has shown that its size is within bounds."""
     if not path.is_file():
-        raise ConfigError(f"there is no {path.name}; only safetensors weights are read")
+        raise ConfigError(f"{path.name} is missing; only safetensors weights are read")
     with path.open("rb") as file:
         size = path.stat().st_size
         start = file.read(_LENGTH.size)
@@ -165,7 +167,7 @@ def _read_weights(path: Path, spec: ModelSpec, rank: int) -> bytes:
 
 
 def _header(file: bytes) -> dict[str, Any]:
-    """What it says of each tensor."""
+    """Returns the header's entry per tensor."""
     try:
         header = json.loads(file[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(file)[0]])
     except (ValueError, RecursionError) as error:
@@ -176,7 +178,7 @@ def _header(file: bytes) -> dict[str, Any]:
 
 
 def _check_tensors(header: Mapping[str, Any], spec: ModelSpec, rank: int) -> dict[str, int]:
-    """Bytes of each module's two tensors.
+    """Returns module → bytes of its two tensors.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of another shape.
@@ -195,11 +197,11 @@ def _check_tensors(header: Mapping[str, Any], spec: ModelSpec, rank: int) -> dic
     if left:
         first = cut(sorted(left)[0], MAX_SHOWN)
         raise ConfigError(
-            f"it has {first}: adapters of {_TARGETS} of dense layers are served, "
-            f"of {spec.num_layers} layers"
+            f"it has {first}: only {_TARGETS} of dense layers are supported, in "
+            f"{spec.num_layers} layers"
         )
     if not sizes:
-        raise ConfigError("it changes nothing: it has no tensors")
+        raise ConfigError("it has no tensors")
     return sizes
 
 

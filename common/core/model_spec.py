@@ -1,7 +1,7 @@
-"""What a checkpoint's `config.json` says about its model, as plain data. Standard library only.
+"""Reads a checkpoint's `config.json` into `ModelSpec`. Standard library only.
 
-The files' form is that of Hugging Face transformers; version 5 writes rotary settings under
-`rope_parameters`, older ones write `rope_theta` and `rope_scaling` at the top: both are read.
+The format is Hugging Face transformers'. Both places of the rotary settings are supported:
+`rope_parameters` (version 5), and `rope_theta` with `rope_scaling` (older versions).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from pdserve.common.core.moe_spec import (
 )
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 
-MAX_SHOWN = 20  # folders beside one that is not there
+MAX_SHOWN = 20  # folder names that an error suggests
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture differs from the common decoder. `None` for a bias: the config's
-    `attention_bias` decides."""
+    """How an architecture differs from the common decoder. A bias of `None` follows the config's
+    `attention_bias`."""
 
     name: str
     qkv_bias: bool | None = None
     o_bias: bool | None = None
-    mlp_bias: bool = False  # whether the config may ask for one
+    mlp_bias: bool = False  # whether the config's `mlp_bias` applies
     qk_norm: bool = False
-    windowed: bool = False  # whether `sliding_window` has a meaning
-    window_in_use: bool = False  # where `use_sliding_window` does not say
-    default_window: int | None = None  # when config.json does not name one
+    windowed: bool = False  # whether `sliding_window` applies
+    window_in_use: bool = False  # the default of `use_sliding_window`
+    default_window: int | None = None  # the default of `sliding_window`
     moe: MoEFamily | None = None
 
 
@@ -68,8 +68,8 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. `kind` is "default", "linear" (Chen et al. 2023, positions
-    divided by `factor`) or "llama3" (only wavelengths beyond the original context stretch)."""
+    """Rotary position embedding. `kind` is "default", "linear" (Chen et al. 2023: positions
+    divided by `factor`) or "llama3" (scales only wavelengths beyond the original context)."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -84,7 +84,7 @@ ROPE_KINDS = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One decoder-only model. Sizes are of the whole model, not of a rank."""
+    """A decoder-only model. Sizes are of the whole model, not of a rank."""
 
     architecture: str
     family: str
@@ -103,7 +103,7 @@ class ModelSpec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_window: int | None  # tokens; None: every token attends to all before it
+    sliding_window: int | None  # tokens; None: full attention
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
@@ -114,7 +114,7 @@ class ModelSpec:
         """Reads `config.json` and, for the end tokens, `generation_config.json` if present.
 
         Raises:
-            ConfigError: a file or key is missing, or the model is of a kind not supported.
+            ConfigError: a file or key is missing, or the model is not supported.
         """
         folder = Path(folder)
         check_folder(folder)
@@ -126,14 +126,14 @@ class ModelSpec:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelSpec:
-        """As `from_folder`, from a `config.json` alone, under any name."""
+        """Like `from_folder`, from a single `config.json` file of any name."""
         return cls.from_config(_read_json(Path(path)))
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> ModelSpec:
-        """As `from_folder`, from the files' parsed contents."""
+        """Like `from_folder`, from the parsed files."""
         architecture, family = _family_of(config)
         _check_supported(config)
         heads, hidden = (
@@ -158,7 +158,7 @@ class ModelSpec:
             qkv_bias=(
                 attention_bias
                 if family.qkv_bias is None
-                else bool(config.get("qkv_bias", family.qkv_bias))  # a key of Qwen2-MoE's
+                else bool(config.get("qkv_bias", family.qkv_bias))  # Qwen2-MoE has this key
             ),
             o_bias=attention_bias if family.o_bias is None else family.o_bias,
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
@@ -171,10 +171,10 @@ class ModelSpec:
         )
 
     def quantized(self, name: str | None) -> ModelSpec:
-        """With `--quantization` as given; None: as the checkpoint is.
+        """Returns the spec with --quantization applied; None leaves the checkpoint as it is.
 
         Raises:
-            ConfigError: the checkpoint is quantized already, or has experts.
+            ConfigError: the checkpoint is already quantized, or has experts.
         """
         if name is None:
             return self
@@ -215,15 +215,15 @@ class ModelSpec:
             raise ConfigError(f"{flag} does not divide intermediate_size {self.intermediate_size}")
 
     def validate_expert_parallel(self, tp: int, ep: int) -> None:
-        """Raises ConfigError if the model has no experts to spread over `ep` of the `tp` ranks of
-        a stage, or they cannot be spread so."""
+        """Raises ConfigError if the model's experts cannot be spread over `ep` of the `tp` ranks of
+        a stage, or `ep` > 1 and it has none."""
         if self.moe is not None:
             self.moe.validate(tp, ep)
         elif ep > 1:
             raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer has experts."""
+        """Returns whether the layer has experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
 
     @property
@@ -231,8 +231,8 @@ class ModelSpec:
         return self.moe is None or len(self.moe.sparse_layers) < self.num_layers
 
     def kv_head_range(self, rank: int, size: int) -> tuple[int, int]:
-        """The KV heads `start…end-1` that a rank holds. Where ranks outnumber KV heads,
-        neighbours hold the same head."""
+        """Returns the range `start, end` of KV heads that a rank holds. With more ranks than KV
+        heads, neighbouring ranks hold the same head."""
         if size <= self.num_kv_heads:
             count = self.num_kv_heads // size
             return rank * count, (rank + 1) * count
@@ -252,27 +252,27 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 _NO_GGUF = (
     "pdserve serves safetensors checkpoints: folders with config.json, tokenizer.json and "
-    "*.safetensors. Take the model that the GGUF was made of"
+    "*.safetensors. Use the original model of this GGUF"
 )
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigError unless it is a checkpoint's, as far as names tell."""
+    """Raises ConfigError unless the folder has the files of a checkpoint."""
     if folder.is_file():
         if folder.suffix.lower() == ".gguf":
             raise ConfigError(f"{folder} is a GGUF file; {_NO_GGUF}")
-        raise ConfigError(f"{folder} is a file, and no checkpoint folder")
+        raise ConfigError(f"{folder} is a file, not a checkpoint folder")
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}{_neighbours(folder)}")
+        raise ConfigError(f"the folder {folder} does not exist{_neighbours(folder)}")
     if not (folder / "config.json").is_file():
         if "gguf" in str(folder).lower() or any(folder.glob("*.[gG][gG][uU][fF]")):
             raise ConfigError(f"{folder} has no config.json, but GGUF; {_NO_GGUF}")
-        raise ConfigError(f"{folder} has no config.json: it is no checkpoint folder")
+        raise ConfigError(f"{folder} has no config.json: it is not a checkpoint folder")
 
 
 def _neighbours(folder: Path) -> str:
-    """What is there of a similar name, or else what other checkpoints, for those who have mistyped
-    the first part of the path that is not there."""
+    """Returns suggestions for a mistyped path: similar names beside its first missing part, else
+    the checkpoints there."""
     missing = folder
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -288,7 +288,7 @@ def _neighbours(folder: Path) -> str:
 def _folders(parent: Path) -> list[Path]:
     try:
         return sorted(each for each in parent.glob("[!.]*") if each.is_dir())
-    except OSError:  # this user may not look into it
+    except OSError:  # no permission to list it
         return []
 
 
@@ -304,7 +304,7 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Settings that transformers honours and this decoder does not."""
+    """Raises ConfigError for settings that transformers supports and this decoder does not."""
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
 
@@ -347,7 +347,7 @@ def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
 
 
 def _window_of(config: Mapping[str, Any], family: Family) -> int | None:
-    # Qwen writes a window and, beside it, whether it is used (no, by default).
+    # Qwen has `sliding_window` even if `use_sliding_window` (default: false) turns it off.
     used = config.get("use_sliding_window", family.window_in_use)
     if not (family.windowed and used):
         return None

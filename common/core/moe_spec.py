@@ -1,7 +1,7 @@
-"""What a checkpoint's `config.json` says about its experts, as plain data. Standard library only.
+"""Reads the experts from a checkpoint's `config.json` into `MoESpec`. Standard library only.
 
-A mixture of experts (arXiv:1701.06538) has in some layers many MLPs, the experts, of which a
-token visits the few that a router chooses.
+In a mixture of experts (arXiv:1701.06538) some layers have many MLPs, the experts; a router chooses
+the few that each token uses.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pdserve.common.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class MoEFamily:
-    """How an architecture names its experts and what it does not leave to the config."""
+    """How an architecture names its experts, and settings that its config does not have."""
 
-    block: str  # of a layer in the checkpoint, beside "self_attn"
+    block: str  # the submodule of a layer, beside "self_attn"
     gate_proj: str
     up_proj: str
     down_proj: str
     intermediate_size: str = "moe_intermediate_size"  # the key in config.json
-    norm_topk_prob: bool | None = None  # None: the config decides
+    norm_topk_prob: bool | None = None  # None: from the config
     shared_expert: bool = False
 
 
@@ -37,15 +37,15 @@ class MoESpec:
 
     family: MoEFamily
     num_experts: int  # in each sparse layer
-    top_k: int  # experts that a token visits
+    top_k: int  # experts per token
     intermediate_size: int  # of one expert
-    shared_intermediate_size: int  # of the expert that every token visits as well; 0: none
+    shared_intermediate_size: int  # of the shared expert; 0: none
     norm_topk_prob: bool  # whether a token's `top_k` weights are scaled to sum to one
     sparse_layers: tuple[int, ...]  # the other layers have one dense MLP
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], family: MoEFamily) -> MoESpec:
-        """Raises ConfigError if a key is missing or the numbers make no mixture."""
+        """Reads the config; raises ConfigError if a key is missing or a number is invalid."""
         experts = required_int(config, "num_local_experts", "num_experts")
         top_k = required_int(config, "num_experts_per_tok")
         if not 1 <= top_k <= experts:
@@ -64,8 +64,8 @@ class MoESpec:
         )
 
     def validate(self, tp: int, ep: int) -> None:
-        """Raises ConfigError if the experts cannot be spread over `ep` of `tp` ranks, the
-        `tp / ep` that hold the same ones splitting each of them."""
+        """Raises ConfigError unless the experts can be spread over `ep` ranks, with each expert
+        split over `tp / ep` ranks."""
         flag, split = f"--expert-parallel-size {ep}", tp // ep
         if tp % ep:
             raise ConfigError(
@@ -87,7 +87,7 @@ class MoESpec:
 
 
 def _sparse_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every `decoder_sparse_step`-th layer that is not among `mlp_only_layers`."""
+    """Returns every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     layers = range(required_int(config, "num_hidden_layers"))
     dense = config.get("mlp_only_layers") or ()
     step = config.get("decoder_sparse_step") or 1
@@ -95,7 +95,8 @@ def _sparse_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def required_int(config: Mapping[str, Any], *keys: str) -> int:
-    """Under the first of `keys` that is there. Raises ConfigError if there is none."""
+    """Returns the integer under the first of `keys` that exists; raises ConfigError if none
+    does."""
     for key in keys:
         if isinstance(value := config.get(key), int):
             return value

@@ -1,10 +1,10 @@
-"""Builds C++ for this machine, once, and loads it.
+"""Compiles C++ for this machine, once, and loads it.
 
-A shared library has a C interface (`extern "C"`, pointers and integers), so that it needs no
-headers but the compiler's and no rebuild for each Python. Its name is a digest of all that it
-depends on. Processes that start at once build it once, under a lock; a file of the final name is
-always whole. All that is done in the folder goes through a descriptor of it (`private_folder.py`):
-what was checked is what is built in and loaded from, whatever happens to its path meanwhile.
+A shared library has a C interface (`extern "C"`, pointers and integers), so it needs no Python
+headers and works with every Python. Its file name is a digest of all that it depends on. Processes
+that start at the same time build it once, under a lock; a file with the final name is always
+complete. The cache folder is accessed only through a checked descriptor (`private_folder.py`), so
+that it cannot be exchanged between check and use.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from pdserve.common.core.private_folder import has_private_file, open_private
 logger = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-BUILD_TIMEOUT = 300.0  # seconds of a compiler; it takes a few
-LOCK_TIMEOUT = 600.0  # seconds until another process's build is not waited for any longer
-ROOM_NBYTES = 16 << 20  # that a build must find in the folder; it takes less
-KEPT = 8  # libraries in a folder: of other versions, compilers or hosts that share it
+BUILD_TIMEOUT = 300.0  # seconds per compiler run, which takes a few
+LOCK_TIMEOUT = 600.0  # seconds to wait for another process's build
+ROOM_NBYTES = 16 << 20  # free bytes that a build needs; it uses less
+KEPT = 8  # libraries kept per folder: other versions, compilers or hosts may share it
 SCRATCH = ".build-"
 INSTALL = "install a C++ compiler (apt-get install g++), or name one in CXX"
 
 
 class BuildError(Exception):
-    """There is no library for this machine; the message has the reason, and the mend if one is
-    known."""
+    """The library cannot be built; the message has the reason and, if known, the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What a shared library is made of. `salt`: what it depends on besides, such as the version of
-    what it is linked with."""
+    """The inputs of a shared library. `salt`: other things it depends on, such as the versions of
+    linked libraries."""
 
-    name: str  # of its folder in the cache
+    name: str  # its folder in the cache
     sources: Path  # a folder with .cpp and .h files
     flags: tuple[str, ...] = ()
     linked: tuple[str, ...] = ()  # libraries, by path
@@ -66,10 +65,10 @@ class Library:
 
 
 def load_library(library: Library, cache_dir: Path | None = None) -> ctypes.CDLL:
-    """The library, built now if the cache does not hold it.
+    """Loads the library; builds it first if the cache lacks it.
 
     Raises:
-        BuildError: there is no compiler, it failed, or the cache cannot be written to or trusted.
+        BuildError: no compiler, a failed build, or a cache that is not writable or not private.
     """
     compiler = _find_compiler()
     folder = (cache_dir or default_cache_dir()) / library.name
@@ -77,7 +76,7 @@ def load_library(library: Library, cache_dir: Path | None = None) -> ctypes.CDLL
         with _opened(folder) as fd:
             return _load(library, compiler, fd)
     except OSError as error:
-        raise BuildError(f"{error}: PDSERVE_CACHE names another folder than {folder}") from error
+        raise BuildError(f"{error}: set PDSERVE_CACHE to another folder than {folder}") from error
 
 
 @contextmanager
@@ -90,8 +89,8 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _load(library: Library, compiler: str, fd: int) -> ctypes.CDLL:
-    """`fd` is of the folder. The name that the loader is given must be the library's own: it
-    remembers names, and descriptors' numbers come again."""
+    """Loads the library from the folder open as `fd`. The path must contain the library's digest:
+    the loader caches by path, and descriptor numbers are reused."""
     name = f"{_digest(library, compiler)}.so"
     folder = Path(f"/proc/self/fd/{fd}")
     if not has_private_file(fd, name):
@@ -106,7 +105,7 @@ def _find_compiler() -> str:
     for name in filter(None, (os.environ.get("CXX"), "g++", "c++")):
         if found := shutil.which(name):
             return found
-    raise BuildError(f"no C++ compiler was found: {INSTALL}")
+    raise BuildError(f"no C++ compiler found: {INSTALL}")
 
 
 # ---- the name of a library ----
@@ -123,7 +122,7 @@ def _digest(library: Library, compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a home folder may be shared by hosts of several kinds."""
+    """Returns what -march=native depends on: hosts with different CPUs may share a home folder."""
     keys = ("vendor_id", "cpu family", "model", "flags", "CPU part", "Features")
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     facts = [line for line in lines if line.partition(":")[0].strip() in keys]
@@ -134,8 +133,8 @@ def _cpu() -> str:
 
 
 def _build_atomically(library: Library, compiler: str, result: Path, fd: int) -> None:
-    """Under the lock: a scratch folder that is there was left by a process that was killed. `fd` is
-    the descriptor that `result` goes through, which the compiler needs as well."""
+    """Builds into a scratch folder and renames the result. Runs under the lock, so existing scratch
+    folders belong to killed processes. The compiler inherits `fd`, through which `result` leads."""
     for left in result.parent.glob(f"{SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
     with (
@@ -153,28 +152,29 @@ def _build_atomically(library: Library, compiler: str, result: Path, fd: int) ->
 
         objects = list(threads.map(compiled, library.files_of(".cpp")))
         made = f"{scratch}/library.so"
-        # -z defs: what a linked library lacks fails here, not in the midst of a step.
+        # -z defs: a missing symbol fails here, not during a step.
         run([compiler, "-shared", "-Wl,-z,defs", "-o", made, *objects, *library.linked])
         os.replace(made, result)
 
 
 def _check_room(path: Path) -> None:
-    """Takes the room that a build needs and gives it back: half a minute of compiling is not
-    spent before it is found that there is none. Raises OSError."""
+    """Allocates and frees the bytes that a build needs, so that a full disk fails before half a
+    minute of compiling. Raises OSError."""
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, ROOM_NBYTES)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        what = f"there is no room for the {ROOM_NBYTES >> 20} MiB that compiling takes"
-        raise OSError(f"{what} ({error.strerror}): make room") from error
+        what = f"compiling needs {ROOM_NBYTES >> 20} MiB of disk"
+        raise OSError(f"{what} ({error.strerror}): free some space") from error
     finally:
         path.unlink(missing_ok=True)
 
 
 def _run(command: list[str], fd: int | None = None, scratch: str | None = None) -> str:
-    """`scratch` is a folder for its temporary files; it may lie below the open folder `fd`."""
+    """Runs `command` and returns its output. `scratch`: a folder for temporary files, which may lie
+    below the open folder `fd`."""
     environment = helper_environment({} if scratch is None else {"TMPDIR": scratch})
     try:
         done = subprocess.run(
@@ -195,12 +195,12 @@ def _run(command: list[str], fd: int | None = None, scratch: str | None = None) 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Raises BuildError if another process holds it for too long: it may stand still."""
+    """Holds a file lock; raises BuildError if another process keeps it for LOCK_TIMEOUT."""
     deadline = time.monotonic() + LOCK_TIMEOUT
     with path.open("w") as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:
-                raise BuildError(f"another process holds {path} for {LOCK_TIMEOUT:.0f} s")
+                raise BuildError(f"another process has held {path} for {LOCK_TIMEOUT:.0f} s")
             time.sleep(0.05)
         yield
 
@@ -214,7 +214,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _forget_oldest(folder: Path) -> None:
-    """A library that a process has loaded stays loaded."""
+    """Deletes the oldest libraries. Processes that have loaded one keep it."""
     newest_first = sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first[KEPT:]:
         path.unlink()

@@ -1,4 +1,4 @@
-"""Names resolve to code one way: built-in name, entry point, or "module:attribute"."""
+"""Resolves names to code: a built-in name, an entry point, or "module:attribute"."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pdserve.common.core.errors import ConfigError
 
 
 def import_string(path: str) -> Any:
-    """The object at "module:attribute".
+    """Imports the object at "module:attribute".
 
     Raises:
-        ConfigError: the path has another form, or nothing importable is there.
+        ConfigError: `path` has another form, or cannot be imported.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
@@ -28,8 +28,8 @@ def import_string(path: str) -> Any:
 
 
 def resolve(name: str, builtin: Mapping[str, str], group: str) -> Any:
-    """The object a name stands for: a built-in, an installed entry point of `group`, or an
-    import string."""
+    """Returns the object that `name` stands for: a built-in, an entry point of `group`, or an
+    import string. Raises ConfigError if there is none."""
     if ":" in name:
         return import_string(name)
     if name in builtin:

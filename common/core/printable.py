@@ -1,16 +1,16 @@
-"""Text of others, made fit for a log line, a terminal or a client."""
+"""Escapes and shortens untrusted text for log lines, terminals and clients."""
 
 from __future__ import annotations
 
 import re
 
-MAX_PEER_TEXT = 2000  # characters of what a peer says that go on to a client
+MAX_PEER_TEXT = 2000  # characters of a peer's message that a client gets
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """One line without control characters, escapes of terminals, marks that turn the direction of
-    writing and the like: each as Python would write it (`\\n`, `\\x1b`, `\\u202e`)."""
+    """Returns `text` as one line, with control characters, terminal escapes and bidirectional marks
+    escaped in Python's notation (`\\n`, `\\x1b`, `\\u202e`)."""
     text = text if limit is None else cut(text, limit)
     if text.isprintable():
         return text
@@ -18,14 +18,14 @@ def printable(text: str, limit: int | None = None) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """The first `limit` characters, and how many there were more."""
+    """Returns the first `limit` characters, and how many were cut."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}… ({len(text) - limit} more characters)"
 
 
 def cut_bytes(text: str, limit: int) -> str:
-    """What of it fits into so many bytes of UTF-8, as text that UTF-8 can hold."""
+    """Returns `text` cut to `limit` bytes of UTF-8, with unpaired surrogates escaped."""
     encoded = text.encode(errors="backslashreplace")
     if len(encoded) <= limit:
         return encoded.decode()
@@ -33,14 +33,14 @@ def cut_bytes(text: str, limit: int) -> str:
 
 
 def json_printable(text: str) -> str:
-    """JSON of the same meaning, as `printable`."""
+    """Escapes JSON text like `printable`, in JSON's notation, without changing its meaning."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else _json_escaped(c) for c in text)
 
 
 def peer_code(text: str) -> str:
-    """An error's code as a peer gave it, if it looks like one."""
+    """Returns a peer's error code if it has the form of one, else PEER_ERROR."""
     return text if _CODE.fullmatch(text) else "PEER_ERROR"
 
 

@@ -1,9 +1,9 @@
-"""A folder whose files this process executes.
+"""Opens a folder that only this user can change, for files that this process executes.
 
-It is opened one part of its path after the other, each from the one before, and each is checked
-once it is open: what was checked cannot be exchanged before it is used. A user who may replace a
-folder on the way may replace all below it, so all of them are checked, and links as well (as
-OpenSSH does with the path of a user's keys).
+The path is opened component by component, each relative to the one before and checked after it is
+open, so that nothing can be exchanged between check and use. Whoever can replace a component can
+replace all below it, so every component and symbolic link is checked (as OpenSSH checks the path of
+a user's keys).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-MAX_LINKS = 40  # on the way, as the kernel has it
+MAX_LINKS = 40  # symbolic links in a path; the kernel's limit
 _OPEN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_private(path: Path) -> int:
-    """A descriptor (O_PATH) of the folder, which is made if it is not there. Only this process's
-    user and root may change what lies in it.
+    """Opens the folder, creating it if necessary, and returns an O_PATH descriptor that the caller
+    closes. Only this process's user and root can change its content.
 
     Raises:
-        OSError: it cannot be opened or made. A PermissionError says who could change it.
+        PermissionError: others could change it; the message says who.
+        OSError: it cannot be opened or created.
     """
     with ExitStack() as stack:
 
@@ -57,10 +58,10 @@ def open_private(path: Path) -> int:
 
 
 def has_private_file(folder: int, name: str) -> bool:
-    """Whether such a file lies in the open folder.
+    """Returns whether the open folder has a regular file of this name.
 
     Raises:
-        PermissionError: somebody else may change it.
+        PermissionError: others could change the file.
     """
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -68,9 +69,7 @@ def has_private_file(folder: int, name: str) -> bool:
         return False
     plain = stat.S_ISREG(status.st_mode)
     if not plain or status.st_uid != os.geteuid() or _others_write(status):
-        raise PermissionError(
-            f"{name} is no plain file, or another user's, or others may write to it: delete it"
-        )
+        raise PermissionError(f"{name} is not a regular file, or others may write to it: delete it")
     return True
 
 
@@ -78,17 +77,16 @@ def _open_or_make(name: str, folder: int) -> int:
     try:
         return os.open(name, _OPEN, dir_fd=folder)
     except FileNotFoundError:
-        with suppress(FileExistsError):  # another process has made it meanwhile
+        with suppress(FileExistsError):  # another process has just created it
             os.mkdir(name, 0o700, dir_fd=folder)
         return os.open(name, _OPEN, dir_fd=folder)
 
 
 def _check(status: os.stat_result, where: str, trusted: frozenset[int]) -> None:
-    """Of a part of the way. Raises PermissionError if others may put another in its place, or in
-    the place of what lies in it."""
+    """Raises PermissionError if others can replace this path component or an entry of it."""
     if status.st_uid not in trusted:
         raise PermissionError(f"{where} belongs to another user ({status.st_uid})")
-    # In a sticky folder, such as /tmp, users replace only what is their own.
+    # In a sticky folder, such as /tmp, users can replace only their own entries.
     if not status.st_mode & stat.S_ISVTX and _others_write(status):
         raise PermissionError(f"others may write to {where}: chmod go-w it")
 
@@ -104,13 +102,13 @@ def _check_leaf(status: os.stat_result, where: str) -> None:
 
 def _others_write(status: os.stat_result) -> bool:
     if stat.S_ISLNK(status.st_mode):
-        return False  # its owner alone can replace it
+        return False  # only its owner can replace it
     group = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
     return bool(status.st_mode & stat.S_IWOTH or group)
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether it is the group that many systems make for each user, with no other member."""
+    """Returns whether `gid` is the user's private group, with no other member."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -1,5 +1,4 @@
-"""Log-probabilities of a prompt's tokens: a million numbers are a few arrays, from the rank that
-computes them to the router that writes them out."""
+"""Log-probabilities of prompt tokens as packed arrays, since there may be a million of them."""
 
 from __future__ import annotations
 
@@ -10,21 +9,21 @@ from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.parameters import MAX_LOGPROBS
 from pdserve.common.core.sampling import SampledToken, TokenLogprobs
 
-# Of one body: a token and each of the most likely ones beside it is an entry. As JSON some 80 bytes
-# each, between nodes 8: a message stays far below gRPC's limit.
+# Entries (a token and each of its most likely alternatives) per request: about 80 bytes each as
+# JSON, 8 bytes between nodes, which keeps messages far below gRPC's limit.
 MAX_ENTRIES = 2**19
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of the `len()` prompt tokens from position `start` on (the first token of a prompt has none),
-    each given those before it: natural logarithms, of the model's own distribution. Arrays of 32
-    bits in the machine's order, all little-endian ones."""
+    """Log-probabilities (natural log, of the model's own distribution) of N = `len()` prompt tokens
+    from position `start` on. The first token of a prompt has none. Arrays are 32-bit, in the
+    machine's byte order, which is little-endian on all supported machines."""
 
     start: int
     num_top: int
     logprobs: bytes  # float [N]
-    ranks: bytes  # unsigned [N]: how many tokens are at least as likely
+    ranks: bytes  # unsigned [N]: 1 is the most likely token
     top_token_ids: bytes  # unsigned [N, num_top], most likely first
     top_logprobs: bytes  # float [N, num_top]
 
@@ -32,7 +31,8 @@ class PromptLogprobs:
         return len(self.logprobs) // 4
 
     def check(self, start: int, count: int, num_top: int, vocab_size: int) -> None:
-        """Raises ValueError unless it is of these tokens, and of such a vocabulary."""
+        """Raises ValueError unless it has `count` tokens from `start`, `num_top` alternatives each,
+        and only token ids below `vocab_size`."""
         sizes = [len(self.logprobs), len(self.ranks)]
         tops = [len(self.top_token_ids), len(self.top_logprobs)]
         if (self.start, self.num_top) != (start, num_top) or sizes + tops != [
@@ -44,7 +44,7 @@ class PromptLogprobs:
             raise ValueError("a token is outside the vocabulary")
 
     def split(self, size: int) -> Iterator[PromptLogprobs]:
-        """In parts of so many tokens at most."""
+        """Yields parts of at most `size` tokens."""
         wide = 4 * self.num_top
         for first in range(0, len(self), size):
             rows = slice(4 * first, 4 * (first + size))
@@ -61,13 +61,13 @@ class PromptLogprobs:
     def tokens(
         self, token_ids: Sequence[int], num_top: int = MAX_LOGPROBS
     ) -> Iterator[SampledToken]:
-        """`token_ids`, those that it is of, as if they had been drawn."""
+        """Yields the prompt's tokens, `token_ids`, in the form of sampled ones."""
         for token_id, (logprob, _, top) in zip(token_ids, self.rows(num_top), strict=True):
             yield SampledToken(token_id, TokenLogprobs(logprob, tuple(top)))
 
     def rows(self, num_top: int) -> Iterator[tuple[float, int, list[tuple[int, float]]]]:
-        """Of each token its log-probability, its rank, and the `num_top` most likely (or as many as
-        there are) as (token id, log-probability)."""
+        """Yields (log-probability, rank, alternatives) per token; alternatives are at most
+        `num_top` (token id, log-probability), most likely first."""
         ids = memoryview(self.top_token_ids).cast("I").tolist()
         values = memoryview(self.top_logprobs).cast("f").tolist()
         own = memoryview(self.logprobs).cast("f").tolist()
@@ -80,7 +80,7 @@ class PromptLogprobs:
 
 
 def join(parts: Sequence[PromptLogprobs], num_top: int) -> PromptLogprobs:
-    """Those of consecutive tokens as one; of none, those of a prompt of one token."""
+    """Joins consecutive parts; without parts, returns that of a prompt of one token."""
     return PromptLogprobs(
         start=parts[0].start if parts else 1,
         num_top=num_top,
@@ -92,11 +92,11 @@ def join(parts: Sequence[PromptLogprobs], num_top: int) -> PromptLogprobs:
 
 
 def check_size(num_tokens: int, num_top: int, param: str = "prompt_logprobs") -> None:
-    """Raises InvalidRequest if so many tokens, with so many beside each, are too many to tell."""
+    """Raises InvalidRequest if `num_tokens` tokens with `num_top` alternatives exceed
+    MAX_ENTRIES."""
     if num_tokens * (1 + num_top) > MAX_ENTRIES:
         raise InvalidRequest(
-            f"log-probabilities of {num_tokens} prompt tokens, each with {num_top} of the most "
-            f"likely, are more than {MAX_ENTRIES}: ask for fewer of the most likely, or for fewer "
-            "or shorter prompts",
+            f"log-probabilities of {num_tokens} prompt tokens, each with {num_top} alternatives, "
+            f"exceed {MAX_ENTRIES}: ask for fewer alternatives, or for fewer or shorter prompts",
             param=param,
         )

@@ -1,6 +1,6 @@
-"""How the weights of linear layers are stored, as plain data. Standard library only.
+"""How the weights of linear layers are stored. Standard library only.
 
-A checkpoint says so under `quantization_config` in its `config.json`, in the form of Hugging Face
+Checkpoints describe it under `quantization_config` in `config.json`, in the format of Hugging Face
 transformers: AWQ (arXiv:2306.00978) as AutoAWQ writes it, GPTQ (arXiv:2210.17323) as AutoGPTQ and
 GPTQModel do.
 """
@@ -21,28 +21,28 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Linear layers in `bits` per weight. Embedding, head, norms and biases keep the dtype; `int8`
-    takes the head as well, and the embedding that is tied to it.
+    """Linear layers with `bits` per weight. Embedding, head, norms and biases keep the dtype,
+    except that `int8` also covers the head and an embedding tied to it.
 
-    `int8` is made from unquantized weights while they are loaded: a scale for each output
-    channel, no zero points. Of `awq` and `gptq` weights, every `group_size` inputs of an output
-    channel share a scale and a zero point.
+    `int8` quantizes weights while they are loaded, with a scale per output channel and no zero
+    points. In `awq` and `gptq`, every `group_size` inputs of an output channel share a scale and a
+    zero point.
     """
 
     method: str  # "int8", "awq" or "gptq"
     bits: int
     group_size: int | None = None  # None: all inputs
-    desc_act: bool = False  # inputs are in groups as a tensor `g_idx` says, not in their order
-    zero_offset: int = 0  # what a stored zero point lacks
-    excluded: tuple[str, ...] = ()  # modules that keep the dtype, or parts of their paths
-    included: tuple[str, ...] = ()  # the same, of those that do not; empty: all others
+    desc_act: bool = False  # the tensor `g_idx` assigns inputs to groups, not their order
+    zero_offset: int = 0  # added to stored zero points
+    excluded: tuple[str, ...] = ()  # (parts of) paths of modules that keep the dtype
+    included: tuple[str, ...] = ()  # (parts of) paths of quantized modules; empty: all others
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Quantization:
-        """Of a checkpoint's `quantization_config`.
+        """Reads a checkpoint's `quantization_config`.
 
         Raises:
-            ConfigError: it is of a kind not supported.
+            ConfigError: the format is not supported.
         """
         method = config.get("quant_method")
         reader = {"awq": _awq, "gptq": _gptq}.get(str(method))
@@ -51,14 +51,14 @@ class Quantization:
         return reader(config)
 
     def covers(self, module: str) -> bool:
-        """Whether the linear layer of that name, such as `model.layers.0.mlp.up_proj`, is
+        """Returns whether the linear layer `module`, e.g. `model.layers.0.mlp.up_proj`, is
         quantized."""
         if self.included and not _names(self.included, module):
             return False
         return not _names(self.excluded, module)
 
     def groups(self, start: int, end: int, total: int) -> tuple[int, int]:
-        """Groups `first … last-1` that inputs `start … end-1` of `total` may belong to."""
+        """Returns the range `first, last` of groups that inputs `start … end-1` of `total` use."""
         size = self.group_size or total
         if self.desc_act:
             start, end = 0, total
@@ -67,7 +67,7 @@ class Quantization:
 
 QUANTIZATIONS = {
     "int8": Quantization("int8", 8),
-    "int4": Quantization("awq", 4, group_size=128),  # what such checkpoints usually are
+    "int4": Quantization("awq", 4, group_size=128),  # the usual form of such checkpoints
 }
 
 
@@ -98,7 +98,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
         bits=config["bits"],
         group_size=_group_size(config),
         desc_act=bool(config.get("desc_act", False)),
-        # The first format stores zero points less one.
+        # The format `gptq` stores zero points minus one.
         zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1,
         excluded=tuple(config.get("modules_to_not_convert") or ()),
         included=tuple(name for names in blocks for name in names),
@@ -122,5 +122,5 @@ def _unsupported(what: str, value: Any) -> ConfigError:
 
 
 def _names(paths: Iterable[str], module: str) -> bool:
-    """Whether one of the paths is a run of whole components of the module's."""
+    """Returns whether one of the paths is a sequence of whole components of `module`."""
     return any(f".{path}." in f".{module}." for path in paths)

@@ -1,4 +1,4 @@
-"""What steps compute, in numbers: scheduling counts it, planning turns it into FLOPs and bytes."""
+"""Counts what steps compute. The scheduler counts; planning turns counts into FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepShape:
-    """Of one step or, added up, of many."""
+    """The counts of one step or the sum over many."""
 
     tokens: int = 0  # computed
-    cached: int = 0  # tokens before them, whose KV is read
-    pairs: int = 0  # of a query and a key that it attends to
+    cached: int = 0  # earlier tokens whose KV is read
+    pairs: int = 0  # (query, key) pairs of attention
     sampled: int = 0  # rows of logits
     steps: int = 0
-    sampling_steps: int = 0  # those with a row of logits at least
+    sampling_steps: int = 0  # steps with at least one row of logits
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int]], sampled: int) -> StepShape:
-        """One step; `chunks`: of each sequence the tokens in the cache and those computed now."""
+        """Returns the shape of one step; `chunks`: (tokens in the cache, tokens to compute) per
+        sequence."""
         shape = cls()
         shape.add_step((), chunks, sampled)
         return shape
@@ -27,8 +28,8 @@ class StepShape:
     def add_step(
         self, decodes: Sequence[int], chunks: Iterable[tuple[int, int]], sampled: int
     ) -> None:
-        """`decodes`: the tokens in the cache of each sequence that computes one; the others as
-        `chunks`. A step has many of the former, and this must cost it nothing."""
+        """Adds a step. `decodes`: tokens in the cache per sequence that computes one token;
+        `chunks`: the others, as in `of`. There are many decodes, so they take a faster path."""
         cached = sum(decodes)
         self.tokens += len(decodes)
         self.cached += cached

@@ -1,7 +1,5 @@
-"""What the text of an answer must be: a request's constraint, as data.
-
-The router makes it of the fields that clients know (`router/api/structured.py`).
-"""
+"""A request's constraint on its output text, which `router/api/structured.py` builds from the
+request's fields."""
 
 from __future__ import annotations
 
@@ -13,24 +11,24 @@ from typing import Any
 from pdserve.common.core.errors import InvalidRequest
 
 MAX_CONSTRAINT = 64 * 1024  # bytes of a constraint's text
-MAX_GRAMMAR = 4 * MAX_CONSTRAINT  # bytes of what becomes of it, with its opening
+MAX_GRAMMAR = 4 * MAX_CONSTRAINT  # bytes of the grammar compiled from it, with its opening
 MAX_OPENING = 256
-# What may stand between JSON's tokens unless a client says otherwise, as compact printers write it.
-# A small model that may add white space often adds nothing else until its budget is spent.
+# White space between JSON tokens by default. If a small model may add more, it often generates
+# nothing else until its token limit.
 COMPACT_WHITESPACE = " ?"
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What may come before the text that must match, or instead of it."""
+    """The optional parts of an answer before, or instead of, the text that must match."""
 
-    thought: tuple[int, int] | None = None  # tokens that begin and end one, before the text
-    thinking: bool = False  # the answer begins within it
+    thought: tuple[int, int] | None = None  # tokens that begin and end reasoning before the text
+    thinking: bool = False  # whether the answer begins inside reasoning
     call: int | None = None  # token that begins tool calls instead of the text
 
 
 class ConstraintKind(StrEnum):
-    """By vLLM's names in `structured_outputs`."""
+    """The kinds of constraints, with vLLM's names in `structured_outputs`."""
 
     JSON = "json"  # a JSON schema
     REGEX = "regex"
@@ -41,20 +39,22 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The whole text of each choice must match."""
+    """A constraint that the whole text of each choice must match."""
 
     kind: ConstraintKind
     text: str
-    param: str = "structured_outputs"  # the field the client gave it in, for errors
-    any_whitespace: bool = True  # between JSON's tokens: `COMPACT_WHITESPACE`; false: none
-    whitespace_pattern: str | None = None  # a regex instead
+    param: str = "structured_outputs"  # the client's field, for errors
+    any_whitespace: bool = True  # `COMPACT_WHITESPACE` between JSON tokens; false: none
+    whitespace_pattern: str | None = None  # a regex that replaces it
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest: it is too large to be looked at, or no text."""
+        """Raises InvalidRequest if the text is too large or not valid Unicode."""
         try:
             size = len(self.text.encode()) + len((self.whitespace_pattern or "").encode())
         except UnicodeEncodeError as error:
-            raise InvalidRequest(f"{self.param} has half a character", param=self.param) from error
+            raise InvalidRequest(
+                f"{self.param} has an unpaired surrogate", param=self.param
+            ) from error
         if size > MAX_CONSTRAINT:
             raise InvalidRequest(
                 f"{self.param} has {size} bytes; at most {MAX_CONSTRAINT} are compiled",
@@ -70,7 +70,7 @@ class StructuredOutput:
         any_whitespace: bool = True,
         whitespace_pattern: str | None = None,
     ) -> StructuredOutput:
-        """Of a value whose text is JSON: a schema, choices, a structural tag. The order of its
-        keys is kept: it is that of the answer's."""
+        """Builds a constraint from JSON data: a schema, choices, a structural tag. Keeps the order
+        of keys, which is the order in the answer."""
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         return cls(kind, text, param, any_whitespace, whitespace_pattern)

@@ -1,4 +1,4 @@
-"""Log lines that strangers can cause, which must not fill the log."""
+"""Throttles log lines that untrusted peers can cause."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 
-INTERVAL_S = 1.0  # between two lines about the same
+INTERVAL_S = 1.0  # seconds between two lines of one kind
 
 
 class LogThrottle:
-    """Writes one line an interval at most; the next one says how many were left out. For lines of
-    one kind; any thread may call it."""
+    """Writes at most one line per interval; each line says how many were left out before it. Use
+    one per kind of line. Thread-safe."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class LogThrottle:
         self._written_at, self._unwritten = float("-inf"), 0
 
     def info(self, message: str, *args: object) -> None:
-        """As `Logger.info`."""
+        """Like `Logger.info`."""
         self._log(logging.INFO, message, *args)
 
     def warning(self, message: str, *args: object) -> None:
-        """As `Logger.warning`."""
+        """Like `Logger.warning`."""
         self._log(logging.WARNING, message, *args)
 
     def _log(self, level: int, message: str, *args: object) -> None:
@@ -43,7 +43,7 @@ class LogThrottle:
         self._logger.log(level, message + more, *args, stacklevel=3)
 
     def _turn(self) -> int | None:
-        """How many lines were left out before this one; None: this one is left out."""
+        """Returns how many lines were left out before this one, None if this one is left out."""
         with self._lock:
             now = self._now()
             if now - self._written_at < self._interval:

@@ -1,1 +1,1 @@
-"""Process groups and their communicators; executors, which run a node's ranks."""
+"""Process groups, communicators, and the executors that run a node's ranks."""

@@ -1,13 +1,14 @@
-"""How tokens get to the ranks that hold their experts, and the results back.
+"""Moves tokens to the ranks of their experts, and the results back.
 
     All2AllManager
     ├── Replicated              every rank has every token already: nothing moves
-    ├── AllGatherReduceScatter  each rank gives its tokens to all, and gets its rows of the sum
-    ├── AllToAllV               each token goes to the ranks of its experts, once to each
-    └── a plugin's              "module:Class", or an entry point
+    ├── AllGatherReduceScatter  each rank sends its tokens to all, and gets its rows of the sum
+    ├── AllToAllV               each token goes once to each rank that has one of its experts
+    └── a plugin                "module:Class", or an entry point
 
-A layer asks `share` for the tokens this rank is to bring, dispatches them, computes what its own
-experts say to all that came, and combines. No expert has a limit: no token is ever dropped.
+An MoE layer asks `share` which tokens this rank dispatches, dispatches them, computes its own
+experts for all tokens that arrived, and combines. Experts have no capacity limit, so no token is
+dropped.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ BUILTIN = {
 ENTRY_POINTS = "pdserve.all2all_managers"
 
 NOWHERE = -1
-"""The expert of a row that is no token."""
+"""The expert id of padding rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """`T` tokens and the `k` experts that each of them visits."""
+    """`T` tokens and the `k` experts of each."""
 
     hidden: Tensor  # [T, H]
-    experts: Tensor  # int64 [T, k], numbered as in the model; or NOWHERE
-    weights: Tensor  # float32 [T, k]: of each expert in the token's sum
+    experts: Tensor  # int64 [T, k]: the model's expert ids, or NOWHERE
+    weights: Tensor  # float32 [T, k]: each expert's weight in the token's sum
     num_experts: int  # of the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What a rank is to compute, and what `combine` needs to send it back."""
+    """The tokens a rank must compute, and what `combine` needs to return them."""
 
-    tokens: RoutedTokens  # some of their experts may be other ranks'
-    loads: Tensor  # int64 [num_experts]: (token, expert) pairs of this step, of all ranks' tokens
-    trip: Any = None  # the manager's own
+    tokens: RoutedTokens  # some of their experts may be on other ranks
+    loads: Tensor  # int64 [num_experts]: (token, expert) pairs in this step, over all ranks
+    trip: Any = None  # private to the manager
 
 
 class All2AllManager(ABC):
-    """Serves the layers of one rank. Rank r of the group holds the r-th of equal shares of each
-    layer's experts. All ranks call the same methods in one order."""
+    """Moves tokens for the layers of one rank. Rank r of the group holds the r-th equal share of
+    each layer's experts. All ranks must call the same methods in the same order."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         """`group`: the ranks that hold different experts."""
         self.group = group
 
     def share(self, num_tokens: int) -> slice:
-        """Of the step's tokens, which all ranks have: those that this rank is to dispatch. Shares
-        are equal, but the last ones may be shorter, or empty."""
+        """Returns which of the step's tokens, which all ranks have, this rank dispatches. Shares
+        are equal, but the last ones may be shorter or empty."""
         most = self._most(num_tokens)
         start = min(self.group.rank * most, num_tokens)
         return slice(start, min(start + most, num_tokens))
@@ -73,28 +74,28 @@ class All2AllManager(ABC):
 
     @abstractmethod
     def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
-        """Sends this rank's share of the step's `num_tokens`; returns the `M` tokens that came
-        here: at least those that visit an expert of this rank."""
+        """Sends this rank's share of the step's `num_tokens`; returns the `M` tokens that arrived,
+        at least all that use an expert of this rank."""
 
     @abstractmethod
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """`[M, H]`, what this rank's experts add to each token that came → `[T, H]`, the sums over
-        ranks for the tokens that this rank dispatched."""
+        """Takes `[M, H]`, the contribution of this rank's experts to each token that arrived;
+        returns `[T, H]`, the sums over ranks for the tokens that this rank dispatched."""
 
 
 def make_all2all(name: str, group: GroupCoordinator) -> All2AllManager:
-    """`name` as in --all2all-backend. A rank that holds all experts exchanges nothing.
+    """Returns the manager of --all2all-backend; Replicated if each rank holds all experts.
 
     Raises:
-        ConfigError: there is no such manager.
+        ConfigError: the manager does not exist.
     """
     manager: type[All2AllManager] = resolve(name, BUILTIN, ENTRY_POINTS)
     return manager(group) if group.size > 1 else Replicated(group)
 
 
 class Replicated(All2AllManager):
-    """Every rank routes all tokens and computes its experts' part of all of them. Whoever adds up
-    what tensor-parallel ranks have adds up what experts have with it."""
+    """Every rank routes all tokens and computes its experts for all of them. The tensor-parallel
+    all-reduce that follows also adds up the experts' outputs."""
 
     def share(self, num_tokens: int) -> slice:
         return slice(0, num_tokens)
@@ -107,8 +108,8 @@ class Replicated(All2AllManager):
 
 
 class AllGatherReduceScatter(All2AllManager):
-    """The simplest exchange. A rank sends each of its tokens, wherever its experts are, to the
-    `R - 1` others, and for every token of theirs gives back a row."""
+    """The simplest exchange: a rank sends each of its tokens to the `R - 1` others, wherever its
+    experts are, and returns a row for every token of theirs."""
 
     def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
         missing = self._most(num_tokens) - len(tokens.hidden)
@@ -123,16 +124,16 @@ class AllGatherReduceScatter(All2AllManager):
 
 @dataclass(frozen=True, slots=True)
 class _RoundTrip:
-    rows: Tensor  # int64 [sum(sends)]: the tokens sent, by rank
+    rows: Tensor  # int64 [sum(sends)]: indices of the sent tokens, ordered by rank
     sends: list[int]  # rows to each rank
     receives: list[int]
     num_tokens: int  # dispatched by this rank
 
 
 class AllToAllV(All2AllManager):
-    """A token goes only to ranks that hold one of its experts, and once to each of them, however
-    many of its experts are there (as in DeepEP). Ranks first tell each other how many; so there is
-    one small exchange more, and on a GPU the host waits for these counts."""
+    """Sends a token once to each rank that holds at least one of its experts (as DeepEP does).
+    Ranks exchange the counts first, which costs a small collective, and on a GPU a wait of the
+    host."""
 
     def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
         size, rank = self.group.size, self.group.rank
@@ -147,13 +148,13 @@ class AllToAllV(All2AllManager):
         return Dispatched(_unpack(arrived, tokens), counts[:, size:].sum(0), trip)
 
     def _destinations(self, tokens: RoutedTokens) -> Tensor:
-        """bool `[rank, token]`: which go where."""
+        """Returns bool `[rank, token]`: whether the token goes to the rank."""
         owners = tokens.experts // (tokens.num_experts // self.group.size)
         goes = owners.new_zeros((len(owners), self.group.size), dtype=torch.bool)
         return goes.scatter_(1, owners, True).t()
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Adds up in the order of ranks: atomic adds would do it in any."""
+        """Adds the parts in the order of ranks, so that results are reproducible."""
         trip: _RoundTrip = dispatched.trip
         back = self.group.all_to_all(outputs, trip.receives, trip.sends)
         total = outputs.new_zeros((trip.num_tokens, *outputs.shape[1:]))
@@ -163,12 +164,12 @@ class AllToAllV(All2AllManager):
 
 
 def expert_loads(tokens: RoutedTokens) -> Tensor:
-    """int64 `[num_experts]`: how many of the tokens visit each expert."""
+    """Returns int64 `[num_experts]`: how many of the tokens use each expert."""
     return occurrences(tokens.experts, tokens.num_experts + 1)[: tokens.num_experts]
 
 
 def occurrences(numbers: Tensor, count: int) -> Tensor:
-    """int64 `[count]`: how often each of `0 … count-1` occurs; -1 stands for the last of them.
+    """Returns int64 `[count]`: how often each of `0 … count-1` occurs; -1 counts as the last one.
     Unlike `bincount` it does not make the host wait for a GPU."""
     flat = numbers.flatten().remainder(count)
     return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
@@ -186,7 +187,7 @@ def _padded(tokens: RoutedTokens, missing: int) -> RoutedTokens:
     )
 
 
-# ---- a token as bytes, so that everything of it travels in one message ----
+# ---- tokens as bytes, so that one message carries everything ----
 
 
 def _pack(tokens: RoutedTokens) -> Tensor:

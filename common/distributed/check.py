@@ -1,7 +1,7 @@
-"""The ranks of `pdserve cluster-check`: they meet as the engine's do, check, measure and report.
+"""The ranks of `pdserve cluster-check`: they connect like the engine's, check, measure and report.
 
-`CheckWorker` is a worker like the engine's, so that executors start it. Each step checks every
-group and then measures it; rank 0 answers with what all ranks found.
+`CheckWorker` has the interface of the engine's worker, so that executors can start it. Each step
+checks and measures every group; rank 0 answers with the results of all ranks.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True)
 class CheckConfig:
-    """What to check."""
+    """The options of a check."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     device: str = "cpu"  # or "cuda": rank r of a host takes its GPU r
-    local_rank: int | None = None  # which GPU; default: the rank
+    local_rank: int | None = None  # GPU index; default: the rank
     communicator: str = "auto"
-    timeout: float = 30.0  # seconds, of every collective
+    timeout: float = 30.0  # seconds, per collective
     sizes: tuple[int, ...] = ()  # bytes
-    seconds: float = 0.2  # for each operation and size
+    seconds: float = 0.2  # per operation and size
 
 
 @dataclass(frozen=True, slots=True)
 class RankHost:
-    """What in a rank's host and environment matters to collectives."""
+    """The facts of a rank's host and environment that matter for collectives."""
 
     rank: int
-    host: str  # its name
+    host: str  # host name
     host_identity: str  # see `core.host.host_identity`
-    address: str  # under which the other hosts reach it
+    address: str  # at which other hosts reach it
     device: str
-    cores: int  # that this rank may run on
-    name_addresses: list[str]  # what the host's name resolves to
+    cores: int  # usable by this rank
+    name_addresses: list[str]  # addresses of the host name
     interfaces: list[str]
     infiniband: list[str]  # adapters
     variables: dict[str, str]
@@ -67,8 +67,8 @@ _checks = msgspec.msgpack.Decoder(tuple[list[Check], RankHost])
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Everything; `layout` and `transports` by name of group."""
+class CheckReport:
+    """The results of all ranks. `layout` and `transports` have group names as keys."""
 
     layout: Layout
     transports: dict[str, str]
@@ -83,11 +83,11 @@ class Report:
 
 
 class CheckWorker:
-    """One rank (see `pdserve.common.distributed.executor.Worker`)."""
+    """One rank (a `pdserve.common.distributed.executor.Worker`)."""
 
     def __init__(self, spec: WorkerSpec, emit: Emit) -> None:
         """Raises ConfigError if the sizes do not fit the world, NodeError if the ranks do not
-        meet."""
+        connect."""
         torch.set_num_threads(1)
         self.config = config = msgspec.convert(spec.config, CheckConfig)
         environment = init_distributed_environment(
@@ -111,7 +111,7 @@ class CheckWorker:
         return b""
 
     def step(self, message: bytes) -> bytes:
-        """A msgpack `Report`."""
+        """Returns a msgpack `CheckReport`."""
         groups = _groups(self.state)
         checks = [check for group in groups for check in verify(group)]
         world = self.state.world
@@ -122,7 +122,7 @@ class CheckWorker:
         checks = [check for theirs, _ in everyone for check in theirs]
         ranks = [rank for _, rank in everyone]
         right = not any(check.error for check in checks)
-        report = Report(
+        report = CheckReport(
             layout=self.state.layout,
             transports={group.name: group.transport for group in groups},
             checks=checks,
@@ -146,7 +146,7 @@ class CheckWorker:
 
 
 def _groups(state: ParallelState) -> list[GroupCoordinator]:
-    """Those with something to say: of several ranks, and not the same ranks again."""
+    """Returns the groups of several ranks; of groups with equal ranks only one."""
     groups = {group.ranks: group for group in (state.world, state.pp, state.tp) if group.size > 1}
     return list(groups.values())
 
@@ -159,7 +159,7 @@ def _device(config: CheckConfig, rank: int) -> torch.device:
     return device
 
 
-# ---- the ranks' hosts, and what to mend there ----
+# ---- the ranks' hosts, and advice ----
 
 
 def describe_host(environment: DistributedEnvironment) -> RankHost:
@@ -192,7 +192,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def advice(ranks: list[RankHost]) -> list[str]:
-    """What to mend, the gravest first; nothing where all is well."""
+    """Returns what to fix, the most serious first; empty if nothing."""
     several = len({each.host_identity for each in ranks}) > 1
     found = [line for each in ranks for line in _of_one(each, several)]
     return list(dict.fromkeys(found + _of_hosts(ranks, several)))
@@ -205,19 +205,20 @@ def _of_one(rank: RankHost, several: bool) -> list[str]:
         wanted = rank.variables.get(variable, "")
         if wanted and not _names_an_interface(wanted, rank.interfaces):
             names = ", ".join(rank.interfaces)
-            lines.append(f"{rank.host}: {variable}={wanted} names no interface; there are: {names}")
+            lines.append(f"{rank.host}: {variable}={wanted} names no interface; it has: {names}")
     if several and all(map(is_loopback, rank.name_addresses)):
         lines.append(
-            f"{rank.host}: the host's name leads to loopback only, where other hosts cannot reach "
-            f"it: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of {rank.address}"
+            f"{rank.host}: the host's name resolves to loopback only, which other hosts cannot "
+            f"reach: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of "
+            f"{rank.address}"
         )
     if several and rank.device.startswith("cuda") and not rank.infiniband:
         lines.append(
-            f"{rank.host}: no InfiniBand adapter: NCCL goes over TCP between hosts, which is slow "
-            "for tensor parallelism; keep --tensor-parallel-size within a host"
+            f"{rank.host}: no InfiniBand adapter: NCCL uses TCP between hosts, which is slow for "
+            "tensor parallelism; keep --tensor-parallel-size within a host"
         )
     if rank.variables.get("NCCL_IB_DISABLE") == "1" and rank.infiniband:
-        lines.append(f"{rank.host}: NCCL_IB_DISABLE=1 leaves {rank.infiniband[0]} idle: unset it")
+        lines.append(f"{rank.host}: NCCL_IB_DISABLE=1 disables {rank.infiniband[0]}: unset it")
     return lines
 
 
@@ -230,7 +231,7 @@ def _of_hosts(ranks: list[RankHost], several: bool) -> list[str]:
             continue
         if count > first.cores:
             lines.append(
-                f"{first.host}: {count} ranks share {first.cores} cores: they wait for each other; "
+                f"{first.host}: {count} ranks share {first.cores} cores and wait for each other: "
                 "start fewer ranks"
             )
         threads = first.variables.get("OMP_NUM_THREADS", "")
@@ -243,7 +244,7 @@ def _of_hosts(ranks: list[RankHost], several: bool) -> list[str]:
 
 
 def _names_an_interface(wanted: str, interfaces: list[str]) -> bool:
-    """NCCL takes prefixes, separated by commas; "=" asks for the whole name, "^" excludes."""
+    """Evaluates NCCL's syntax: comma-separated prefixes; "=" means whole names, "^" excludes."""
     if wanted.startswith("^"):
         return True
     names = tuple(wanted.removeprefix("=").split(","))

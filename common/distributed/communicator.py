@@ -1,4 +1,4 @@
-"""What carries the tensors of one group of ranks: one implementation per device and transport.
+"""The transports of a group's tensors: one implementation per device and transport.
 
     DeviceCommunicator
     ├── TorchCommunicator            over a c10d process group
@@ -8,8 +8,8 @@
     │       └── SymmMemCommunicator  CUDA with peer access: small sums in one kernel
     └── a plugin's                   "module:Class", or an entry point
 
-`GroupCoordinator` is what callers hold; it hands a communicator only what is simple: tensors that
-are contiguous, on this rank's device and not empty. Ranks here are counted within the group.
+Callers use `GroupCoordinator`, which passes only contiguous, non-empty tensors on this rank's
+device to a communicator. Ranks here are numbered within the group.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ ENTRY_POINTS = "pdserve.device_communicators"
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorContext:
-    """A group while it is made. Every rank of it has an equal context but for `rank`."""
+    """The description of a group to connect; equal on all its ranks except for `rank`."""
 
-    name: str  # unique in the world, for the keys in `store` and for messages
-    ranks: tuple[int, ...]  # in the world, in the group's order
-    rank: int  # this one's place in `ranks`
-    hosts: tuple[str, ...]  # by rank of the group; equal where ranks share memory and loopback
-    address: str  # of this host, as the other hosts reach it
+    name: str  # unique in the world, for keys in `store` and messages
+    ranks: tuple[int, ...]  # world ranks, in the group's order
+    rank: int  # index of this rank in `ranks`
+    hosts: tuple[str, ...]  # host identity per rank; equal if they share memory and loopback
+    address: str  # of this host, for other hosts
     device: torch.device
-    store: Any  # torch's Store, of this group alone
+    store: Any  # torch's Store, private to this group
     timeout: float  # seconds
 
     @property
@@ -59,46 +59,45 @@ class CommunicatorContext:
 
     @property
     def shares_memory(self) -> bool:
-        """Python has no memory fence. On x86 stores are seen in the order in which they were
-        made, which is all that `shared_memory.py` needs."""
+        """Whether `shared_memory.py` works. Python has no memory fence; only on x86 other cores see
+        stores in program order, which is all that it needs."""
         x86_linux = sys.platform == "linux" and platform.machine() == "x86_64"
         return x86_linux and self.one_host and self.device.type == "cpu"
 
 
 class DeviceCommunicator(ABC):
-    """Collectives of one group. Each ends within the context's `timeout`.
+    """The collectives of one group. Each ends within the context's `timeout`.
 
-    Every method raises `NodeError` (code RANK_LOST) or torch's RuntimeError when a rank is gone
-    or silent; the group is of no use afterwards. All ranks call the same methods in one order,
-    with tensors of equal shape and dtype.
+    Every method raises `NodeError` (code RANK_LOST) or torch's RuntimeError when a rank is gone or
+    silent; the group cannot be used afterwards. All ranks must call the same methods in the same
+    order, with tensors of equal shape and dtype.
     """
 
     @abstractmethod
     def __init__(self, context: CommunicatorContext) -> None:
-        """Blocks until all ranks have met."""
+        """Blocks until all ranks have connected."""
 
     @property
     @abstractmethod
     def transport(self) -> str:
-        """What is in use, for people: "shared memory", "NCCL 2.27.3" …"""
+        """The transport's name for logs: "shared memory", "NCCL 2.27.3" …"""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over the ranks, in place; bit-identical on all of them. Sums of bool are "or"."""
+        """Sums over the ranks, in place; bit-identical on all ranks. Sums of bool are "or"."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """`[*]` of each rank → `[size, *]` on all."""
+        """Gathers `[*]` of each rank into `[size, *]` on all."""
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """`[size, *]` → `[*]`: row `rank` of the sum over the ranks."""
+        """Reduces `[size, *]` to `[*]`: row `rank` of the sum over the ranks."""
 
     @abstractmethod
     def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """`[sum(sends), *]`, the first `sends[0]` rows for rank 0 and so on → `[sum(receives), *]`,
-        the first `receives[0]` rows from rank 0 and so on. Some or all counts may be 0, but a row
-        is not empty."""
+        """Sends the first `sends[0]` of `rows` to rank 0 and so on; returns `[sum(receives), *]`,
+        the first `receives[0]` rows from rank 0 and so on. Counts may be 0; rows are not empty."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -109,22 +108,23 @@ class DeviceCommunicator(ABC):
 
     @abstractmethod
     def recv(self, tensor: Tensor, src: int) -> None:
-        """Fills `tensor` with what `src` sends."""
+        """Fills `tensor` with the one that `src` sends."""
 
     @abstractmethod
     def barrier(self) -> None: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Drops all connections, which the other ranks notice. May be called again."""
+        """Closes all connections, which the other ranks notice. May be called again."""
 
 
 def make_communicator(name: str, context: CommunicatorContext) -> DeviceCommunicator:
-    """`name` as in --device-communicator; "auto" is the best the device and the hosts allow.
+    """Returns the communicator of --device-communicator; "auto" takes the best for the device and
+    hosts.
 
     Raises:
-        ConfigError: there is no such communicator, or it cannot serve this group.
-        NodeError: the ranks did not meet.
+        ConfigError: the communicator does not exist, or cannot serve this group.
+        NodeError: the ranks did not connect.
     """
     if name == "auto":
         name = _best(context)

@@ -1,4 +1,4 @@
-"""A rank that has met the others of its world, and makes groups with them."""
+"""Connects the ranks of a world, and creates groups of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from pdserve.common.distributed.group import CPU, GroupCoordinator
 
 LOOPBACK = "127.0.0.1"
 _FIRST_ATTEMPT = timedelta(seconds=1)
-_ELSEWHERE = "udp://192.0.2.1"  # an address that is nobody's (RFC 5737)
+_ELSEWHERE = "udp://192.0.2.1"  # a documentation address, outside any network (RFC 5737)
 
 
 @dataclass(slots=True)
 class DistributedEnvironment:
-    """A rank that has met all others; it makes groups. Groups of the same ranks share their
-    connections."""
+    """A rank's connection to its world; creates groups. Groups of equal ranks share connections."""
 
     rank: int
     world_size: int
@@ -46,22 +45,22 @@ class DistributedEnvironment:
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on this host, this one included."""
+        """The number of ranks on this host, including this one."""
         return self.hosts.count(self.hosts[self.rank])
 
     @property
     def address_for_others(self) -> str:
-        """This host's address for processes that are none of the ranks: that towards the meeting
-        point, or if that is on this host only, that of the default route; without one, as on an
-        internal network of containers, that of the host's name."""
+        """This host's address for processes other than the ranks: the one towards the rendezvous;
+        if that is loopback, the one of the default route; without a default route, as on an
+        internal container network, the one of the host's name."""
         ways = (lambda: self.address, lambda: address_towards(_ELSEWHERE), address_of_name)
         return next((way for each in ways if not is_loopback(way := each())), LOOPBACK)
 
     def group(self, name: str, ranks: Sequence[int]) -> GroupCoordinator:
-        """The group of `ranks`, which holds this one; all of them must call.
+        """Returns the group of `ranks`, which include this one. All of them must call this.
 
         Raises:
-            NodeError: RANK_LOST, they did not all come in time.
+            NodeError: RANK_LOST, not all ranks connected in time.
         """
         members = tuple(ranks)
         if len(members) > 1 and members not in self._made:
@@ -72,7 +71,7 @@ class DistributedEnvironment:
         return GroupCoordinator(name, members, rank, connections, self.device)
 
     def _connect(self, name: str, members: tuple[int, ...]) -> dict[str, DeviceCommunicator]:
-        """What is not on the group's device (counts, outlines) goes over the CPU."""
+        """Connects the group for its device and for the CPU (counts, metadata)."""
         devices = {device.type: device for device in (CPU, self.device)}
         return {
             kind: make_communicator(
@@ -106,11 +105,11 @@ def init_distributed_environment(
     communicator: str = "auto",
 ) -> DistributedEnvironment:
     """Blocks until all ranks have met at `init_method` ("file:///new/path", "tcp://host:port" of
-    rank 0's host, or a `Rendezvous`'s); a world of one needs none. `timeout` is in seconds and
-    holds for every later collective too. `communicator` is --device-communicator.
+    rank 0's host, or a `Rendezvous`'s); a world of one needs none. `timeout`: seconds, also for
+    every later collective. `communicator`: --device-communicator.
 
     Raises:
-        NodeError: RANK_LOST, not all of them came in time.
+        NodeError: RANK_LOST, not all ranks connected in time.
     """
     environment = DistributedEnvironment(rank, world_size, device, timeout, communicator)
     environment.address = address_towards(init_method)
@@ -119,7 +118,7 @@ def init_distributed_environment(
     with _rank_lost_errors():
         waits = timedelta(seconds=timeout)
         store = _join_store(init_method, rank, world_size, waits)
-        store.set_timeout(waits)  # a file's does not take it from the rendezvous
+        store.set_timeout(waits)  # a FileStore does not get it from the rendezvous
         store.set(f"host {rank}", host_identity())
         hosts = [store.get(f"host {peer}").decode() for peer in range(world_size)]
         environment.store, environment.hosts = store, tuple(hosts)
@@ -127,8 +126,8 @@ def init_distributed_environment(
 
 
 class Rendezvous:
-    """A place on this host where ranks meet, at a port that is free; it lasts as long as this
-    object. Not authenticated, like all that torch's ranks say to each other.
+    """A store on a free port of this host through which ranks connect; it lives as long as this
+    object. It is not authenticated, like all communication of torch's ranks.
 
     Raises:
         OSError: `address` is not this host's.
@@ -147,7 +146,7 @@ def _serve_store(address: str, timeout: timedelta) -> dist.TCPStore:
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store's from now on
+        master_listen_fd=listener.detach(),  # the store owns it now
     )
 
 
@@ -161,8 +160,8 @@ def _join_store(init_method: str, rank: int, world_size: int, timeout: timedelta
 
 
 def _retry(connect: Callable[[timedelta], dist.TCPStore], timeout: timedelta) -> dist.TCPStore:
-    """Connections to torch's store hang now and then (torch 2.13: one in fifty, on loopback): they
-    get several chances, the first of them short."""
+    """Connects to torch's store with several attempts, the first a short one, because a connection
+    sometimes hangs (torch 2.13: one in fifty, on loopback)."""
     deadline = time.monotonic() + timeout.total_seconds()
     attempt_limit = _FIRST_ATTEMPT
     while True:
@@ -175,8 +174,8 @@ def _retry(connect: Callable[[timedelta], dist.TCPStore], timeout: timedelta) ->
 
 
 def address_towards(url: str) -> str:
-    """This host's address on the way to that of `url`; loopback if it names none or there is no
-    way. (Connecting a datagram socket sends nothing; it asks the routing table.)"""
+    """Returns this host's address on the route to `url`; loopback if it has no host or no route.
+    (Connecting a datagram socket sends nothing; it only looks up the route.)"""
     parsed = urlsplit(url)
     if parsed.hostname is None:
         return LOOPBACK
@@ -192,7 +191,7 @@ def address_towards(url: str) -> str:
 
 
 def address_of_name() -> str:
-    """What this host's name leads to; loopback if nowhere."""
+    """Returns the address of this host's name; loopback if it does not resolve."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
@@ -201,7 +200,8 @@ def address_of_name() -> str:
 
 @contextmanager
 def _rank_lost_errors() -> Iterator[None]:
-    """torch reports who did not come as a RuntimeError (DistError is one)."""
+    """Turns torch's errors about missing ranks (RuntimeError, of which DistError is one) into
+    RANK_LOST."""
     try:
         yield
     except (RuntimeError, OSError) as error:

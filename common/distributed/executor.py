@@ -1,13 +1,12 @@
-"""How a node's ranks run: in this process, or one process each. The caller cannot tell.
+"""Executors run a node's ranks, in this process or one process each, behind one interface.
 
     InProcessExecutor      one rank, on a thread of its own
     MultiprocessExecutor   one process per rank, on this host     ⎫ the same ZeroMQ fan-out
     RayExecutor            one Ray actor per rank, on any host    ⎭ (`fanout.py`)
-    make_executor          the one that fits (`launch.py`)
+    make_executor          chooses one (`launch.py`)
 
-A rank hosts a worker (an object built from an import string) and, beside it, the worker's
-extension, which has a channel and a thread of its own, so that it is served while a step
-computes.
+A rank hosts a worker (an object built from an import string) and the worker's extension, which has
+its own channel and thread, so that it is served while a step computes.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ class Extension(Protocol):
     half of the KV transfer, `WorkerConnector`; this layer does not know that."""
 
     def info(self) -> bytes:
-        """What the rank announces for it in `RankReady.extension_info`."""
+        """Returns the bytes for `RankReady.extension_info`."""
 
     def handle(self, message: bytes) -> bytes:
         """Serves one call from the node. Must return fast and may be called while a step runs."""
 
     def handle_at_once(self, message: bytes) -> bytes | None:
-        """As `handle`, for an extension in the node's own process, on its event loop; None: it may
-        take longer than waking a thread would, and `handle` is to serve it. One call is served at
-        a time: while `handle` is at work, this returns None."""
+        """Like `handle`, but on the event loop, for an extension in the node's own process. Returns
+        None if the call may take longer than switching to a thread, or while `handle` is running;
+        then `handle` must serve it."""
 
     def close(self, deadline: float) -> None:
         """Stops all I/O within `deadline` seconds."""
 
 
 class Worker(Protocol):
-    """One rank. Built in its own process (or thread) by `WorkerSpec.factory(spec, emit)`; its
-    host closes the extension first and then the worker."""
+    """One rank, built in its own process or thread by `WorkerSpec.factory(spec, emit)`. The
+    executor closes the extension first and then the worker."""
 
     @property
     def extension(self) -> Extension | None: ...
 
     def ready(self) -> bytes:
-        """What the rank reports once (a msgpack `RankReady`)."""
+        """Returns a msgpack `RankReady`; called once."""
 
     def step(self, message: bytes) -> bytes:
         """Runs one step: msgpack `StepDelta` in, msgpack `StepOutput` out (that of the
@@ -70,13 +69,14 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All a rank's process needs to build its worker. Encoded as msgpack, never pickled."""
+    """Everything that a rank's process needs to build its worker. Sent as msgpack, never
+    pickled."""
 
     factory: str  # "module:callable"
     rank: int
     world_size: int
-    init_method: str  # where ranks find each other; "": the executor provides a place
-    # Plain data the factory decodes (the engine config as builtins); it may hold secrets.
+    init_method: str  # where ranks connect; "": the executor provides it
+    # Plain data that the factory decodes (the engine config as builtins); may contain secrets.
     config: Any = field(repr=False)
     output_rank: int = 0  # whose answers to steps are used
     local_rank: int = 0  # its place among the node's ranks of its host: the GPU it computes on
@@ -86,17 +86,17 @@ class WorkerSpec:
 
 
 class Executor(ABC):
-    """Runs steps on all ranks and carries messages to and from their extensions."""
+    """Runs steps on all ranks, and passes messages to and from their extensions."""
 
     _event_callback: Callable[[int, bytes], None] | None = None
     _death_callback: Callable[[int, str], None] | None = None
 
     def on_event(self, callback: Callable[[int, bytes], None]) -> None:
-        """Sets who is called with (rank, event) of extensions, on the event loop."""
+        """Sets the callback for events of extensions: (rank, event), on the event loop."""
         self._event_callback = callback
 
     def on_death(self, callback: Callable[[int, str], None]) -> None:
-        """Sets who is called once a rank has died (rank, reason), on the event loop."""
+        """Sets the callback for the death of a rank: (rank, reason), on the event loop."""
         self._death_callback = callback
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Executor(ABC):
 
         Raises:
             ConfigError: a rank cannot start as configured.
-            NodeError: a rank failed to start; the message holds its last words.
+            NodeError: a rank failed to start; the message has its error.
         """
 
     @abstractmethod
@@ -115,31 +115,31 @@ class Executor(ABC):
         work on different ones at once.
 
         Raises:
-            NodeError: a rank raised or died; the ranks no longer agree, so the node must end.
+            NodeError: a rank raised or died; the ranks are out of step, so the node must end.
         """
 
     @abstractmethod
     async def call(self, rank: int, message: bytes) -> bytes:
-        """Calls one rank's extension; served even while a step runs.
+        """Calls one rank's extension, also while a step runs.
 
         Raises:
-            PdserveError: what the extension raised (NodeError if it was not typed), or the
-                rank is dead.
+            PdserveError: the extension's error (NodeError if it was not typed), or the rank is
+                dead.
         """
 
     @abstractmethod
     async def shutdown(self, deadline: float) -> None:
-        """Stops all ranks, by force after `deadline` seconds; afterwards no process of this
-        executor is left. May be called at any time and more than once."""
+        """Stops all ranks and kills them after `deadline` seconds; no process is left afterwards.
+        May be called at any time and more than once."""
 
 
 class InProcessExecutor(Executor):
-    """One rank on threads of this process: one for its steps, one for its extension's calls, those
-    that are not served at once.
+    """Runs one rank on two threads of this process: for steps, and for calls to its extension that
+    the event loop does not serve itself.
 
     torch releases the GIL while it computes, so the event loop stays responsive. Messages are the
-    same bytes as between processes. The rank cannot die alone; `on_death` tells only of an event
-    whose callback failed.
+    same bytes as between processes. The rank cannot die alone; `on_death` is called only if an
+    event callback raises.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -158,7 +158,7 @@ class InProcessExecutor(Executor):
             worker: Worker = import_string(self._spec.factory)(self._spec, emit)
             return worker, worker.ready()
 
-        await self._run(self._calls, lambda: None)  # later there may be no room for a thread
+        await self._run(self._calls, lambda: None)  # start the thread while there is memory for it
         self._worker, ready = await self._run(self._steps, build)
         return [ready]
 
@@ -169,7 +169,7 @@ class InProcessExecutor(Executor):
     async def call(self, rank: int, message: bytes) -> bytes:
         extension = self._running().extension
         if rank != 0 or extension is None:
-            raise NodeError(f"there is no extension on rank {rank}")
+            raise NodeError(f"rank {rank} has no extension")
         try:
             answer = extension.handle_at_once(message)
         except Exception as error:
@@ -185,7 +185,7 @@ class InProcessExecutor(Executor):
                 async with asyncio.timeout(deadline):
                     await self._close(worker, deadline)
             except TimeoutError:
-                logger.warning("rank 0 still computes after %.1f s", deadline)
+                logger.warning("rank 0 is still computing after %.1f s", deadline)
         self._steps.shutdown(wait=False)
         self._calls.shutdown(wait=False)
 
@@ -211,7 +211,7 @@ class InProcessExecutor(Executor):
             return
         try:
             self._event_callback(0, event)
-        except Exception as error:  # a defect; the loop would log it and go on
-            logger.exception("a defect")
+        except Exception as error:  # otherwise the event loop would log it and continue
+            logger.exception("an event of rank 0 could not be handled")
             if self._death_callback is not None:
-                self._death_callback(0, f"the rank is not heard any more: {error!r}")
+                self._death_callback(0, f"an event of the rank could not be handled: {error!r}")

@@ -1,5 +1,5 @@
-"""The ZeroMQ fan-out: steps, calls and events between a node and ranks in processes of their
-own, wherever those run. See `wire.py` for the frames.
+"""The ZeroMQ fan-out: steps, calls and events between a node and ranks in other processes, local or
+remote. `wire.py` defines the frames.
 
 start ─ launch all ─ each rank connects and builds ─▶ serving ─ shutdown ─▶ stopped
              │                                          │
@@ -23,45 +23,45 @@ import zmq.asyncio
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Executor, WorkerSpec
-from pdserve.common.distributed.wire import Kind, Link, decode_failure
+from pdserve.common.distributed.wire import Link, RankMessage, decode_failure
 from pdserve.common.obs.logging import write_log
 
 logger = logging.getLogger(__name__)
 
 _START_LOG_INTERVAL = 15.0  # seconds between two lines about ranks that are still starting
-_KILL_TIMEOUT = 5.0  # seconds each part of a stop gets once ranks are killed
-MAX_BURST = 32  # messages of ranks taken in one turn of the event loop
+_KILL_TIMEOUT = 5.0  # seconds for each part of a stop after ranks are killed
+MAX_BURST = 32  # messages from ranks handled before the event loop gets control
 
 
 class Launcher(Protocol):
-    """How ranks come to life, and how it is known that they are dead."""
+    """Starts ranks and watches for their end."""
 
-    death_notice_seconds: float  # seconds after which `wait` has told of a dead rank
+    death_notice_seconds: float  # seconds within which `wait` notices a dead rank
 
     async def open(self, socket: zmq.asyncio.Socket) -> None:
-        """Finds a place for every rank and binds the node's socket where they will look for it.
+        """Allocates resources for all ranks and binds the node's socket.
 
         Raises:
-            ConfigError: there is no place for them.
+            ConfigError: there are not enough resources.
         """
 
     async def launch(self, spec: WorkerSpec) -> None:
-        """Starts a rank; an `init_method` it lacks is provided."""
+        """Starts a rank; fills in its `init_method` if empty."""
 
     async def wait(self, rank: int) -> str:
-        """Returns when a rank that was launched has ended, and says how."""
+        """Waits for the end of a launched rank; returns a description of how it ended."""
 
     def where(self, rank: int) -> str:
-        """Where a rank that was launched runs."""
+        """Returns where a launched rank runs."""
 
     def kill(self) -> None:
-        """Ends all ranks by force."""
+        """Kills all ranks."""
 
     def started(self) -> None:
-        """All ranks have connected, or none will any more."""
+        """Called when all ranks have connected, or the start has failed."""
 
     async def close(self) -> None:
-        """Gives back what `open` took. No rank is left."""
+        """Releases the resources of `open`. No rank is left."""
 
 
 class FanOutExecutor(Executor):
@@ -70,20 +70,20 @@ class FanOutExecutor(Executor):
     def __init__(self, specs: Sequence[WorkerSpec], launcher: Launcher) -> None:
         self._specs = specs
         self._launcher = launcher
-        self._context: zmq.asyncio.Context | None = None  # from start to shutdown
+        self._context: zmq.asyncio.Context | None = None  # set from start to shutdown
         self._socket: zmq.asyncio.Socket
         self._reader: asyncio.Task[None] | None = None
         self._watchers: list[asyncio.Task[None]] = []  # one per rank
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self._sending = asyncio.Lock()  # every rank gets all steps in one order
+        self._sending = asyncio.Lock()  # all ranks get the steps in the same order
         self._next_number = wire.start_number(len(specs), Link.STEPS)
-        self._ended: PdserveError | None = None  # why nothing can be asked any more
+        self._ended: PdserveError | None = None  # the error of all further requests
         self._serving = False
 
     # ---- start ----
 
     async def start(self) -> Sequence[bytes]:
-        starting = self._starting()  # before the first rank is there: it answers when it likes
+        starting = self._starting()  # before launching, because answers may come at any time
         try:
             await self._open()
             for spec in self._specs:
@@ -108,7 +108,7 @@ class FanOutExecutor(Executor):
         self._reader = self._background(self._read())
 
     def _starting(self) -> asyncio.Future[list[bytes]]:
-        """Of every rank: its sockets are connected, its worker is built."""
+        """Returns a future of all ranks' start answers: sockets connected, worker built."""
         ranks = range(len(self._specs))
         connected = (self._expect(wire.start_number(r, link)) for r in ranks for link in Link)
         return asyncio.gather(*connected)
@@ -121,7 +121,7 @@ class FanOutExecutor(Executor):
         return starting.result()[Link.OUT :: len(Link)]
 
     def _missing(self) -> str:
-        """The ranks that are not built yet, each with what it is at."""
+        """Describes the ranks that are not ready yet."""
         return ", ".join(
             f"rank {spec.rank} ({self._launcher.where(spec.rank)}; "
             f"{_stage(spec.rank, self._waiting)})"
@@ -136,7 +136,7 @@ class FanOutExecutor(Executor):
 
     async def call(self, rank: int, message: bytes) -> bytes:
         if not 0 <= rank < len(self._specs):
-            raise NodeError(f"there is no rank {rank}")
+            raise NodeError(f"rank {rank} does not exist")
         return await self._request([(rank, Link.CALLS)], message)
 
     async def _request(self, links: Sequence[tuple[int, Link]], message: bytes) -> bytes:
@@ -169,22 +169,22 @@ class FanOutExecutor(Executor):
             _, header, body = await self._socket.recv_multipart()
             self._take(header, body)
             if count % MAX_BURST == 0:
-                await asyncio.sleep(0)  # what is there already comes without a pause otherwise
+                await asyncio.sleep(0)  # recv of a queued message does not yield to the loop
 
     def _take(self, header: bytes, body: bytes) -> None:
         rank, kind, number = wire.HEADER.unpack(header)
-        if kind == Kind.BROKEN:
+        if kind == RankMessage.BROKEN:
             self._step_failed(decode_failure(body))
-        elif kind == Kind.LOG:
+        elif kind == RankMessage.LOG:
             write_log(body.decode(errors="replace"))
-        elif kind != Kind.EVENT:
+        elif kind != RankMessage.EVENT:
             self._resolve(kind, number, body)
         elif self._event_callback is not None:
             self._event_callback(rank, body)
 
     def _step_failed(self, error: PdserveError) -> None:
-        """A step failed on a rank. One that lost a peer may say so before the peer's death is
-        seen, which would tell more: it has a moment to be seen first."""
+        """Ends the executor after a failed step. If the rank lost a peer, it waits a moment for the
+        notice of the peer's death, which is the better error."""
         lost = isinstance(error, NodeError) and error.code == "RANK_LOST"
         grace = self._launcher.death_notice_seconds if lost else 0.0
         asyncio.get_running_loop().call_later(grace, self._end, error)
@@ -193,7 +193,7 @@ class FanOutExecutor(Executor):
         future = self._waiting.pop(number, None)
         if future is None or future.done():
             return  # its caller was cancelled
-        if kind == Kind.FAILURE:
+        if kind == RankMessage.FAILURE:
             future.set_exception(decode_failure(body))
         else:
             future.set_result(body)
@@ -203,15 +203,15 @@ class FanOutExecutor(Executor):
     async def _watch(self, rank: int) -> None:
         how = await self._launcher.wait(rank)
         if self._ended is not None:
-            return  # it was told to stop, or followed another
+            return  # stopped on purpose, or killed after another rank's death
         self._rank_died(rank, f"rank {rank} ({self._launcher.where(rank)}) {how}")
 
     def _rank_died(self, rank: int, reason: str) -> None:
-        """The ranks are of no use without this one."""
+        """Kills the other ranks and reports the death."""
         self._end(NodeError(reason, code="RANK_DIED"))
         self._launcher.kill()
         if self._serving:
-            logger.error("%s; the node's other ranks are ended", reason)
+            logger.error("%s; killing the node's other ranks", reason)
             if self._death_callback is not None:
                 self._death_callback(rank, reason)
 
@@ -221,13 +221,13 @@ class FanOutExecutor(Executor):
         return task
 
     def _background_ended(self, task: asyncio.Task[None]) -> None:
-        """A reader that dies unnoticed would let everybody wait for ever."""
+        """Reports an exception of a background task, or requests would wait for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a defect", exc_info=error)
-            self._rank_died(0, f"the ranks are not heard any more: {error!r}")
+            logger.error("messages of the ranks cannot be read", exc_info=error)
+            self._rank_died(0, f"messages of the ranks cannot be read: {error!r}")
 
     def _end(self, error: PdserveError) -> None:
-        """From now on `error` answers everything. The first cause wins."""
+        """Fails all waiting and further requests with `error`; the first cause wins."""
         self._ended = self._ended or error
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
@@ -245,13 +245,13 @@ class FanOutExecutor(Executor):
             await _within(deadline, self._stop_ranks(deadline))
         self._launcher.kill()
         if not await _within(_KILL_TIMEOUT, self._all_ended()):
-            logger.error("ranks have not ended %.0f s after they were killed", _KILL_TIMEOUT)
+            logger.error("ranks are still running %.0f s after they were killed", _KILL_TIMEOUT)
         if self._reader is not None:
             self._reader.cancel()
         if not await _within(_KILL_TIMEOUT, _end(context, self._socket)):
-            logger.error("ZeroMQ has not ended after %.0f s; its threads are left", _KILL_TIMEOUT)
+            logger.error("ZeroMQ did not stop within %.0f s; its threads remain", _KILL_TIMEOUT)
         if not await _within(_KILL_TIMEOUT, self._launcher.close()):
-            logger.error("the ranks' places were not given back within %.0f s", _KILL_TIMEOUT)
+            logger.error("the ranks' resources were not freed within %.0f s", _KILL_TIMEOUT)
 
     async def _stop_ranks(self, deadline: float) -> None:
         await self._send_stop(deadline)
@@ -269,7 +269,7 @@ class FanOutExecutor(Executor):
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether `work` was done within `seconds`; it is given up otherwise."""
+    """Returns whether `work` finished within `seconds`; cancels it otherwise."""
     try:
         async with asyncio.timeout(seconds):
             await work
@@ -279,14 +279,14 @@ async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
 
 
 async def _end(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
-    """Closes the socket and waits until libzmq's threads have ended. A thread waits, which nobody
-    joins, so that whoever is tired of waiting can go on: they wait for ever if a wake-up is lost,
-    as one is whose descriptor (an eventfd of libzmq's) somebody else closed and then was given."""
+    """Closes the socket and waits until libzmq's threads have ended. The blocking wait is on a
+    daemon thread, so that the caller can time out: libzmq waits for ever if a wake-up is lost, for
+    example when other code has closed libzmq's eventfd and reused its number."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def terminate() -> None:
         context.term()
-        with suppress(RuntimeError):  # the loop is closed: nobody waited any more
+        with suppress(RuntimeError):  # the loop is closed, so the caller has timed out
             loop.call_soon_threadsafe(ended.set)
 
     socket.close(linger=0)
@@ -295,6 +295,6 @@ async def _end(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None
 
 
 def _stage(rank: int, waiting: Container[int]) -> str:
-    """What a rank that starts is at."""
+    """Describes what a starting rank is doing."""
     silent = [link for link in Link if wire.start_number(rank, link) in waiting]
     return "builds its worker" if silent == [Link.OUT] else "connects"

@@ -1,8 +1,7 @@
 """A group of ranks and its collectives.
 
-The group is an object that is passed to whoever needs it. Every wait has an end: a rank that is
-gone, or silent for `timeout` seconds, is a `NodeError` (code RANK_LOST) in all others, and from
-then on the group answers with that error only.
+A group is an object that is passed to its users. Every wait ends: if a rank is gone, or silent for
+`timeout` seconds, the others raise `NodeError` (code RANK_LOST), then and in all later calls.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ CPU = torch.device("cpu")
 
 
 class GroupCoordinator:
-    """Rank `rank` of `size`; `ranks` are the members as the world numbers them. All ranks below
-    (`src`, `dst`) are counted within the group.
+    """Rank `rank` of `size`; `ranks` are the members' world ranks. Ranks in arguments (`src`,
+    `dst`) are numbered within the group.
 
-    Tensors may be of any dtype, not contiguous, or empty; they live on the CPU or on the group's
-    device. All ranks make the same calls in one order, with equal shapes and dtypes. A group of
-    one returns what it is given. Not to be used by two threads at once.
+    Tensors may have any dtype, be non-contiguous or empty, and are on the CPU or the group's
+    device. All ranks must make the same calls in the same order, with equal shapes and dtypes. A
+    group of one returns its input. Not thread-safe.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class GroupCoordinator:
         communicators: dict[str, DeviceCommunicator] | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """`communicators` by type of device; a group of one needs none."""
+        """`communicators`: by device type; a group of one needs none."""
         self.name = name
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -50,7 +49,7 @@ class GroupCoordinator:
 
     @property
     def transport(self) -> str:
-        """What carries tensors of the group's device."""
+        """The transport of tensors on the group's device."""
         return self._communicators[self.device.type].transport if self.size > 1 else "none"
 
     # ---- collectives ----
@@ -64,7 +63,7 @@ class GroupCoordinator:
         return tensor if whole is tensor else tensor.copy_(whole)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors, joined along `dim` in the order of ranks."""
+        """Returns the ranks' tensors, concatenated along `dim` in the order of ranks."""
         if self.size == 1:
             return tensor
         if tensor.numel() == 0:
@@ -73,7 +72,8 @@ class GroupCoordinator:
         return _join(self._run("all-gather", tensor, lambda via: via.all_gather(part)), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """This rank's share, of `size` equal ones along `dim`, of the sum over the ranks."""
+        """Returns this rank's share (of `size` equal ones along `dim`) of the sum over the
+        ranks."""
         if self.size == 1:
             return tensor
         dim %= tensor.ndim
@@ -86,9 +86,9 @@ class GroupCoordinator:
         return self._run("reduce-scatter", tensor, lambda via: via.reduce_scatter(rows))
 
     def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """`[N, *]`, the first `sends[0]` rows for rank 0, the next `sends[1]` for rank 1 …; returns
-        the `receives[0]` rows that rank 0 sends to this one, then those of rank 1 … Each rank
-        must know what the others send to it, and all ranks must call it, with no rows too."""
+        """Sends the first `sends[0]` of `rows` (`[N, *]`) to rank 0, the next `sends[1]` to rank 1
+        …; returns the `receives[0]` rows from rank 0, then those from rank 1 … Each rank must know
+        how many rows it gets, and all ranks must call this, also without rows."""
         if len(rows) != sum(sends):
             raise ValueError(f"{len(rows)} rows cannot be sent as {list(sends)}")
         if self.size == 1:
@@ -120,7 +120,7 @@ class GroupCoordinator:
             self._run("send", tensor, lambda via: via.send(part, dst))
 
     def recv(self, shape: Iterable[int], dtype: torch.dtype, src: int) -> Tensor:
-        """The tensor that rank `src` sends, on the group's device."""
+        """Returns the tensor that rank `src` sends, on the group's device."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if tensor.numel():
             self._run("recv", tensor, lambda via: via.recv(tensor, src))
@@ -129,7 +129,7 @@ class GroupCoordinator:
     # ---- bytes, agreement ----
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """What each rank passed, of any length, in the order of ranks."""
+        """Returns each rank's `data`, of any length, in the order of ranks."""
         counts = self.all_gather(torch.tensor([len(data)]), dim=0).tolist()
         padded = _as_tensor(data.ljust(max(counts), b"\0"))
         rows = self.all_gather(padded[None], dim=0)
@@ -139,7 +139,7 @@ class GroupCoordinator:
         """Returns if `value` (plain data) is equal on all ranks.
 
         Raises:
-            NodeError: RANKS_DISAGREE, on every rank; it names who holds which value of `what`.
+            NodeError: RANKS_DISAGREE, on every rank; the message has each rank's value of `what`.
         """
         holders: dict[bytes, list[int]] = {}
         bodies = self.all_gather_bytes(msgspec.msgpack.encode(value, order="deterministic"))
@@ -171,12 +171,12 @@ class GroupCoordinator:
         except (NodeError, RuntimeError) as error:
             reason = error.message if isinstance(error, NodeError) else str(error).splitlines()[0]
             self._broken = rank_lost(f"{what} among {self.name} ranks failed: {reason}")
-            self.close()  # whoever waits for this rank hears of it now, not after its own timeout
+            self.close()  # so that ranks that wait for this one fail now, not at their time-out
             raise self._broken from error
 
 
 def _join(rows: Tensor, dim: int) -> Tensor:
-    """`[size, *]` → the rows side by side along `dim`."""
+    """Concatenates the rows of `[size, *]` along `dim`."""
     if dim % (rows.ndim - 1) == 0:
         return rows.flatten(0, 1)
     return torch.cat(rows.unbind(0), dim)

@@ -1,4 +1,4 @@
-"""How a node's ranks come to life: in this process, as child processes of it, or as Ray actors."""
+"""Starts a node's ranks: in this process, as child processes, or as Ray actors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def make_executor(
     parallel: ParallelConfig | None = None,
     device: str = "cpu",
 ) -> Executor:
-    """An executor, not yet started, for `specs[r]` = rank r on a "cpu" or "cuda" `device`. Ranks
-    of replicas have processes of their own, too: threads of one would share its interpreter lock.
+    """Returns an executor, not started, with `specs[r]` as rank r on a "cpu" or "cuda" `device`.
+    The ranks of several replicas also get their own processes, because threads would share the GIL.
 
     Raises:
-        ConfigError: Ray is asked for and there is none.
+        ConfigError: Ray was requested but is not available.
     """
     parallel = parallel or ParallelConfig()
     ranks = max(len(specs), specs[0].local_world_size)  # of the node
@@ -59,8 +59,8 @@ def make_executor(
 
 
 def choose_backend(requested: str, ranks: int, room: int, ray_answers: Callable[[], bool]) -> str:
-    """`--distributed-executor-backend` resolved, to "ray", "mp" or "" (in this process). `room` is
-    how many of the ranks this host has devices for."""
+    """Resolves `--distributed-executor-backend` to "ray", "mp" or "" (in this process). `room`: how
+    many ranks this host has devices for."""
     if requested != "auto":
         return requested
     if ranks > room and ray_answers():
@@ -72,7 +72,7 @@ def _ray_answers(address: str | None) -> bool:
     try:
         _connect_to_ray(address)
     except ConfigError as error:
-        logger.info("the ranks do not fit this host, and it is on its own: %s", error)
+        logger.info("the ranks do not fit on this host, and Ray cannot be used: %s", error)
         return False
     return True
 
@@ -85,11 +85,11 @@ def _ray_executor(specs: Sequence[WorkerSpec], parallel: ParallelConfig, device:
 
 
 def _connect_to_ray(address: str | None) -> None:
-    """Ray takes a second to import: nobody else shall wait for it."""
+    """Connects to Ray, which is imported only here because that takes a second."""
     try:
         from pdserve.common.distributed.ray_executor import connect
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Ray is not there ({error}): pip install 'pdserve[ray]'") from error
+        raise ConfigError(f"Ray is not installed ({error}): pip install 'pdserve[ray]'") from error
     connect(address)
 
 
@@ -101,7 +101,7 @@ class MultiprocessExecutor(FanOutExecutor):
 
 
 class LocalProcesses(Launcher):
-    """Child processes. The system tells at once when one of them ends."""
+    """Runs ranks as child processes, whose end is noticed at once."""
 
     death_notice_seconds = 0.5
 
@@ -123,10 +123,10 @@ class LocalProcesses(Launcher):
 
     def started(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory)  # the names have served
+            shutil.rmtree(self._directory)  # sockets and files are open; the names can go
 
     async def close(self) -> None:
-        """There is nothing but the processes."""
+        """There are no resources besides the processes."""
 
     async def wait(self, rank: int) -> str:
         return _describe_exit(await self._processes[rank].wait())
@@ -144,10 +144,10 @@ async def spawn(directory: Path, rank: int) -> Process:
     rank_main = (sys.executable, "-P", "-m", "pdserve.common.distributed.rank_main")
     return await asyncio.create_subprocess_exec(
         *(*rank_main, str(directory), str(rank)),
-        stdin=PIPE,  # its end tells the rank that this process is gone
-        stdout=2,  # whatever a rank prints goes to standard error
+        stdin=PIPE,  # EOF tells the rank that this process is gone
+        stdout=2,  # a rank's prints go to standard error
         env=helper_environment({"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}),
-        start_new_session=True,  # a terminal's Ctrl-C is for the node alone
+        start_new_session=True,  # Ctrl-C in a terminal reaches only the node
     )
 
 

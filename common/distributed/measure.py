@@ -1,4 +1,4 @@
-"""Whether a group's collectives are right, and how fast they are."""
+"""Checks the results of a group's collectives and measures their speed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
-_CALIBRATION = 3  # calls that decide how many are timed
+_CALIBRATION = 3  # calls to estimate how many to time
 _MOST_CALLS = 1000
 _LOST = "[RANK_LOST"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One collective with one dtype, on one rank. `error` is empty where the result was right."""
+    """The check of one collective with one dtype, on one rank. `error` is empty if it passed."""
 
     group: str
     operation: str
@@ -35,8 +35,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`nbytes` is what each rank passes; GB/s is that over the latency (no factor for what an
-    algorithm moves in between)."""
+    """The speed of one operation. `nbytes`: each rank's input; GB/s is that divided by the latency,
+    without a factor for the algorithm's traffic."""
 
     group: str
     operation: str
@@ -45,12 +45,12 @@ class Figure:
     gb_per_s: float
 
 
-# ---- right? ----
+# ---- checks ----
 
 
 def verify(group: GroupCoordinator) -> list[Check]:
-    """Every collective, with every dtype, a tensor that is not contiguous and an empty one.
-    All ranks call it. After a lost rank only that error is told."""
+    """Checks every collective with every dtype, a non-contiguous tensor and an empty one.
+    All ranks must call it. It stops after a lost rank."""
     checks = []
     for dtype in DTYPES:
         for operation, error in _verify(group, dtype):
@@ -68,7 +68,7 @@ def _verify(group: GroupCoordinator, dtype: torch.dtype) -> Iterator[tuple[str, 
     joined, share = torch.cat(whole, 1), total.shape[1] // size
     nothing = mine[:0]
     after, before = (rank + 1) % size, (rank - 1) % size
-    counts = [(rank + peer) % 3 for peer in range(size)]  # of rows; what comes is as much
+    counts = [(rank + peer) % 3 for peer in range(size)]  # rows, symmetric: sent and received
     arriving = torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])
 
     def all_to_all() -> Tensor:
@@ -76,7 +76,7 @@ def _verify(group: GroupCoordinator, dtype: torch.dtype) -> Iterator[tuple[str, 
         return group.all_to_all(rows[:, ::2], counts, counts)
 
     def send_recv() -> Tensor:
-        if rank % 2 == 0:  # in a ring of odd length rank 0 meets the last rank, even too
+        if rank % 2 == 0:  # in a ring of odd size the last rank, rank 0's neighbour, is even too
             group.send(mine, after)
             return group.recv(mine.shape, dtype, before)
         received = group.recv(mine.shape, dtype, before)
@@ -101,7 +101,7 @@ def _verify(group: GroupCoordinator, dtype: torch.dtype) -> Iterator[tuple[str, 
 
 
 def _sample(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[3, 4 * size]`, not contiguous; small whole numbers, whose sums every dtype holds."""
+    """Returns `[3, 4 * size]`, non-contiguous, with small integers whose sums fit every dtype."""
     numbers = torch.arange(24 * size, device=device).view(3, 8 * size) + 3 * rank
     return (numbers % 7 % (2 if dtype is torch.bool else 7)).to(dtype)[:, ::2]
 
@@ -117,20 +117,20 @@ def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:
     except NodeError as error:
         return str(error)
     if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"{_shape(result)} came, not {_shape(expected)}"
+        return f"the result is {_shape(result)}, not {_shape(expected)}"
     wrong = int((result != expected).sum())
-    return f"{wrong} of {expected.numel()} numbers are wrong" if wrong else ""
+    return f"{wrong} of {expected.numel()} elements are wrong" if wrong else ""
 
 
 def _shape(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-# ---- fast? ----
+# ---- speed ----
 
 
 def _ping_pong(group: GroupCoordinator, tensor: Tensor) -> None:
-    """There and back between the first two ranks."""
+    """Sends from the first rank to the second and back."""
     if group.rank == 0:
         group.send(tensor, 1)
     if group.rank < 2:
@@ -140,7 +140,7 @@ def _ping_pong(group: GroupCoordinator, tensor: Tensor) -> None:
 
 
 def _equal_shares(group: GroupCoordinator, tensor: Tensor) -> tuple[list[int], list[int]]:
-    """What each rank sends to each, and gets from it."""
+    """Returns equal (sends, receives) for all ranks."""
     shares = [len(tensor) // group.size] * group.size
     return shares, shares
 
@@ -156,8 +156,8 @@ OPERATIONS: dict[str, Callable[[GroupCoordinator, Tensor], object]] = {
 
 
 def measure(group: GroupCoordinator, operation: str, nbytes: int, seconds: float) -> Figure:
-    """Calls `operation` on float32 tensors of `nbytes` (at least one number per rank) for about
-    `seconds`. All ranks call it; the first one's figure counts."""
+    """Times `operation` on float32 tensors of `nbytes` (at least one element per rank) for about
+    `seconds`. All ranks must call it; use the first rank's figure."""
     count = max(nbytes // 4 // group.size, 1) * group.size
     tensor = torch.zeros(count, device=group.device)
     call, trips = OPERATIONS[operation], 2 if operation == "send, recv" else 1
@@ -168,7 +168,7 @@ def measure(group: GroupCoordinator, operation: str, nbytes: int, seconds: float
 
 
 def time_calls(group: GroupCoordinator, call: Callable[[], object], seconds: float) -> float:
-    """Median seconds of one call, which all ranks make together."""
+    """Returns the median seconds of one call, which all ranks make together."""
     trial = statistics.median(_times(group, call, _CALIBRATION))
     calls = torch.tensor([min(max(int(seconds / trial), _CALIBRATION), _MOST_CALLS)])
     return statistics.median(_times(group, call, int(group.broadcast(calls, 0))))

@@ -1,10 +1,10 @@
-"""Who is in which group: the world, its tensor-, pipeline- and expert-parallel groups.
+"""The world's tensor-, pipeline- and expert-parallel groups.
 
     environment = init_distributed_environment(rank, world_size, init_method)
     state = initialize_model_parallel(environment, tensor_parallel_size=2, pipeline_parallel_size=2)
     state.tp.all_reduce(…)
 
-Groups are objects, passed to whoever needs them.
+Groups are objects that are passed to their users.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Layout = dict[str, list[list[int]]]
 
 
 def group_layout(world: int, tp: int, pp: int = 1, ep: int = 1) -> Layout:
-    """Which ranks form which groups, by "world", "tp", "pp" and "ep".
+    """Returns the ranks of each group, with keys "world", "tp", "pp" and "ep".
 
-    Neighbours form the TP group, since they talk most; the stages of a pipeline are `tp` ranks
-    apart. Experts are spread over the ranks of a TP group: `ep` of them hold different experts,
-    and the `tp / ep` neighbours that hold the same ones split each of them by tensor parallelism.
+    Neighbouring ranks form a TP group, because they communicate most; the stages of a pipeline are
+    `tp` ranks apart. Experts are spread over the ranks of a TP group: `ep` of them hold different
+    experts, and `tp / ep` neighbours split each expert by tensor parallelism.
 
         4 ranks, tp = 2, pp = 2:   tp [0, 1] [2, 3]   pp [0, 2] [1, 3]
 
@@ -71,11 +71,11 @@ def initialize_model_parallel(
     pipeline_parallel_size: int = 1,
     expert_parallel_size: int = 1,
 ) -> ParallelState:
-    """This rank's groups, laid out by `group_layout`.
+    """Connects this rank's groups as in `group_layout`.
 
     Raises:
         ConfigError: the sizes do not fit the world.
-        NodeError: RANK_LOST, a rank went away meanwhile.
+        NodeError: RANK_LOST, a rank was lost meanwhile.
     """
     layout = group_layout(
         environment.world_size, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size
@@ -89,7 +89,7 @@ def initialize_model_parallel(
 
 
 def describe(state: ParallelState) -> list[str]:
-    """One line for each kind of group: its members, and what carries this rank's tensors."""
+    """Returns one line per kind of group: its members and this rank's transport."""
     groups = {"world": state.world, "tp": state.tp, "pp": state.pp, "ep": state.ep}
     return [
         f"{name} groups: {' '.join(map(str, state.layout[name]))}  ({group.transport})"

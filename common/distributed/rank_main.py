@@ -1,8 +1,9 @@
-"""A rank: `python -m pdserve.common.distributed.rank_main DIRECTORY RANK`, or a Ray actor.
+"""A rank's process: `python -m pdserve.common.distributed.rank_main DIRECTORY RANK`, or a Ray
+actor.
 
-It builds its worker, answers steps on the main thread and calls to the extension on another,
-and ends when it is told to or when its node is gone. Terminal and supervisor signals are the
-node's business: a rank ignores them, so that a node can drain.
+It builds its worker, serves steps on the main thread and calls to the extension on another one,
+and ends when its node stops it or is gone. It ignores SIGINT and SIGTERM, so that its node can
+drain.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pdserve.common.core.host import die_with_parent, leave, loading
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Worker, WorkerSpec
-from pdserve.common.distributed.wire import Kind, Link, NodeAddress, encode_failure
+from pdserve.common.distributed.wire import Link, NodeAddress, RankMessage, encode_failure
 from pdserve.common.obs.logging import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -38,37 +39,37 @@ _seconds = msgspec.msgpack.Decoder(float)
 
 
 class Outbox:
-    """The rank's one way out; any thread may send. After `close`, nothing leaves any more."""
+    """The rank's outgoing socket. Thread-safe; after `close` it drops everything."""
 
     def __init__(self, socket: zmq.Socket, rank: int) -> None:
         self._socket = socket
         self._rank = rank
         self._lock = threading.Lock()
 
-    def send(self, kind: Kind, number: int, body: bytes) -> None:
+    def send(self, kind: RankMessage, number: int, body: bytes) -> None:
         with self._lock:
             if not self._socket.closed:
                 self._socket.send_multipart([wire.HEADER.pack(self._rank, kind, number), body])
 
     def emit(self, event: bytes) -> None:
-        self.send(Kind.EVENT, 0, event)
+        self.send(RankMessage.EVENT, 0, event)
 
     def close(self) -> None:
         with self._lock:
             self._socket.close()
 
-    def fail(self, kind: Kind, number: int, error: Exception) -> None:
+    def fail(self, kind: RankMessage, number: int, error: Exception) -> None:
         self.send(kind, number, encode_failure(error, self._rank))
 
 
 class LogForwarder(io.TextIOBase):
-    """Standard error of a rank on another host: its node writes it among its own lines."""
+    """Sends the log of a rank on another host to its node, which writes it."""
 
     def __init__(self, out: Outbox) -> None:
         self._out = out
 
     def write(self, text: str) -> int:
-        self._out.send(Kind.LOG, 0, text.encode())
+        self._out.send(RankMessage.LOG, 0, text.encode())
         return len(text)
 
 
@@ -76,15 +77,15 @@ def main(directory: Path, rank: int) -> int:
     exit_with_node()
     path = wire.spec_path(directory, rank)
     spec = _specs.decode(path.read_bytes())
-    path.unlink()  # it may hold secrets
+    path.unlink()  # it may contain secrets
     return run_rank(spec, wire.local_address(directory))
 
 
 def run_rank(spec: WorkerSpec, node: NodeAddress) -> int:
-    """Is the rank until the node says that it may end; returns its exit status. ZeroMQ's sockets
-    are not safe between threads: each is closed by the one that uses it, or under its lock."""
+    """Runs the rank until the node stops it; returns its exit status. ZeroMQ's sockets are not
+    thread-safe: each is closed by the thread that uses it, or under its lock."""
     context = zmq.Context()
-    context.setsockopt(zmq.LINGER, FLUSH_MS)  # of every socket
+    context.setsockopt(zmq.LINGER, FLUSH_MS)  # for every socket
     steps, calls, outward = (_connect(context, node, spec.rank, link) for link in Link)
     out = Outbox(outward, spec.rank)
     setup_logging(spec.role, spec.log, spec.rank, stream=LogForwarder(out) if node.key else None)
@@ -94,12 +95,12 @@ def run_rank(spec: WorkerSpec, node: NodeAddress) -> int:
     finally:
         steps.close()
         out.close()
-        context.term()  # ends a wait for calls, too
+        context.term()  # also ends the wait for calls
 
 
 def exit_with_node() -> None:
-    """Ends this process when the node does: the kernel sends SIGKILL (Linux), and standard
-    input, whose other end only the node holds, comes to its end."""
+    """Ends this process when the node ends: by the kernel's SIGKILL (Linux), and by EOF on standard
+    input, whose other end only the node holds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent()
@@ -109,7 +110,7 @@ def exit_with_node() -> None:
 def _exit_at_eof() -> None:
     while os.read(0, 1):
         pass
-    os._exit(1)  # the node is gone: there is nobody left to answer or to report to
+    os._exit(1)  # the node is gone, so there is nothing to clean up or report
 
 
 def _connect(context: zmq.Context, node: NodeAddress, rank: int, link: Link) -> zmq.Socket:
@@ -122,13 +123,13 @@ def _connect(context: zmq.Context, node: NodeAddress, rank: int, link: Link) -> 
     socket.connect(node.url)
     if link is not Link.OUT:
         number = wire.start_number(rank, link)
-        socket.send_multipart([wire.HEADER.pack(rank, Kind.RESULT, number), b""])
+        socket.send_multipart([wire.HEADER.pack(rank, RankMessage.RESULT, number), b""])
     return socket
 
 
 @contextmanager
 def _exit_with_connection(socket: zmq.Socket) -> Iterator[None]:
-    """What `exit_with_node` does on one host: a node that is gone breaks its connections."""
+    """Ends this process when the connection to the node breaks; for nodes on other hosts."""
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
     watch = threading.Thread(
         target=_exit_at_disconnect, args=(monitor,), name="node-watch", daemon=True
@@ -148,21 +149,23 @@ def _exit_at_disconnect(monitor: zmq.Socket) -> None:
 
 
 def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) -> int:
-    """Build, announce, serve, close. Returns the exit status."""
+    """Builds the worker, announces it, serves, closes. Returns the exit status."""
     number = wire.start_number(spec.rank, Link.OUT)
     try:
         with loading():
             factory = import_string(spec.factory)
         worker: Worker = factory(spec, out.emit)
-        out.send(Kind.RESULT, number, worker.ready())
-    except Exception as error:  # the boundary: whatever it was, the node hears it
+        out.send(RankMessage.RESULT, number, worker.ready())
+    except Exception as error:  # any failure must reach the node
         calls.close()
-        out.fail(Kind.FAILURE, number, error)
-        steps.recv_multipart()  # stay until stopped, so that the answer is read before the exit
+        out.fail(RankMessage.FAILURE, number, error)
+        steps.recv_multipart()  # wait for the stop, so that the node reads the answer first
         return 1
     server = threading.Thread(target=_serve_calls, args=(calls, worker, out), name="calls")
     server.start()
-    _serve(steps, worker.step, out, on_error=Kind.BROKEN, answer=spec.rank == spec.output_rank)
+    _serve(
+        steps, worker.step, out, on_error=RankMessage.BROKEN, answer=spec.rank == spec.output_rank
+    )
     server.join()
     worker.close()
     return 0
@@ -173,11 +176,11 @@ def _serve_calls(calls: zmq.Socket, worker: Worker, out: Outbox) -> None:
     handle = extension.handle if extension is not None else _no_extension
     try:
         with calls:
-            deadline = _serve(calls, handle, out, on_error=Kind.FAILURE)
+            deadline = _serve(calls, handle, out, on_error=RankMessage.FAILURE)
         if extension is not None:
             extension.close(deadline)
-    except Exception:  # a defect: calls would wait for ever, and nobody would notice
-        logger.exception("calls are not served any more")
+    except Exception:  # otherwise calls would wait for ever, unnoticed
+        logger.exception("calls cannot be served any more")
         os._exit(1)
 
 
@@ -189,11 +192,11 @@ def _serve(
     requests: zmq.Socket,
     handle: Callable[[bytes], bytes],
     out: Outbox,
-    on_error: Kind,
+    on_error: RankMessage,
     answer: bool = True,
 ) -> float:
-    """Serves until told to stop; returns the seconds granted for stopping. Without `answer`
-    only errors are reported."""
+    """Serves until the stop message; returns its deadline in seconds. Without `answer` it only
+    reports errors."""
     while True:
         head, body = requests.recv_multipart()
         (number,) = wire.NUMBER.unpack(head)
@@ -201,11 +204,11 @@ def _serve(
             return _seconds.decode(body)
         try:
             result = handle(body)
-        except Exception as error:  # the boundary: every failure becomes a typed answer
+        except Exception as error:  # every failure becomes a typed answer
             out.fail(on_error, number, error)
         else:
             if answer:
-                out.send(Kind.RESULT, number, result)
+                out.send(RankMessage.RESULT, number, result)
 
 
 if __name__ == "__main__":

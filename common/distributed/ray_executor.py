@@ -1,7 +1,8 @@
-"""One Ray actor per rank, a bundle of resources per stage: a stage's ranks share a host, stages
-are spread over hosts. `fanout.py` talks to them, over TCP with CURVE.
+"""Runs ranks as Ray actors: a stage's ranks share a host (one bundle), stages are spread over
+hosts.
 
-Ray finds places, starts processes and knows who died; steps and calls do not pass through it.
+Ray places and starts the processes and reports their deaths. Steps and calls go over `fanout.py`'s
+own TCP connections (CURVE), not through Ray.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from pdserve.common.distributed.wire import NodeAddress
 
 logger = logging.getLogger(__name__)
 
-_PROBE = 3.0  # seconds a connection to the cluster's head may take
-_PLACEMENT_TIMEOUT = 20.0  # seconds to get room; ranks of a node that ended may linger
-_HEAD_INTERVAL = 1.0  # seconds between two looks at the head
-_HEAD_MISSES = 2  # looks in a row after which it is gone
-# Of the node's environment, what its ranks inherit; the rest is the business of their hosts.
+_PROBE = 3.0  # seconds for a connection to the cluster's head
+_PLACEMENT_TIMEOUT = 20.0  # seconds; ranks of an ended node may still hold resources
+_HEAD_INTERVAL = 1.0  # seconds between two probes of the head
+_HEAD_MISSES = 2  # consecutive failed probes after which it counts as lost
+# Prefixes of the node's variables that its ranks inherit; the rest comes from their hosts.
 _INHERITED = ("NCCL_", "GLOO_", "TORCH_", "OMP_")
 
 _specs = msgspec.msgpack.Decoder(WorkerSpec)
@@ -50,8 +51,8 @@ _addresses = msgspec.msgpack.Decoder(NodeAddress)
 
 
 class RayExecutor(FanOutExecutor):
-    """Runs `specs[r]` in an actor, `tensor_parallel_size` neighbours on each host. `device` is
-    "cpu" or "cuda". `connect` comes first."""
+    """Runs `specs[r]` in an actor, `tensor_parallel_size` neighbouring ranks per host. `device` is
+    "cpu" or "cuda". Call `connect` first."""
 
     def __init__(self, specs: Sequence[WorkerSpec], tensor_parallel_size: int, device: str) -> None:
         stages = len(specs) // tensor_parallel_size
@@ -60,20 +61,20 @@ class RayExecutor(FanOutExecutor):
 
 
 class RayActors(Launcher):
-    """Actors live no longer than this process, whatever becomes of it."""
+    """Launches ranks as actors, which end with this process, however it ends."""
 
-    # Ray waits for a second whether a rank that does not answer comes back.
+    # Ray waits a second for an unresponsive rank to come back.
     death_notice_seconds = 3.0
 
     def __init__(self, stages: int, ranks: int, unit: str) -> None:
         self._stages = stages
-        self._ranks = ranks  # of a stage
+        self._ranks = ranks  # per stage
         self._unit = unit
-        self._hosts: list[str] = []  # of each stage
+        self._hosts: list[str] = []  # by stage
         self._actors: list[Any] = []
-        self._runs: dict[int, asyncio.Future[int]] = {}  # by rank; done: it has ended
+        self._runs: dict[int, asyncio.Future[int]] = {}  # by rank; done when it has ended
         self._group: PlacementGroup | None = None
-        self._head: asyncio.Task[str] | None = None  # done: the cluster's head is lost
+        self._head: asyncio.Task[str] | None = None  # done when the cluster's head is lost
         self._rendezvous: Rendezvous
         self._node: NodeAddress
 
@@ -97,13 +98,13 @@ class RayActors(Launcher):
         kind: Any = ray.remote(RayRank)
         actor = kind.options(scheduling_strategy=strategy, **share).remote(_inherited_environment())
         self._actors.append(actor)
-        # Ray shows a rank its own GPU only.
+        # A rank sees only its own GPU, so its index is 0.
         spec = replace(spec, init_method=self._rendezvous.init_method, local_rank=0)
         run = actor.run.remote(*map(msgspec.msgpack.encode, (spec, self._node)))
         self._runs[spec.rank] = asyncio.wrap_future(run.future())
 
     def started(self) -> None:
-        """Ranks go on meeting, in groups that they make later."""
+        """Keeps the rendezvous, which ranks use for later groups."""
 
     async def wait(self, rank: int) -> str:
         run, head = self._runs[rank], self._head
@@ -143,31 +144,31 @@ def _inherited_environment() -> dict[str, str]:
 
 def _describe_death(error: BaseException) -> str:
     if isinstance(error, ActorUnavailableError):
-        return "was lost: its host, or the raylet there, is gone"
-    # Ray's last line has what it knows of the cause, and then general advice.
+        return "was lost: its host or the raylet on it is gone"
+    # Ray's last line has the cause, followed by general advice.
     return f"died: {str(error).splitlines()[-1].partition(' Some common causes')[0]}"
 
 
-# ---- a rank as a Ray actor: Ray carries plain bytes only, code is what each host has ----
+# ---- the actor; Ray transfers only bytes, so each host runs its own copy of the code ----
 
 
 class RayRank:
-    """`run` is called once and returns when the rank has ended."""
+    """A rank as an actor. `run` is called once and returns when the rank has ended."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
 
     def run(self, spec: bytes, node: bytes) -> int:
-        """Both are msgpack: a `WorkerSpec`, a `NodeAddress`."""
+        """Runs the rank; `spec` is a msgpack `WorkerSpec`, `node` a msgpack `NodeAddress`."""
         return run_rank(_specs.decode(spec), _addresses.decode(node))
 
 
-# ---- what is asked of the cluster: to be there, to have room, and to stay ----
+# ---- the cluster: connecting, reserving, watching its head ----
 
 
 def connect(address: str | None) -> None:
-    """Makes this process a driver of the cluster at `address` ("host:port"; None: RAY_ADDRESS,
-    or else the one that runs on this host), unless it is one.
+    """Makes this process a driver of the cluster at `address` ("host:port"; None: RAY_ADDRESS, else
+    the cluster on this host), unless it is one already.
 
     Raises:
         ConfigError: there is no cluster.
@@ -182,14 +183,14 @@ def connect(address: str | None) -> None:
             address=address,
             job_config=JobConfig(code_search_path=[os.path.abspath(path) for path in sys.path]),
             logging_level=logging.WARNING,
-            log_to_driver=False,  # ranks log to their node themselves
+            log_to_driver=False,  # ranks send their log to the node themselves
         )
     except ConnectionError as error:
         raise _no_cluster(str(error)) from error
 
 
 def _probe(address: str) -> None:
-    """Ray itself tries for two minutes, and then ends the process."""
+    """Checks that the address answers: Ray would try for two minutes and then exit the process."""
     host, _, port = address.rpartition(":")
     try:
         create_connection((host, int(port)), timeout=_PROBE).close()
@@ -199,25 +200,26 @@ def _probe(address: str) -> None:
 
 def _no_cluster(reason: str) -> ConfigError:
     return ConfigError(
-        f"there is no Ray cluster ({reason}): run `ray start --head` on one host and "
+        f"no Ray cluster found ({reason}): run `ray start --head` on one host and "
         "`ray start --address HOST:6379` on the others, and pass --ray-address HOST:6379"
     )
 
 
 async def reserve(stages: int, ranks: int, unit: str) -> PlacementGroup:
-    """A bundle of `ranks` units ("CPU" or "GPU") for each stage, each on one host, and on as many
-    hosts as there are.
+    """Reserves a bundle of `ranks` units ("CPU" or "GPU") per stage, each on one host, spread over
+    as many hosts as possible.
 
     Raises:
-        ConfigError: there is no room for them.
+        ConfigError: there are not enough resources.
     """
     group = placement_group([{unit: ranks}] * stages, strategy="SPREAD")
     try:
         if not await _placed(group):
             raise ConfigError(
-                f"Ray has no room for {stages} x {ranks} {unit} within {_PLACEMENT_TIMEOUT:.0f} s, "
-                f"each {ranks} of a stage on one host; {_resources(unit)}: add hosts, or lower "
-                "--tensor-parallel-size or --pipeline-parallel-size"
+                f"Ray could not reserve {stages} x {ranks} {unit} within "
+                f"{_PLACEMENT_TIMEOUT:.0f} s, the {ranks} of a stage on one host; "
+                f"{_resources(unit)}: add hosts, or lower --tensor-parallel-size or "
+                "--pipeline-parallel-size"
             )
     except BaseException:
         remove_placement_group(group)
@@ -240,11 +242,11 @@ def _resources(unit: str) -> str:
         if node["Alive"]
     ]
     free = ray.available_resources().get(unit, 0)
-    return f"{', '.join(hosts)}; free in all: {free:g}"
+    return f"{', '.join(hosts)}; {free:g} free in total"
 
 
 def hosts_of(group: PlacementGroup) -> list[str]:
-    """The address of each stage's host."""
+    """Returns the address of each stage's host."""
     addresses: Mapping[str, str] = {
         node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()
     }
@@ -253,15 +255,15 @@ def hosts_of(group: PlacementGroup) -> list[str]:
 
 
 async def release(group: PlacementGroup) -> None:
-    """Ends what was reserved, and what runs there. A cluster without a head is not asked, which
-    would take a minute; it forgets a driver that is gone."""
+    """Frees the reserved resources and ends what runs there. Skipped if the head is lost: the call
+    would take a minute, and the cluster cleans up after a driver that is gone."""
     if await _head_answers():
         remove_placement_group(group)
 
 
 async def wait_for_lost_head() -> str:
-    """Returns once the cluster's head does not answer any more: it can end nothing then, and
-    after a minute Ray ends everything that knew it."""
+    """Returns once the cluster's head does not answer any more. Ray then ends all its processes
+    after a minute."""
     misses = 0
     while misses < _HEAD_MISSES:
         await asyncio.sleep(_HEAD_INTERVAL)

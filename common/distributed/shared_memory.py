@@ -1,18 +1,18 @@
-"""A meeting place in memory: ranks of one host publish bytes, wait for each other, read.
+"""A barrier with data in shared memory: ranks of one host publish bytes, wait, and read.
 
     segment = | words | slots of even rounds, one per rank | slots of odd rounds, one per rank |
     words   = round[rank] for each rank, and `complete`, each on a cache line of its own
 
-A round n: each rank writes its slot of parity n % 2, then round[rank] = n. Whoever then sees
-n (or n + 1) in all words writes `complete` = n and wakes the others, which wait for it: briefly
-spinning, then asleep on a futex. Then everybody reads every slot.
+Round n: each rank writes its slot of parity n % 2, then round[rank] = n. A rank that then sees n
+(or n + 1) in all words writes `complete` = n and wakes the others, which wait for it: first
+spinning, then on a futex. Then all ranks read all slots.
 
-Two slots per rank suffice: who writes round n + 2 has seen all ranks in n + 1, and a rank gets
-there only after it has read what it wanted of n.
+Two slots per rank suffice: a rank that writes round n + 2 has seen all ranks in n + 1, and they get
+there only after reading the slots of n.
 
-The segment is an anonymous memory file. Its descriptor is handed over a socket, once, with the
-read end of a pipe whose write end each rank keeps: the kernel closes that with the process,
-however it ends, so everybody hears of every death, and nothing is left behind.
+The segment is an anonymous memory file. Ranks pass its descriptor over a socket once, together with
+the read end of a pipe whose write end each rank keeps. The kernel closes that end when the process
+ends in any way, so all ranks notice every death, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SLOT_BYTES = 1 << 20
 _LINE = 16  # uint32 words in a cache line
 _MASK = 2**32 - 1
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # linux/futex.h, x86-64
-_SLICE = 0.05  # seconds asleep between two looks for the dead
-# Seconds of looking before sleep: some times what a sleep and a wake-up cost. Each look gives the
-# core away, since the one waited for may want this very core.
+_SLICE = 0.05  # seconds of sleep between two checks for dead ranks
+# Seconds of spinning before sleep: several times the cost of a sleep and wake-up. Each iteration
+# yields, because the rank it waits for may need this core.
 _SPIN = 200e-6
 
-_KEY = "descriptors"  # in the store
+_KEY = "descriptors"  # key in the store
 _RANK = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
@@ -63,11 +63,11 @@ _syscall.argtypes = [
 
 @dataclass(slots=True)
 class Descriptors:
-    """What the ranks of a group share: one memory file, and of each rank the read end of a pipe
-    that only it holds open."""
+    """The file descriptors of a group: the memory file, and per rank the read end of a pipe whose
+    write end only that rank holds."""
 
     segment: int
-    living: list[int]  # by rank; readable (at their end) once that rank is gone
+    living: list[int]  # by rank; hung up once that rank is gone
     own: int  # this rank's write end
 
     @property
@@ -86,7 +86,7 @@ class SharedMemory:
     """One rank's view of the segment."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], shared: Descriptors) -> None:
-        """`ranks`: as the world numbers them. All descriptors become this object's."""
+        """`ranks`: world ranks. Takes ownership of all descriptors."""
         size = len(ranks)
         memory = mmap.mmap(shared.segment, segment_bytes(size))
         self._rank, self._ranks, self._shared = rank, ranks, shared
@@ -96,14 +96,14 @@ class SharedMemory:
         self._address = ctypes.addressof(word)
         self._round = 0
         self._fence = threading.Lock()
-        # Where ranks outnumber the cores, looking would only take them from those who compute.
+        # With more ranks than cores, spinning would only take cores from ranks that compute.
         self._spin_seconds = _SPIN if size <= usable_cores() else 0.0
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_words_bytes(size))
         self._slots = slots.view(2, size, SLOT_BYTES)
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
 
     def slots(self, dtype: torch.dtype) -> list[Tensor]:
-        """The slots of the next round, by rank, as `dtype`."""
+        """Returns the slots of the next round, by rank, as `dtype`."""
         views = self._views.get(dtype)
         if views is None:
             views = [list(parity.view(dtype)) for parity in self._slots]
@@ -111,18 +111,18 @@ class SharedMemory:
         return views[(self._round + 1) & 1]
 
     def barrier(self, deadline: float) -> None:
-        """Publishes this rank's slot; returns when all slots of the round may be read, until the
-        next call.
+        """Publishes this rank's slot and returns when all slots of the round can be read. They are
+        valid until the next call.
 
         Raises:
-            NodeError: RANK_LOST, a rank died or did not come until `deadline` (monotonic).
+            NodeError: RANK_LOST, a rank died or did not arrive before `deadline` (monotonic).
         """
         if self._shared.closed:
             raise rank_lost("the group is closed")
         self._round = (self._round + 1) & _MASK
         self._words[self._rank * _LINE] = self._round
-        # A full fence (a lock is an atomic exchange): of two ranks that publish last, one sees
-        # the other.
+        # A lock's atomic exchange is a full fence: of two ranks that publish at the same time, at
+        # least one sees the other.
         with self._fence:
             pass
         if not self._missing():
@@ -132,7 +132,7 @@ class SharedMemory:
             self._wait(deadline)
 
     def _missing(self) -> list[int]:
-        """Ranks that are not in this round yet; none is ever more than one ahead."""
+        """Returns the ranks that are not in this round yet. None can be more than one ahead."""
         words, current = self._words, self._round
         ranks = range(len(self._ranks))
         return [rank for rank in ranks if (words[rank * _LINE] - current) & _MASK > 1]
@@ -147,13 +147,14 @@ class SharedMemory:
         return True
 
     def _wait(self, deadline: float) -> None:
-        """Until the round is complete; looks for the dead and at the clock now and then."""
+        """Waits until the round is complete, with periodic checks for dead ranks and the
+        deadline."""
         pause = _Timespec(0, int(_SLICE * 1e9))
         while (seen := self._words[self._complete]) != self._round:
             if _syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, pause) == 0:
                 continue
             missing = self._missing()
-            if not missing:  # who came last may have died before it said so
+            if not missing:  # the last rank may have died before it set `complete`
                 return
             self._check(missing, deadline)
 
@@ -162,10 +163,10 @@ class SharedMemory:
         if gone := [rank for rank in missing if rank in dead]:
             raise rank_lost(f"{self._names(gone)} is gone")
         if time.monotonic() > deadline:
-            raise rank_lost(f"{self._names(missing)} did not come in time")
+            raise rank_lost(f"{self._names(missing)} did not arrive in time")
 
     def _dead(self) -> set[int]:
-        """Ranks whose end of their pipe is closed."""
+        """Returns the ranks whose pipe end is closed."""
         poll = select.poll()
         for fd in self._shared.living:
             poll.register(fd, 0)
@@ -176,12 +177,13 @@ class SharedMemory:
         return ", ".join(f"rank {self._ranks[rank]}" for rank in ranks)
 
     def close(self) -> None:
-        """The other ranks take this one for dead. The memory goes with the last view of it."""
+        """Closes the descriptors, so that the other ranks see this one as dead. The memory is freed
+        with its last view."""
         self._shared.close()
 
 
 def make_segment(size: int) -> int:
-    """A descriptor of the memory of `size` ranks. Pages are taken when first written."""
+    """Returns a descriptor of the memory of `size` ranks. Pages are mapped at the first write."""
     fd = os.memfd_create("pdserve-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, segment_bytes(size))
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -193,16 +195,17 @@ def segment_bytes(size: int) -> int:
 
 
 def _words_bytes(size: int) -> int:
-    """Whole pages, so that slots begin on a page."""
+    """Returns the size of the words in whole pages, so that slots begin on a page."""
     return -(-4 * _LINE * (size + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def share_segment(context: CommunicatorContext) -> Descriptors:
-    """Every rank of `context` calls this; rank 0 makes the segment. Descriptors travel as
-    SCM_RIGHTS (unix(7)) over a socket in the abstract namespace, which leaves no file.
+    """Exchanges the descriptors; every rank of `context` must call it, and rank 0 makes the
+    segment. Descriptors are sent as SCM_RIGHTS (unix(7)) over a socket in the abstract namespace,
+    which leaves no file.
 
     Raises:
-        OSError, RuntimeError: the ranks did not meet within the context's timeout.
+        OSError, RuntimeError: the ranks did not connect within the context's timeout.
     """
     watched, own = os.pipe()
     shared = Descriptors(-1, [watched], own)
@@ -222,7 +225,7 @@ def share_segment(context: CommunicatorContext) -> Descriptors:
 
 
 def _serve(context: CommunicatorContext, shared: Descriptors) -> None:
-    """Takes a pipe from each other rank, then sends everything to all of them."""
+    """Receives a pipe from each other rank, then sends all descriptors to all of them."""
     name = f"pdserve-{secrets.token_hex(16)}"
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -253,11 +256,11 @@ def _ask(context: CommunicatorContext, watched: int) -> list[int]:
         socket.send_fds(sock, [_RANK.pack(context.rank)], [watched])
         _, fds, _, _ = socket.recv_fds(sock, 1, context.size + 1, socket.MSG_CMSG_CLOEXEC)
     if len(fds) != context.size + 1:
-        raise ConnectionError("rank 0 went away while the ranks met")
+        raise ConnectionError("rank 0 disconnected while the ranks were connecting")
     return fds
 
 
 def _uid(peer: socket.socket) -> int:
-    """Sockets in the abstract namespace have no permissions of their own."""
+    """Returns the peer's user id; sockets in the abstract namespace have no permissions."""
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[1])

@@ -1,7 +1,7 @@
-"""CPU collectives of ranks that share a host, in shared memory; send and recv stay with gloo.
+"""CPU collectives in shared memory, for ranks on one host; send and recv use gloo.
 
-Sums are taken by every rank, over all slots in the order of ranks: they are bit-identical
-everywhere, and equal in every run.
+Every rank computes sums over all slots in the order of ranks, so they are bit-identical on all
+ranks and in every run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, s
 from pdserve.common.distributed.torch_communicator import GlooCommunicator, as_bytes, row_bytes
 
 Read = Callable[[list[Tensor], slice], None]
-"""Takes what it wants from the slots (by rank) of one round, which hold this part of the whole."""
+"""Reads the slots (by rank) of one round; the slice is their part of the whole tensor."""
 
 
 class ShmCommunicator(GlooCommunicator):
-    """What is larger than a slot goes in several rounds."""
+    """Sends tensors larger than a slot in several rounds."""
 
     def __init__(self, context: CommunicatorContext) -> None:
         if not context.shares_memory:
@@ -71,8 +71,8 @@ class ShmCommunicator(GlooCommunicator):
         return parts
 
     def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """A slot begins with the edges, in its rank's stream of bytes, between what is for one
-        rank and for the next: from them all learn how many rounds the longest stream takes."""
+        """A slot begins with the offsets of each receiver's part in the sender's byte stream. From
+        them all ranks know how many rounds the longest stream takes."""
         received, rank = rows.new_empty((sum(receives), *rows.shape[1:])), self.context.rank
         width = row_bytes(rows)
         stream, target = as_bytes(rows), as_bytes(received)
@@ -96,7 +96,7 @@ class ShmCommunicator(GlooCommunicator):
         return received
 
     def _check_count(self, peer: int, theirs: list[int], places: list[int]) -> None:
-        """Raises NodeError if what a peer sends is not what this rank was told to expect."""
+        """Raises NodeError if a peer sends another number of bytes than this rank expects."""
         rank = self.context.rank
         sent, expected = theirs[rank + 1] - theirs[rank], places[peer + 1] - places[peer]
         if sent != expected:
@@ -134,7 +134,7 @@ class ShmCommunicator(GlooCommunicator):
 
 
 def _parts(whole: Tensor) -> Iterator[slice]:
-    """As few as fit the slots, of nearly equal size."""
+    """Yields the fewest parts that fit into a slot, of nearly equal size."""
     count, most = whole.numel(), SLOT_BYTES // whole.element_size()
     step = -(-count // max(-(-count // most), 1))
     for start in range(0, count, max(step, 1)):
@@ -142,7 +142,7 @@ def _parts(whole: Tensor) -> Iterator[slice]:
 
 
 def _edges(counts: Sequence[int], width: int) -> list[int]:
-    """Where each rank's part of a stream of rows of `width` bytes begins, and the end."""
+    """Returns the offset of each rank's part in a stream of rows of `width` bytes, and the end."""
     return [width * edge for edge in accumulate(counts, initial=0)]
 
 

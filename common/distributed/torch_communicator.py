@@ -1,6 +1,8 @@
-"""Collectives over c10d process groups: gloo, NCCL, and torch's symmetric memory where GPUs reach
-each other's memory. The groups are made without torch's default group, so that several clusters,
-or ranks as threads, live side by side in one process."""
+"""Collectives over c10d process groups: gloo, NCCL, and torch's symmetric memory.
+
+The groups do not use torch's default group, so that several clusters, or ranks as threads, can
+share a process.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from pdserve.common.distributed.communicator import (
 
 
 class TorchCommunicator(DeviceCommunicator):
-    """A subclass says which process group it is. What only moves travels as bytes, so that every
-    dtype does."""
+    """Collectives on the process group of a subclass. Data that is only moved is sent as bytes, so
+    that all dtypes work."""
 
     def __init__(self, context: CommunicatorContext) -> None:
         self.context = context
@@ -36,7 +38,7 @@ class TorchCommunicator(DeviceCommunicator):
         return self._connected
 
     def connect(self, context: CommunicatorContext) -> Any:
-        """The process group; returns when all ranks are there."""
+        """Returns the process group once all ranks have connected."""
         raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -74,7 +76,7 @@ class TorchCommunicator(DeviceCommunicator):
         self.all_reduce(torch.zeros(1, device=self.context.device))
 
     def close(self) -> None:
-        """torch closes the connections with the object."""
+        """Drops the process group; torch closes its connections with the object."""
         self._connected = None
 
     def _rows(self, tensor: Tensor) -> Tensor:
@@ -82,11 +84,11 @@ class TorchCommunicator(DeviceCommunicator):
 
 
 class GlooCommunicator(TorchCommunicator):
-    """CPU tensors over TCP: between hosts, and what shared memory does not do.
+    """CPU tensors over TCP: between hosts, and for operations that shared memory lacks.
 
-    Listens on loopback where all ranks share a host; else on GLOO_SOCKET_IFNAME, or on the
-    address under which this host reaches the meeting point. (By itself gloo takes whatever
-    address the host's name resolves to, which often is loopback.)"""
+    Listens on loopback if all ranks share a host; else on GLOO_SOCKET_IFNAME, or on the address
+    with which this host reaches the rendezvous. (gloo's default is the address of the host's name,
+    which is often loopback.)"""
 
     def connect(self, context: CommunicatorContext) -> Any:
         # torch has no public name for gloo's options.
@@ -101,7 +103,7 @@ class GlooCommunicator(TorchCommunicator):
         return f"gloo over {'address' if kind == 'hostname' else kind} {where}"
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """gloo has no such algorithm: all of the sum, of which the rest is dropped."""
+        """Computes the whole sum and returns one row, because gloo has no reduce-scatter."""
         total = tensor.clone()
         self.all_reduce(total)
         return total[self.context.rank].clone()
@@ -116,8 +118,8 @@ def _listen(context: CommunicatorContext) -> dict[str, str]:
 
 
 class NCCLCommunicator(TorchCommunicator):
-    """NCCL runs on the GPU's stream and its watchdog ends a process whose peer is silent; that a
-    peer died is heard sooner from the executor."""
+    """GPU tensors over NCCL, on the GPU's stream. NCCL's watchdog ends a process whose peer is
+    silent; the executor notices a dead peer earlier."""
 
     def connect(self, context: CommunicatorContext) -> Any:
         if context.device.type != "cuda":
@@ -141,13 +143,13 @@ class NCCLCommunicator(TorchCommunicator):
 
 
 class SymmMemCommunicator(NCCLCommunicator):
-    """Small sums in one kernel that reads all ranks' buffers (torch.distributed._symmetric_memory,
-    "one-shot" all-reduce); the rest is NCCL's."""
+    """Computes small all-reduces in one kernel that reads all ranks' buffers ("one-shot" all-reduce
+    of torch.distributed._symmetric_memory); uses NCCL for the rest."""
 
     BUFFER_BYTES = 256 << 10  # beyond this NCCL is faster
 
     def __init__(self, context: CommunicatorContext) -> None:
-        """Raises ConfigError where the GPUs of the group do not reach each other's memory."""
+        """Raises ConfigError if the group's GPUs cannot access each other's memory."""
         _check_peer_access(context)
         super().__init__(context)
         self._name = f"pdserve-{context.name}"
@@ -163,7 +165,7 @@ class SymmMemCommunicator(NCCLCommunicator):
         return f"symmetric memory up to {self.BUFFER_BYTES >> 10} KiB, then {super().transport}"
 
     def all_reduce(self, tensor: Tensor) -> None:
-        floats = tensor.dtype in (torch.float32, torch.bfloat16)  # what the kernel knows
+        floats = tensor.dtype in (torch.float32, torch.bfloat16)  # the kernel's dtypes
         if not floats or tensor.nbytes > self.BUFFER_BYTES or tensor.nbytes % 16:
             super().all_reduce(tensor)
             return
@@ -182,7 +184,7 @@ def _check_peer_access(context: CommunicatorContext) -> None:
     )
     if not reached or count < context.size:
         raise ConfigError(
-            f"{context.name}: {context.device} does not reach the memory of all other GPUs of its "
+            f"{context.name}: {context.device} cannot access the memory of all other GPUs of its "
             "group; pass --device-communicator nccl"
         )
 
@@ -192,5 +194,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def row_bytes(rows: Tensor) -> int:
-    """Of one row of `[N, *]`; there may be none."""
+    """Returns the bytes of one row of `[N, *]`; N may be 0."""
     return rows.shape[1:].numel() * rows.element_size()

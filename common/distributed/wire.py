@@ -8,11 +8,10 @@
     node → rank   [number, body]           number STOP: end; body = seconds granted (msgpack)
     rank → node   [header, body]           header = rank, kind, number
 
-A ROUTER drops what is meant for a dead rank instead of blocking; the rank's exit fails the
-futures that wait for it. The directory is private to the user and holds, until all ranks have
-connected, the socket, each rank's spec and the ranks' rendezvous file. Over a network every frame
-is encrypted, and nobody is heard who was not told the node's key (CurveZMQ, RFC 26: it never
-shows on the wire).
+A ROUTER drops messages for a dead rank instead of blocking; the rank's exit fails the futures that
+wait for it. The directory is private to the user; until all ranks have connected it has the socket,
+each rank's spec and the ranks' rendezvous file. Over a network every frame is encrypted, and only
+ranks that know the node's key can connect (CurveZMQ, RFC 26; the key is never sent).
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ HEADER = struct.Struct("<HBQ")
 STOP = 2**64 - 1
 
 
-class Kind(IntEnum):
-    """What a rank sends. RESULT and FAILURE answer the call of the same number; a rank's start
-    counts as three calls (`start_number`)."""
+class RankMessage(IntEnum):
+    """The kinds of a rank's messages. RESULT and FAILURE answer the call of the same number; a
+    rank's start counts as three calls (`start_number`)."""
 
     RESULT = 0
     FAILURE = 1
-    BROKEN = 2  # a step failed, so the ranks no longer agree; nothing can be asked any more
+    BROKEN = 2  # a step failed, so the ranks are out of step and cannot be used any more
     EVENT = 3
-    LOG = 4  # what a rank on another host would write to standard error
+    LOG = 4  # log text of a rank on another host
 
 
 class Link(IntEnum):
-    """A rank's sockets, in the order in which they announce themselves."""
+    """A rank's sockets, in the order of their start numbers."""
 
     STEPS = 0
     CALLS = 1
@@ -64,15 +63,15 @@ class Link(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """Where a rank reaches its node."""
+    """The address at which a rank reaches its node."""
 
     url: str
-    key: str = ""  # over a network: the node's public key (Z85), which only its ranks are told
+    key: str = ""  # over a network: the node's public key (Z85), known only to its ranks
 
 
 def start_number(rank: int, link: Link) -> int:
-    """The call that is answered when this socket of this rank is connected (OUT: when the
-    worker is built)."""
+    """Returns the number of the call that is answered when this socket of the rank is connected
+    (OUT: when the worker is built)."""
     return rank * len(Link) + link
 
 
@@ -89,11 +88,11 @@ def spec_path(directory: Path, rank: int) -> Path:
 
 
 def remove_high_water_mark(socket: zmq.Socket) -> None:
-    """No high-water mark: nothing is dropped or blocked while a peer is slow."""
+    """Removes the high-water mark, so that nothing is dropped or blocked while a peer is slow."""
     socket.set_hwm(0)
 
 
-# ---- errors on their way from a rank to its node ----
+# ---- errors from a rank to its node ----
 
 _CLASSES: dict[str, type[PdserveError]] = {
     cls.__name__: cls for cls in (ConfigError, InvalidRequest, NodeError, TransferError)
@@ -113,8 +112,8 @@ _failures = msgspec.msgpack.Decoder(_Failure)
 
 
 def to_pdserve_error(error: BaseException, rank: int) -> PdserveError:
-    """`error` itself if it is typed, else a NodeError that names the rank and the cause. What
-    nobody foresaw is logged here, where its traceback still is."""
+    """Returns `error` if it is typed, else a NodeError with the rank and the cause. Logs an
+    unexpected error here, while its traceback is available."""
     if isinstance(error, PdserveError):
         return error
     logger.error("rank %d failed", rank, exc_info=error)
@@ -134,7 +133,7 @@ def encode_failure(error: BaseException, rank: int) -> bytes:
 
 
 def decode_failure(body: bytes) -> PdserveError:
-    """The error a rank met. A class that is not a rank's business becomes a NodeError."""
+    """Decodes a rank's error; unknown classes become NodeError."""
     failure = _failures.decode(body)
     return _CLASSES.get(failure.error, NodeError)(
         failure.message,

@@ -1,1 +1,1 @@
-"""Scheduling, without torch: what the next step computes, in which blocks, and the engine loop."""
+"""The scheduler, the block pool and the engine loop, without torch."""

@@ -1,4 +1,4 @@
-"""Physical KV blocks: who holds them, and what the unheld ones still remember.
+"""The pool of physical KV blocks, with reference counts and the prefix cache.
 
     allocate / match ──▶ held (ref ≥ 1) ──free──▶ unheld (ref 0), oldest first ──allocate──▶ …
                              │                        │
@@ -28,8 +28,8 @@ def hash_blocks(
     cache_salt: str = "",
     adapter: str = "",
 ) -> list[BlockHash]:
-    """Hashes of all full blocks of `token_ids`; `known` are the hashes of the first blocks
-    when they are already computed. `adapter`: the digest of the one that computes their KV."""
+    """Returns the chained hashes of all full blocks of `token_ids`. `known`: hashes of the first
+    blocks if already computed. `adapter`: digest of the LoRA adapter that computes the KV."""
     hashes = list(known)
     parent = hashes[-1] if hashes else _root(cache_salt, adapter)
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
@@ -61,20 +61,20 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds (those that remember a prefix included)."""
+        """The number of blocks without references, cached ones included."""
         return len(self._unheld)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
+        """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def count_cached(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """(length of the longest cached prefix in blocks, how many of those are unheld)."""
+        """Returns (blocks of the longest cached prefix, how many of those are free)."""
         blocks = self._lookup(hashes)
         return len(blocks), sum(self._refs[block] == 0 for block in blocks)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Takes a reference on the blocks of the longest cached prefix."""
+        """Returns the blocks of the longest cached prefix and takes a reference on each."""
         blocks = self._lookup(hashes)
         for block in blocks:
             if self._refs[block] == 0:
@@ -83,7 +83,7 @@ class BlockPool:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; the caller has checked `num_free`."""
+        """Returns `count` blocks with one reference each. The caller has checked `num_free`."""
         if count > len(self._unheld):
             raise RuntimeError(f"{count} blocks asked for, {len(self._unheld)} free")
         return [self._take_oldest() for _ in range(count)]
@@ -102,14 +102,14 @@ class BlockPool:
                 self._unheld.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """From now on `match` finds this full block. The first block with a hash keeps it."""
+        """Makes a full block available to `match`, unless another block has the same hash."""
         if self.prefix_caching and block_hash not in self._block_of:
             self._forget(block)
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """`match` finds these blocks no more: what they hold is in doubt."""
+        """Removes blocks from the prefix cache, because their content may be wrong."""
         for block in blocks:
             self._forget(block)
 

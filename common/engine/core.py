@@ -1,8 +1,8 @@
 """The engine loop: admit → schedule → step → apply.
 
-All scheduling state is touched on one event loop only, so there are no locks; the forward
-pass runs elsewhere (`common/distributed`), one at a time, or one for each stage of a pipeline.
-While it runs, requests may come and go: what a step touches is freed only after it.
+All scheduling state belongs to one event loop, so there are no locks. The forward pass runs on the
+ranks (`common/distributed`), one step at a time, or one per pipeline stage. Requests may arrive and
+end meanwhile; blocks that a step uses are freed only after it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _outputs = msgspec.msgpack.Decoder(StepOutput)
 
 
 class EngineListener(Protocol):
-    """What a node is told by its engine; called on the event loop, must not block."""
+    """The engine's callbacks to its node. They run on the event loop and must not block."""
 
     def admitted(self, sequence: Sequence) -> None:
-        """The sequence holds blocks now."""
+        """The sequence has got its blocks."""
 
     def computed(self, sequence: Sequence) -> None:
         """KV of tokens `[0, sequence.num_computed)` is in the sequence's blocks."""
@@ -43,49 +43,49 @@ class EngineListener(Protocol):
     def sampled(
         self, sequence: Sequence, tokens: tuple[SampledToken, ...], finish: Finish | None
     ) -> None:
-        """Tokens were appended to the sequence, of which the last may have ended it: on `finish`
-        it is HELD and computed no more."""
+        """Tokens were appended to the sequence. With `finish` the last one ended it: it is HELD and
+        not computed any more."""
 
     def failed(self, sequence: Sequence, reason: str, code: str) -> None:
-        """The sequence is HELD and computed no more. `code` is of the error it ends with:
-        SEQUENCE_FAILED, it had no result in a step whose others had one; InvalidRequest's, its own
-        parameters forbid every token; INTERNAL, a defect in what is made of its results."""
+        """The sequence is HELD and not computed any more. `code`: SEQUENCE_FAILED, a step had no
+        result for it alone; InvalidRequest's code, its parameters forbid every token; INTERNAL, a
+        listener raised an exception."""
 
     def routed(self, load: ExpertLoad) -> None:
-        """A step kept a mixture of experts that busy."""
+        """Reports the expert load of a step of an MoE model."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """How far an engine is, for its watchdog."""
+    """The engine's progress, for its watchdog."""
 
-    step: int  # number of the last step begun
-    computing: bool  # that step has not returned
-    call: tuple[int, int] | None  # the oldest call without an answer: its number, its rank
-    admitted: int  # sequences given blocks since start
-    freed: int  # blocks given back since start
+    step: int  # number of the oldest step in flight, or of the last one
+    computing: bool  # a step is in flight
+    call: tuple[int, int] | None  # (number, rank) of the oldest unanswered call
+    admitted: int  # sequences admitted since start
+    freed: int  # blocks freed since start
     waiting: int  # sequences without blocks
     remote: int  # sequences whose blocks another node fills
-    needed_blocks: int  # of the first that waits, at most (some may be in the prefix cache)
+    needed_blocks: int  # most blocks the first waiting sequence needs (some may be cached)
     free_blocks: int
     total_blocks: int
 
     @property
     def idle(self) -> bool:
-        """Nothing is to be done here. Who waits for blocks while others' KV is on its way waits
-        for that: a hand-off without progress loses them with its lease, which is progress here."""
+        """Whether there is nothing to compute. Sequences that wait for blocks while KV transfers
+        run count as idle: a stalled transfer loses its blocks when its lease expires."""
         return not self.computing and (not self.waiting or self.remote > 0)
 
     @property
     def counters(self) -> tuple[object, ...]:
-        """Differs whenever something was done in between. Arrivals are not: they would keep a
-        dead engine alive."""
+        """Changes whenever the engine makes progress. Arrivals do not count, or they would hide a
+        stuck engine."""
         return self.step, self.computing, self.admitted, self.freed
 
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
-    """A step that the ranks work on."""
+    """A step that the ranks are computing."""
 
     batch: StepDelta
     sequences: dict[int, Sequence]  # by id
@@ -94,7 +94,7 @@ class _StepInFlight:
 
 
 class EngineCore:
-    """Computes the sequences added to it until they finish or are stopped."""
+    """Computes the added sequences until they finish or are stopped."""
 
     def __init__(
         self,
@@ -107,16 +107,16 @@ class EngineCore:
         self._executor = executor
         self._listener = listener
         self._max_model_len = max_model_len
-        self._in_flight: deque[_StepInFlight] = deque()  # the oldest first, which ends first
+        self._in_flight: deque[_StepInFlight] = deque()  # oldest first; steps end in order
         self._last_step = 0
         self._step_done: asyncio.Event = asyncio.Event()
         self._work: asyncio.Event = asyncio.Event()
         self._seq_ids = itertools.count()
-        self._calls: dict[int, int] = {}  # without an answer: number → rank, the oldest first
+        self._calls: dict[int, int] = {}  # unanswered calls: number → rank, oldest first
         self._call_numbers = itertools.count()
 
     def new_sequence(self, job: GenerateJob, choice: Choice, *, remote: bool = False) -> Sequence:
-        """A sequence of this engine, not yet added."""
+        """Returns a new sequence for `choice`; the caller adds it with `add`."""
         wanted = job.sampling.prompt_logprobs is not None and choice is job.choices[0]
         return Sequence(
             seq_id=next(self._seq_ids),
@@ -134,24 +134,24 @@ class EngineCore:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """It is admitted before this returns, if there are blocks: no step is waited for."""
+        """Queues the sequence, and admits it at once if there are blocks."""
         self.scheduler.add(sequence)
         self._admit()
         self._work.set()
 
     def activate(self, sequence: Sequence, first_token: SampledToken) -> Finish | None:
-        """The KV of a REMOTE sequence has arrived, with its first token. It is computed on
-        unless that token already finished it."""
+        """Starts decoding a REMOTE sequence whose KV has arrived, after `first_token`. Returns a
+        Finish if that token ends it."""
         self.scheduler.activate(sequence, first_token)
         finish = self._check(sequence)
         self._work.set()
         return finish
 
     async def stop(self, sequence: Sequence) -> None:
-        """When this returns no step touches the sequence any more and none will. It keeps its
-        blocks until `release`."""
+        """Returns once no step uses the sequence and none will. It keeps its blocks until
+        `release`."""
         sequence.cancelled = True
-        self.scheduler.hold(sequence)  # at once, or the next step would take it again
+        self.scheduler.hold(sequence)  # before the wait, or the next step would include it
         while self._is_computed(sequence):
             await self._step_done.wait()
 
@@ -164,7 +164,7 @@ class EngineCore:
         self._work.set()
 
     async def call(self, rank: int, message: bytes) -> bytes:
-        """As `Executor.call`, under the watchdog's eyes."""
+        """Like `Executor.call`, watched by the watchdog."""
         number = next(self._call_numbers)
         self._calls[number] = rank
         try:
@@ -189,10 +189,10 @@ class EngineCore:
         )
 
     async def run(self) -> None:
-        """Runs until cancelled.
+        """Runs the engine until cancelled.
 
         Raises:
-            NodeError: a rank failed; nothing can be computed any more.
+            NodeError: a rank failed, so the engine cannot continue.
         """
         try:
             while True:
@@ -217,11 +217,11 @@ class EngineCore:
 
     @property
     def _has_room(self) -> bool:
-        """Whether another step may be in flight."""
+        """Whether another step may start."""
         return len(self._in_flight) < self.scheduler.micro_batches
 
     def _is_computed(self, sequence: Sequence) -> bool:
-        """Whether a step in flight touches its blocks."""
+        """Returns whether a step in flight uses the sequence's blocks."""
         return any(sequence.seq_id in step.sequences for step in self._in_flight)
 
     def _begin(self, batch: StepDelta) -> None:
@@ -232,7 +232,7 @@ class EngineCore:
         self._last_step = batch.step
 
     async def _wait(self) -> None:
-        """Until the oldest step is done or, if another one could begin, there is new work."""
+        """Waits until the oldest step is done or, if another step may start, until new work."""
         oldest = self._in_flight[0].answer
         if self._has_room:
             self._work.clear()
@@ -281,7 +281,8 @@ class EngineCore:
                 self._append(sequence, drawn[entry.seq_id], entry.num_drafts)
 
     def _append(self, sequence: Sequence, drawn: list[SampledToken], num_drafts: int) -> None:
-        """The tokens drawn for it, up to one that ends it; all but the last one were drafts."""
+        """Appends the drawn tokens up to one that ends the sequence. All but the last were
+        drafts."""
         tokens: tuple[SampledToken, ...] = ()
         finish = None
         for token in drawn:
@@ -293,18 +294,18 @@ class EngineCore:
         self._notify(sequence, self._listener.sampled, tokens, finish)
 
     def _notify(self, sequence: Sequence, callback: Callable[..., None], *args: object) -> None:
-        """A defect in the listener's work on a sequence is the end of that one, and of no other."""
+        """Calls the listener; an exception in it fails only this sequence."""
         try:
             callback(sequence, *args)
         except Exception as error:
-            logger.exception("a defect in the work of request %s", sequence.request_id)
-            reason = f"its node met a {type(error).__name__}; the traceback is in its log"
+            logger.exception("request %s failed with an unexpected error", sequence.request_id)
+            reason = f"its node raised {type(error).__name__}; the traceback is in its log"
             self._fail(sequence, reason, "INTERNAL")
 
     def _fail(self, sequence: Sequence, reason: str, code: str) -> None:
         sequence.cancelled = True
         if code == InvalidRequest.default_code:
-            self.scheduler.hold(sequence)  # its KV is in order, and the node did its work
+            self.scheduler.hold(sequence)  # its KV is valid and may stay in the prefix cache
         else:
             self.scheduler.fail(sequence)
         self._listener.failed(sequence, reason, code)

@@ -1,4 +1,4 @@
-"""What a draft model is told: the scheduler's side of its KV cache (`drafter.py` is the rank's)."""
+"""The scheduler's side of a draft model's KV cache; `common/worker/drafter.py` is the rank's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pdserve.common.engine.speculation import NO_DRAFT, Draft, Speculator
 
 
 class DraftModel(Speculator):
-    """A smaller model guesses, on the same ranks, at the beginning of a step. Here is what it has
-    computed of each sequence, in which blocks of its own cache: all the scheduler's rules for
-    blocks, but that one without blocks does not wait: it is not guessed.
+    """A smaller model on the same ranks drafts tokens at the beginning of a step. This class tracks
+    what it has computed of each sequence, in which blocks of its own cache. Blocks follow the
+    scheduler's rules, but a sequence without blocks does not wait: it decodes without drafts.
 
-    Whatever KV a sequence came with, from a prefill node or the prefix cache, is not the draft
-    model's, so it computes prompts itself, in chunks, while their sequences decode without it: no
-    first token waits for that.
+    KV from a prefill node or the prefix cache is not the draft model's, so the draft model computes
+    prompts itself, in chunks. Meanwhile their sequences decode without drafts, so first tokens are
+    not delayed.
     """
 
     def __init__(
         self, config: Speculation, max_model_len: int, pool: BlockPool, chunk: int
     ) -> None:
-        """`max_model_len` is the shorter one of both models'; `pool` of the draft model's cache;
-        `chunk`: tokens of prompts it computes in a step."""
+        """`max_model_len`: the shorter one of both models'. `pool`: blocks of the draft model's
+        cache. `chunk`: prompt tokens it computes per step."""
         super().__init__(config, max_model_len)
         self._pool = pool
         self._chunk = self._left = chunk
@@ -36,7 +36,7 @@ class DraftModel(Speculator):
         drafted = self._drafted.get(sequence.seq_id) or self._begin(sequence)
         self._register(sequence, drafted)
         behind = sequence.num_tokens - drafted.num_computed
-        few = behind <= self.config.num_speculative_tokens + 1  # as after some steps without it
+        few = behind <= self.config.num_speculative_tokens + 1  # e.g. after steps without drafts
         count = behind if few else min(behind, self._left)
         guessed = most if count == behind else 0
         if not count or not self._grow(drafted, drafted.num_computed + count + guessed):
@@ -50,7 +50,7 @@ class DraftModel(Speculator):
         return deltas
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """It has computed its guesses but for the last one."""
+        """The draft model has computed KV of all its drafts except the last one."""
         super().verified(sequence, num_drafts, num_accepted)
         if (drafted := self._drafted.get(sequence.seq_id)) is not None:
             drafted.num_computed += min(num_accepted, num_drafts - 1)
@@ -76,7 +76,7 @@ class DraftModel(Speculator):
         return True
 
     def _register(self, sequence: Sequence, drafted: _Drafted) -> None:
-        """The blocks that earlier steps have filled."""
+        """Registers the blocks that earlier steps have filled."""
         full = drafted.num_computed // self._pool.block_size
         if self._pool.prefix_caching and full > drafted.num_registered:
             hashes = sequence.hashes(self._pool.block_size)
@@ -87,19 +87,19 @@ class DraftModel(Speculator):
 
 @dataclass(slots=True)
 class _Drafted:
-    """What a draft model has of a sequence: KV of its tokens `[0, num_computed)`."""
+    """A draft model's state of a sequence: it has KV of tokens `[0, num_computed)`."""
 
     block_table: list[int]
     num_computed: int
     num_registered: int = 0  # blocks
-    num_known: int | None = None  # blocks that the ranks know; None: they know nothing of it
+    num_known: int | None = None  # blocks that the ranks know; None: the sequence is new to them
 
     def delta(self, sequence: Sequence, count: int, num_drafts: int) -> SequenceDelta:
-        """The next `count` tokens, and so many guesses after them."""
+        """Returns the draft model's next work: compute `count` tokens, then draft `num_drafts`."""
         start, known, params = self.num_computed, self.num_known, sequence.sampling
         new = None
         if known is None:
-            # No word of ends and log-probabilities: a guess needs neither.
+            # Drafts need neither min_tokens nor log-probabilities.
             new = NewSequence(
                 sampling=replace(params, logprobs=None, min_tokens=0),
                 num_prompt_tokens=sequence.num_prompt_tokens,

@@ -1,12 +1,14 @@
-"""What the scheduler tells the ranks each step, and what they answer.
+"""Messages between the scheduler and the ranks.
 
-A step names what is new and nothing else: ranks remember the rest (`input_batch.py`). Steps
-are numbered and every rank gets all of them in one order, so a rank that missed one knows it.
+A step contains only what is new; ranks remember the rest (`input_batch.py`). Steps are numbered and
+every rank gets all of them in order, so a rank notices if it missed one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import msgspec
 
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken, SamplingParams
@@ -14,50 +16,49 @@ from pdserve.common.core.sampling import SampledToken, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """What stays the same of a sequence, told with the first step that takes it after each
-    admission."""
+    """The constant part of a sequence, sent with its first step after each admission."""
 
     sampling: SamplingParams
     num_prompt_tokens: int
     seed: int  # sampling.seed + choice
-    min_tokens_bans: tuple[int, ...] = ()  # what sampling.min_tokens forbids: EOS, stop ids
+    min_tokens_bans: tuple[int, ...] = ()  # tokens that sampling.min_tokens forbids: EOS, stop ids
     history: tuple[int, ...] = ()  # prompt + output so far, if sampling.needs_history
-    adapter: str = ""  # digest of the LoRA adapter that computes it
+    adapter: str = ""  # digest of its LoRA adapter
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """One sequence's share of a step: compute `token_ids` at positions
-    `start … start+len(token_ids)-1`, writing their KV into its blocks; and behind them `drafts`,
-    guesses of what follows (`speculation.py`)."""
+    """One sequence's part of a step: compute `token_ids` at positions
+    `start … start+len(token_ids)-1`, then the draft tokens `drafts` (`speculation.py`), and write
+    their KV into its blocks."""
 
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
-    num_blocks: int = 0  # it had before
-    new_block_ids: tuple[int, ...] = ()  # appended to them
-    samples: bool = False  # false: a chunk that is not the last; no token is drawn
-    new: NewSequence | None = None  # None: the ranks know it
+    num_blocks: int = 0  # length of its block table before
+    new_block_ids: tuple[int, ...] = ()  # appended to it
+    samples: bool = False  # false: a chunk before the last, which samples no token
+    new: NewSequence | None = None  # None: the ranks know the sequence
     drafts: tuple[int, ...] = ()
-    num_drafts: int = 0  # of `drafts`, or of those that the draft model makes of them
-    again: bool = False  # its last token was computed before, and deferred
-    # Prompt tokens whose log-probabilities are wanted: those that follow the first of `token_ids`.
+    num_drafts: int = 0  # length of `drafts`, or how many the draft model shall make
+    again: bool = False  # its last token was already computed, but not sampled (deferred)
+    # Prompt tokens to score: those that follow each of `token_ids`.
     scored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepDelta:
-    """One forward pass. `step` is one more than that of the last."""
+    """One forward pass. `step` increases by one each time."""
 
     step: int
     sequences: tuple[SequenceDelta, ...]
-    ended: tuple[int, ...] = ()  # seq_ids to forget first; those come again as new ones, if ever
+    ended: tuple[int, ...] = ()  # seq_ids to forget first; if they return, they are new
     drafting: tuple[SequenceDelta, ...] = ()  # for the draft model, in blocks of its own cache
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """What one step asked of the experts in the layers of the last pipeline stage."""
+    """The load of the experts in one step, in the layers of the last pipeline stage."""
 
     assignments: tuple[int, ...]  # (token, expert) pairs by expert-parallel rank, over the layers
     balancedness: float  # mean / max load of an expert, mean over the layers: 1 is even
@@ -65,17 +66,16 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The tokens drawn in one step: (seq_id, token) for every sequence that had sampling, or
-    else (seq_id, why there is none). Of a sequence whose drafts were right there are several, in
-    order: so many drafts, and one more."""
+    """The results of one step. `tokens`: (seq_id, token), in order, for the sequences that sampled:
+    the accepted drafts and one more token. `failed`: (seq_id, reason) for those without a token."""
 
     step: int
     tokens: tuple[tuple[int, SampledToken], ...]
-    experts: ExpertLoad | None = None  # None: the answering rank has no layer with experts
+    experts: ExpertLoad | None = None  # None: the answering rank has no MoE layer
     failed: tuple[tuple[int, str], ...] = ()
-    forbidden: tuple[int, ...] = ()  # of the failed: those whose own parameters forbid every token
-    deferred: tuple[int, ...] = ()  # seq_ids that have neither: to be asked again
-    prompts: tuple[tuple[int, PromptLogprobs], ...] = ()  # of the tokens that were to be scored
+    forbidden: tuple[int, ...] = ()  # failed seq_ids whose own parameters forbid every token
+    deferred: tuple[int, ...] = ()  # seq_ids without a result yet, to schedule again
+    prompts: tuple[tuple[int, PromptLogprobs], ...] = ()  # scores of prompt tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a rank's device can do at most, as measured or as --peak-… say."""
+    """The peak speeds of a rank's device, measured or from --peak-…."""
 
-    flops: float  # a second, of large products of matrices in the dtype
-    bandwidth: float  # bytes read a second
+    flops: float  # FLOP/s in large matrix products in the dtype
+    bandwidth: float  # bytes read per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +111,40 @@ class RankReady:
     weights_bytes: int
     peaks: Peaks
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)
+
+
+# ---- calls about LoRA adapters, beside the steps ----
+
+LOADED = b"\x01"
+_MARK = b"\xc1"  # invalid in msgpack, which is the format of a rank's other calls
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Starts to load an adapter. The answer is LOADED once it can be used, empty before: calls are
+    served one by one, and calls about KV must not wait for file reads."""
+
+    digest: str
+    path: str  # folder, the same on every host
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Drops an adapter that no sequence uses."""
+
+    digest: str
+
+
+AdapterCall = LoadAdapter | DropAdapter
+
+_adapter_calls = msgspec.msgpack.Decoder(AdapterCall)
+
+
+def encode_adapter_call(call: AdapterCall) -> bytes:
+    return _MARK + msgspec.msgpack.encode(call)
+
+
+def decode_adapter_call(message: bytes) -> AdapterCall | None:
+    """Returns the call, or None if the message is for another extension."""
+    if not message.startswith(_MARK):
+        return None
+    call: AdapterCall = _adapter_calls.decode(message[1:])
+    return call

@@ -1,8 +1,8 @@
-"""Prompt lookup: where the last tokens of a sequence occurred before, and what came then.
+"""Drafts by prompt lookup: finds the last tokens of a sequence earlier in it.
 
-Hash chains, as in deflate (RFC 1951, section 4): a table has the last place of each hash of n
-tokens, and each place the one before it with the same hash. Candidates are compared token by token,
-so a collision costs time alone. A token costs O(1) of time and 8 to 20 bytes.
+Uses hash chains, as in deflate (RFC 1951, section 4): a table has the last position of each hash of
+n tokens, and each position links to the previous one with the same hash. Candidates are compared
+token by token, so a collision only costs time. A token costs O(1) time and 8 to 20 bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pdserve.common.config.speculation import Speculation
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.engine.speculation import Draft, Speculator
 
-MAX_CANDIDATES = 8  # places that are compared, the latest first
-INDEXED_AT_ONCE = 2048  # tokens: a long prompt takes several steps, for it is the event loop's time
+MAX_CANDIDATES = 8  # positions that are compared, the latest first
+INDEXED_AT_ONCE = 2048  # tokens per step, since indexing blocks the event loop
 _FIRST_SIZE = 1024
 _NONE = -1
 
 
 class PromptLookup(Speculator):
-    """Guesses that what followed the last tokens before follows them again (prompt lookup): in
-    summaries, code and repetition it often does. Costs microseconds, here beside the scheduler."""
+    """Drafts the tokens that followed the last tokens earlier in the sequence. This often works for
+    summaries, code and repetition. It runs on the event loop, in microseconds."""
 
     def __init__(self, config: Speculation, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
@@ -42,9 +42,9 @@ class PromptLookup(Speculator):
 
 
 class NGramIndex:
-    """Of one sequence, which only grows. A place is the position behind an n-gram of `shortest`
-    tokens; the last one's, behind which nothing is known, is not in the index yet. When the table
-    gets too small a larger one is filled anew, over several steps."""
+    """The n-gram index of one sequence, which only grows. A place is the position after an n-gram
+    of `shortest` tokens; the last n-gram, which nothing follows yet, is not in the index. When the
+    table gets too small, a larger one is filled over several steps."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
@@ -52,14 +52,13 @@ class NGramIndex:
         self._reset(_FIRST_SIZE)
 
     def _reset(self, size: int) -> None:
-        """An empty index, for at least `size` tokens."""
-        self._table = array("i", [_NONE]) * (
-            1 << (size - 1).bit_length()
-        )  # by hash: the last place
-        self._before = array("i", [_NONE]) * self._shortest  # by place: the one before it
+        """Makes the index empty, with room for at least `size` tokens."""
+        slots = 1 << (size - 1).bit_length()
+        self._table = array("i", [_NONE]) * slots  # hash → last place
+        self._before = array("i", [_NONE]) * self._shortest  # place → previous place
 
     def extend(self, token_ids: SequenceOf[int]) -> None:
-        """More tokens than before; takes in `INDEXED_AT_ONCE` of them at most."""
+        """Indexes at most `INDEXED_AT_ONCE` of the tokens that are not indexed yet."""
         if len(token_ids) > len(self._table):
             self._reset(2 * len(token_ids))
         start = len(self._before)
@@ -69,9 +68,9 @@ class NGramIndex:
             self._table[slot] = place
 
     def continuation(self, token_ids: SequenceOf[int], most: int) -> tuple[int, ...]:
-        """At most so many tokens that followed the longest match of the last tokens, of at most
-        `longest` and at least `shortest`; of equally long ones the latest. A match that reaches to
-        the end goes on with itself, as a loop does."""
+        """Returns up to `most` tokens that followed the longest match (`shortest` … `longest`
+        tokens) of the last tokens; of equally long matches the latest. A match that reaches the end
+        repeats itself."""
         place = self._best(token_ids)
         if place == _NONE:
             return ()
@@ -93,7 +92,7 @@ class NGramIndex:
         return best
 
     def _matched(self, token_ids: SequenceOf[int], place: int, end: int) -> int:
-        """Tokens before `place` that equal those before `end`, of as many as count."""
+        """Returns how many tokens before `place` equal those before `end`, at most `longest`."""
         most = min(self._longest, place)
         for count in range(most):
             if token_ids[place - 1 - count] != token_ids[end - 1 - count]:

@@ -1,4 +1,4 @@
-"""One sequence on a node: its tokens, and how much of their KV exists in which blocks."""
+"""A sequence on a node: its tokens, its blocks, and how much of its KV is computed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pdserve.common.engine.block_pool import BlockHash, hash_blocks
 
 
 class Status(Enum):
-    NEW = auto()  # the scheduler does not know it yet
-    WAITING = auto()  # owns no blocks
-    REMOTE = auto()  # owns blocks that another node fills
-    RUNNING = auto()  # owns blocks and is computed
-    HELD = auto()  # owns blocks that are being read; never computed again
-    DONE = auto()  # owns no blocks, for good
+    NEW = auto()  # not yet in the scheduler
+    WAITING = auto()  # queued, without blocks
+    REMOTE = auto()  # has blocks that another node fills
+    RUNNING = auto()  # has blocks and is computed
+    HELD = auto()  # has blocks that may be read; never computed again
+    DONE = auto()  # released
 
 
 @dataclass(slots=True)
 class Times:
-    """How long a sequence has been computed, and how long preempted: from then until it had its
-    next token. Seconds of this process's monotonic clock, no moment in both."""
+    """Seconds in steps and seconds preempted (from a preemption until the next token), disjoint, by
+    this process's monotonic clock."""
 
     in_steps: float = 0.0
     preempted: float = 0.0
-    _until: float = 0.0  # the end of the last step, which the next may overlap (pipelines)
+    _until: float = 0.0  # end of the last step; in a pipeline the next one may overlap it
     _preempted_at: float | None = None
 
     def step(self, begun: float, ended: float, samples: bool) -> None:
-        """A step has computed some of it."""
+        """Adds a step that computed the sequence."""
         if self._preempted_at is None:
             self.in_steps += ended - max(begun, self._until)
         elif samples:
@@ -47,8 +47,8 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids` is prompt + output. KV of tokens `[0, num_computed)` exists, steps in flight
-    compute it up to `num_scheduled`; a decode step takes one of the rest, a prefill step many."""
+    """A sequence. `token_ids` is prompt + output. KV of tokens `[0, num_computed)` exists; steps in
+    flight compute up to `num_scheduled`; the rest is still to be scheduled."""
 
     seq_id: int
     sampling: SamplingParams
@@ -57,22 +57,22 @@ class Sequence:
     choice: int = 0
     request_id: str = ""
     cache_salt: str = ""
-    adapter: str = ""  # digest of the LoRA adapter that computes it
-    client: str = ""  # whose it is
-    priority: int = 0  # lower ones come first
+    adapter: str = ""  # digest of its LoRA adapter
+    client: str = ""  # owner, for fair scheduling
+    priority: int = 0  # lower values first
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
     num_computed: int = 0
     num_scheduled: int = 0
     num_cached: int | None = None  # tokens found in the prefix cache at the first admission
-    turn: int = 0  # its round, while it waits or its prompt is computed (`turns`)
-    last_taken: int = 0  # by a step: in which order sequences were (`StepBuilder`)
-    num_overtaken: int = 0  # blocks that later ones were given while it waited for its own
+    round: int = 0  # fair-queueing round while it waits or prefills (`fair_queue`)
+    last_taken: int = 0  # counter value when a step last included it (`StepBuilder`)
+    num_overtaken: int = 0  # blocks given to later sequences while it waited for its own
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     cancelled: bool = False
     times: Times = field(default_factory=Times)
-    # Of its prompt, as far as computed, in parts; None: nobody wants them (any more).
+    # Scores of the prompt computed so far, in parts; None: not requested, or already taken.
     prompt_logprobs: list[PromptLogprobs] | None = None
 
     @property
@@ -85,26 +85,26 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """The number of tokens without KV."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def num_unscheduled(self) -> int:
-        """Tokens that no step has taken yet."""
+        """The number of tokens that no step has included yet."""
         return len(self.token_ids) - self.num_scheduled
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step computes it now."""
+        """Whether a step is computing it."""
         return self.num_scheduled > self.num_computed
 
     @property
     def decodes(self) -> bool:
-        """Whether its next step takes the token that was sampled last, and no others."""
+        """Whether its next step computes only the token that was sampled last."""
         return self.num_unscheduled == 1 and self.num_scheduled >= self.num_prompt_tokens
 
     def hashes(self, block_size: int) -> list[BlockHash]:
-        """Hashes of all full blocks of the tokens so far."""
+        """Returns the hashes of all full blocks."""
         if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
             self.block_hashes = hash_blocks(
                 self.token_ids, block_size, self.block_hashes, self.cache_salt, self.adapter
@@ -112,19 +112,19 @@ class Sequence:
         return self.block_hashes
 
     def scored(self, start: int, end: int) -> tuple[int, ...]:
-        """The prompt tokens that follow those at `start … end-1`, if they are to be scored."""
+        """Returns the prompt tokens after those at `start … end-1`, if the prompt is scored."""
         if self.prompt_logprobs is None:
             return ()
         return tuple(self.token_ids[start + 1 : min(end + 1, self.num_prompt_tokens)])
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
-        """A step's. One that was preempted computes them again."""
+        """Adds a step's scores; they replace those from before a preemption."""
         if self.prompt_logprobs is not None:
             kept = [each for each in self.prompt_logprobs if each.start < found.start]
             self.prompt_logprobs = [*kept, found]
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """All of them, once; None if nobody wants them."""
+        """Returns all scores the first time, None if not requested or already taken."""
         parts, self.prompt_logprobs = self.prompt_logprobs, None
         return None if parts is None else join(parts, self.sampling.prompt_logprobs or 0)
 
@@ -134,7 +134,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a sequence ends; `stop_token_id` when a stop token (not EOS) ended it."""
+    """Why a sequence ended; `stop_token_id` is set if a stop token (not EOS) ended it."""
 
     reason: FinishReason
     stop_token_id: int | None = None
@@ -143,8 +143,8 @@ class Finish:
 def check_finish(
     sequence: Sequence, eos_token_ids: SequenceOf[int], max_model_len: int
 ) -> Finish | None:
-    """Whether the last token ends the sequence. `min_tokens` needs no check here: the sampler
-    bans the tokens that could end it too early."""
+    """Returns a Finish if the last token ends the sequence. `min_tokens` needs no check here: the
+    sampler bans tokens that would end it too early."""
     last, params = sequence.token_ids[-1], sequence.sampling
     if last in params.stop_token_ids:
         return Finish(FinishReason.STOP, last)

@@ -1,28 +1,27 @@
-"""Speculative decoding: guesses of the next tokens, which one step verifies together.
+"""Speculative decoding: drafts the next tokens and verifies several in one step.
 
-    n tokens, one pending ──draft──▶ k guesses ──one step of k + 1 queries──▶ k + 1 drawn tokens
-    kept: those up to the first that is not the guess, that one included
+    n tokens, one pending ──draft──▶ k drafts ──one step of k + 1 queries──▶ k + 1 sampled tokens
+    kept: those up to and including the first that differs from its draft
 
-A decode step reads all weights for one token a sequence; k + 1 tokens cost it little more. The step
-computes logits after the pending token and after each guess, and draws a token from each *as it
-would have been drawn anyhow*: with the sequence's parameters and the random number of (seed,
-position). If the drawn token is the guess, the logits of the next position are those of the true
-continuation, and what is drawn there counts, too; at the first other token the rest is void. So
-the output is, token for token, what is drawn without guesses, greedy or not, whoever guesses and
-however badly, and a continuation on a node with another drafter, or none, is the same
+A decode step reads all weights for one token per sequence; k + 1 tokens cost little more. The step
+computes logits after the pending token and after each draft, and samples a token from each exactly
+as without drafts: with the sequence's parameters and the random number of (seed, position). If the
+sampled token equals the draft, the next position's logits are valid too; after the first difference
+the rest is discarded. So the output is, token for token, the same as without drafts, greedy or not,
+for any drafter, and also after a continuation on a node with another drafter or none
 (drafter-invariant speculative decoding, arXiv:2408.07978). Rounding may differ, as between any two
 batches.
 
-Rejection sampling (Leviathan et al., ICML 2023, arXiv:2211.17192) keeps the distribution, too, but
-there the tokens depend on the guesses: a node that takes over in mid-stream would go on otherwise.
-It accepts a guess of a drafter that draws from q with probability Σ min(p, q), p being the model's,
-which is the most that is possible. Here it is p(guess) for a guess that is certain, as an n-gram's,
-which is the same; and for a draft model, which draws with the same random numbers, the overlap of
-the two cumulative distributions: 1 where p = q, equal where both are greedy, else less, because the
-tokens behind a difference are shifted by it.
+Rejection sampling (Leviathan et al., ICML 2023, arXiv:2211.17192) also keeps the distribution, but
+its tokens depend on the drafts, so another node could not continue a stream with the same tokens.
+Its acceptance probability, Σ min(p, q) for a drafter with distribution q and the model's p, is
+optimal. Ours is p(draft) for a deterministic drafter such as n-grams, which is equal. For a draft
+model, which samples with the same random numbers, it is the overlap of the two cumulative
+distributions: equal for greedy sampling, 1 for p = q, otherwise lower, because a difference shifts
+the tokens after it.
 
-KV of guesses goes into the slots behind the sequence's tokens. Where they were wrong it is
-overwritten by the next step, before anybody reads it; it is never part of a hash.
+KV of drafts goes into the slots after the sequence's tokens. KV of rejected drafts is overwritten
+by the next step before it is read, and is never part of a block hash.
 """
 
 from __future__ import annotations
@@ -38,39 +37,39 @@ from pdserve.common.engine.sequence import Sequence
 
 
 class Draft(NamedTuple):
-    """Guesses of what follows a sequence."""
+    """Draft tokens of a sequence."""
 
     size: int
-    token_ids: tuple[int, ...] = ()  # none: the ranks' draft model makes them
+    token_ids: tuple[int, ...] = ()  # empty: the ranks' draft model makes them
 
 
 NO_DRAFT = Draft(0)
 
 
 class Speculator(ABC):
-    """What a scheduler asks for guesses."""
+    """Proposes draft tokens to the scheduler."""
 
     def __init__(self, config: Speculation, max_model_len: int) -> None:
         self.config = config
         self._max_len = max_model_len
         # Totals since start.
-        self.num_drafts = 0  # times that something was guessed
+        self.num_drafts = 0  # drafts verified
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_accepted_per_pos = [0] * config.num_speculative_tokens
 
     def budget(self, running: Iterable[Sequence], tokens: int) -> int:
-        """Guesses that a step of so many tokens verifies, beside a token of each that runs;
-        prompts that wait are left half of the rest."""
+        """Returns how many draft tokens a step of `tokens` tokens may verify besides one token per
+        running sequence; half of the rest if prompts are waiting."""
         left, prompts = tokens, False
         for each in running:
             left -= 1
             prompts |= each.num_unscheduled > 0 and not each.decodes
         return left // 2 if prompts else left
 
-    def guess(self, sequence: Sequence, pool: BlockPool, running: int, budget: int) -> Draft:
-        """At most so many guesses for one of so many that run, with slots for them in its blocks;
-        none takes the block that another one may need next."""
+    def propose(self, sequence: Sequence, pool: BlockPool, running: int, budget: int) -> Draft:
+        """Returns up to `budget` draft tokens for one of `running` sequences and allocates slots
+        for them, leaving a free block for each other running sequence."""
         spare = max(0, pool.num_free - running)
         slots = (len(sequence.block_table) + spare) * pool.block_size - sequence.num_tokens
         most = min(self._useful(sequence, running), budget, slots)
@@ -81,7 +80,7 @@ class Speculator(ABC):
         return draft
 
     def _useful(self, sequence: Sequence, running: int) -> int:
-        """How many guesses may be of use: the step draws one token more."""
+        """Returns how many drafts can be useful; the step samples one token more."""
         limit = self.config.disable_by_batch_size
         if not sequence.sampling.speculates or (limit is not None and running > limit):
             return 0
@@ -91,14 +90,14 @@ class Speculator(ABC):
 
     @abstractmethod
     def draft(self, sequence: Sequence, most: int) -> Draft:
-        """At most so many guesses of what follows the tokens of one that decodes."""
+        """Returns up to `most` draft tokens of a decoding sequence."""
 
     def drafting(self) -> tuple[SequenceDelta, ...]:
-        """What a draft model has to do for the drafts since the last call."""
+        """Returns a draft model's work for the drafts since the last call."""
         return ()
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """So many of the guesses were right; those tokens are the sequence's now."""
+        """Records how many of the drafts were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -107,4 +106,4 @@ class Speculator(ABC):
 
     @abstractmethod
     def forget(self, sequence: Sequence) -> None:
-        """It is computed no more, or from its beginning."""
+        """Drops the state of a sequence that has ended or was preempted."""

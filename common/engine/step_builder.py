@@ -1,5 +1,4 @@
-"""What the ranks are told of sequences, step by step: the scheduler's side of what each rank's
-`InputBatch` remembers (`input_batch.py`)."""
+"""Builds steps that contain only what the ranks' `InputBatch` (`input_batch.py`) does not know."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from pdserve.common.engine.speculation import NO_DRAFT, Draft
 
 
 class StepBuilder:
-    """Knows what the ranks know, so that a step says what is new and nothing else."""
+    """Tracks what the ranks know of each running sequence."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self.eos_token_ids = eos_token_ids
-        self.step = 0  # the last one's number
-        self.computed = StepShape()  # by all steps
-        self._known_blocks: dict[int, int] = {}  # to the ranks, by seq_id; all are running
+        self.step = 0  # number of the last step
+        self.computed = StepShape()  # sum of all steps
+        self._known_blocks: dict[int, int] = {}  # seq_id → blocks that the ranks know
         self._taken = 0  # entries so far
-        self._again: set[int] = set()  # seq_ids whose next token the ranks have had already
-        self._ended: list[int] = []  # seq_ids that the ranks still know
+        self._again: set[int] = set()  # seq_ids whose next token was already computed
+        self._ended: list[int] = []  # seq_ids that the ranks must forget
 
     def entry(self, sequence: Sequence, count: int, draft: Draft = NO_DRAFT) -> SequenceDelta:
-        """Its share of the next step: its next `count` tokens, which are scheduled now, and what
-        is guessed behind them."""
+        """Schedules the sequence's next `count` tokens and its draft, and returns its entry in the
+        next step."""
         start, known = sequence.num_scheduled, self._known_blocks.get(sequence.seq_id)
         sequence.num_scheduled += count
         sequence.last_taken = self._taken = self._taken + 1
@@ -47,12 +46,12 @@ class StepBuilder:
         )
 
     def again(self, sequence: Sequence) -> None:
-        """The last of its scheduled tokens is to be computed once more."""
+        """Unschedules the last token, which will be computed again."""
         sequence.num_scheduled -= 1
         self._again.add(sequence.seq_id)
 
     def forget(self, sequence: Sequence) -> None:
-        """No step takes it any more, or it begins anew."""
+        """Has the ranks forget a sequence that has ended or was preempted."""
         self._again.discard(sequence.seq_id)
         if self._known_blocks.pop(sequence.seq_id, None) is not None:
             self._ended.append(sequence.seq_id)
@@ -63,7 +62,7 @@ class StepBuilder:
         chunks: SequenceOf[SequenceDelta],
         drafting: tuple[SequenceDelta, ...],
     ) -> StepDelta:
-        """The next step, of these entries."""
+        """Returns the next step with these entries."""
         self.step += 1
         entries = (*decodes, *chunks)
         ended, self._ended = tuple(self._ended), []

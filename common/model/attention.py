@@ -1,13 +1,12 @@
-"""Attention over the paged KV cache: the interface, and what every backend shares.
+"""Attention over the paged KV cache: the backend interface and shared code.
 
-A step's sequences are concatenated along the token dimension. `prepare` turns their block
-tables into whatever the backend's kernels index with, once per step; `forward` runs once per
-layer with the result.
+A step's sequences are concatenated along the token dimension. `prepare` turns their block tables
+into the indices of the backend's kernels, once per step; `forward` runs once per layer with the
+result.
 
-The cache is `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` (2 = key, value),
-head-major inside a block. Slots behind a sequence's last token are read and masked, and 0 × NaN
-would not vanish: so a block is zeroed when its first slot is written, or what its last owner could
-not stand would pass to the next one.
+The cache is `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` (2 = key, value), head-major
+inside a block. Kernels read slots after a sequence's last token and mask them, but 0 × NaN is NaN.
+So a block is zeroed when its first slot is written, or NaN of its last owner would reach the next.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pdserve.common.model.staging import upload_together
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One rank's attention."""
+    """The sizes of one rank's attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,9 +45,8 @@ BlockIds = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The sequences of a step, in the order of their tokens. Sequence i computes
-    `query_lens[i]` tokens after `starts[i]` that are in the cache already; `block_tables[i]`
-    covers both."""
+    """The sequences of a step, in the order of their tokens. Sequence i has `starts[i]` tokens in
+    the cache and computes the next `query_lens[i]`; `block_tables[i]` covers both."""
 
     query_lens: Sequence[int]
     starts: Sequence[int]
@@ -57,16 +55,16 @@ class AttentionBatch:
 
     @property
     def context_lens(self) -> list[int]:
-        """Tokens each sequence's last query attends to, itself included."""
+        """Per sequence, the tokens its last query attends to, including itself."""
         return [start + length for start, length in zip(self.starts, self.query_lens, strict=True)]
 
     @property
     def offsets(self) -> list[int]:
-        """Where each sequence's tokens begin in the step, and where the last ones end."""
+        """The row of each sequence's first token in the step, and the total number of rows."""
         return list(accumulate(self.query_lens, initial=0))
 
     def used_tables(self) -> list[BlockIds]:
-        """The blocks each sequence reads, without those reserved for later tokens."""
+        """Returns the blocks each sequence reads, without those reserved for later tokens."""
         size = self.block_size
         return [
             np.asarray(table)[: -(-length // size)]
@@ -76,8 +74,8 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class SlotMapping:
-    """Where each token's key and value go: `blocks` and `slots`, both `[T]`. `fresh` are the
-    blocks that the step begins to fill."""
+    """The slot of each token's key and value: `blocks` and `slots`, both `[T]`. `fresh`: the blocks
+    that this step starts to fill."""
 
     blocks: Tensor
     slots: Tensor
@@ -94,7 +92,7 @@ class SlotMapping:
         return cls(*upload_together((blocks, slots, blocks[slots == 0]), device))
 
     def write(self, layer_cache: Tensor, k: Tensor, v: Tensor) -> None:
-        """Puts `k`, `v` [T, kv_heads, D] into one layer's cache [2, N, kv_heads, S, D]."""
+        """Writes `k`, `v` [T, kv_heads, D] into one layer's cache [2, N, kv_heads, S, D]."""
         if len(self.fresh):
             layer_cache.index_fill_(1, self.fresh, 0)
         layer_cache[0][self.blocks, :, self.slots] = k
@@ -102,8 +100,8 @@ class SlotMapping:
 
 
 def pad_tables(tables: Sequence[BlockIds]) -> Tensor:
-    """Block tables as one tensor. Short ones are filled up with their own first block, so that
-    what a mask hides is never another sequence's."""
+    """Returns the block tables as one tensor. Short ones are padded with their own first block, so
+    that masked positions never read another sequence's block."""
     padded = np.empty((len(tables), max(map(len, tables))), np.int64)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -111,14 +109,14 @@ def pad_tables(tables: Sequence[BlockIds]) -> Tensor:
     return torch.from_numpy(padded)
 
 
-AttentionContext = Any  # what a backend's `prepare` returns; nobody else looks inside
+AttentionContext = Any  # the result of a backend's `prepare`, private to the backend
 
 
 class AttentionBackend(ABC):
     """Writes a step's keys and values into the cache and attends over it."""
 
     has_fixed = False
-    """Whether a step of single queries can run on buffers that stay, as CUDA graphs must."""
+    """Whether steps of single queries can run on fixed buffers, which CUDA graphs need."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
@@ -127,16 +125,16 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
-        """What `forward` needs to know of a step; valid for that step and all layers."""
+        """Returns the context that `forward` needs, valid for all layers of this step."""
 
     def fixed(self, size: int, slots: SlotMapping, max_blocks: int) -> AttentionContext:
-        """A context for all steps of `size` single queries, which together attend to at most
-        `max_blocks` blocks. It keeps its buffers, and writes to `slots` as they are by then."""
+        """Returns a context with fixed buffers for steps of `size` single queries that together
+        attend to at most `max_blocks` blocks. It writes to the values of `slots` at that time."""
         raise NotImplementedError
 
     def refill(self, context: AttentionContext, batch: AttentionBatch, block_ids: Tensor) -> None:
-        """Puts a step into a context of `fixed`. `block_ids`: its used tables end to end, int64
-        on the device."""
+        """Fills a context of `fixed` with a step. `block_ids`: its used tables end to end, int64 on
+        the device."""
         raise NotImplementedError
 
     def attend(
@@ -148,8 +146,8 @@ class AttentionBackend(ABC):
         kv_cache: Tensor,
         context: AttentionContext,
     ) -> Tensor:
-        """`forward` of projected heads `[T, heads + 2 · kv_heads, D]`, which may be overwritten:
-        queries and keys still want their `norms`, where the model has them, and positions."""
+        """Applies `norms` (if any) and rotary embedding to the queries and keys in `qkv`
+        (`[T, heads + 2 · kv_heads, D]`, may be overwritten), then calls `forward`."""
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         if norms is not None:
@@ -168,5 +166,5 @@ class AttentionBackend(ABC):
         kv_cache: Tensor,
         context: AttentionContext,
     ) -> Tensor:
-        """q [T, heads, D], k and v [T, kv_heads, D] → attention's output [T, heads, D].
-        A sequence's result does not depend on the others in the step beyond rounding."""
+        """Takes q [T, heads, D], k and v [T, kv_heads, D]; returns [T, heads, D].
+        Apart from rounding, a sequence's result does not depend on the other sequences."""

@@ -1,9 +1,9 @@
-"""Paged attention by FlashInfer (arXiv:2501.01005), for NVIDIA GPUs.
+"""Paged attention with FlashInfer (arXiv:2501.01005), for NVIDIA GPUs.
 
-Written against FlashInfer's documented `plan`/`run` interface. On CPUs the tests run it over a fake
-of that interface and compare its calls with the installed package's signatures
-(`tests/common/model/test_flashinfer.py`); on a GPU `tests/gpu/test_gpu_kernels.py` compares it
-with the torch backend.
+Uses FlashInfer's documented `plan`/`run` interface. On CPUs the tests run it with a fake of that
+interface and check its calls against the installed package's signatures
+(`tests/common/model/test_flashinfer.py`); on a GPU `tests/gpu/test_gpu_kernels.py` compares it with
+the torch backend.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class FlashInferContext:
 
 
 class FlashInferAttention(AttentionBackend):
-    """See `AttentionBackend`. Steps of single queries only use the decode kernel; the prefill
-    kernel takes every other mixture in one call."""
+    """An `AttentionBackend`. Steps with only single queries use the decode kernel; all other steps
+    use one call of the prefill kernel."""
 
     has_fixed = True
 
@@ -47,7 +47,7 @@ class FlashInferAttention(AttentionBackend):
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
         self._decode = self._decode_wrapper()
-        self._block_ids = torch.empty(0, dtype=torch.int32, device=device)  # of the fixed ones
+        self._block_ids = torch.empty(0, dtype=torch.int32, device=device)  # of fixed contexts
         self._planned = Mark(device)
 
     def _decode_wrapper(self, **buffers: Any) -> Any:
@@ -69,7 +69,7 @@ class FlashInferAttention(AttentionBackend):
         def buffer(length: int) -> Tensor:
             return torch.zeros(length, dtype=torch.int32, device=self.device)
 
-        if len(self._block_ids) < max_blocks:  # one for all sizes, if the largest comes first
+        if len(self._block_ids) < max_blocks:  # all sizes share it if the largest comes first
             self._block_ids = buffer(max_blocks)
         wrapper = self._decode_wrapper(
             use_cuda_graph=True,
@@ -97,8 +97,8 @@ class FlashInferAttention(AttentionBackend):
         return out
 
     def _plan(self, wrapper: Any, batch: AttentionBatch, block_ids: Tensor, decoding: bool) -> None:
-        """Waits for the last plan to have left the host, which a wrapper writes over; no step
-        that was queued since is waited for."""
+        """Plans a step. First waits until the last plan's copy has left the host buffer, which the
+        wrapper overwrites, but not for steps queued after it."""
         self._planned.wait()
         tables, size = batch.used_tables(), batch.block_size
         offsets = [] if decoding else [_int32(batch.offsets)]
@@ -114,11 +114,11 @@ class FlashInferAttention(AttentionBackend):
             sm_scale=self.shape.scale,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
-            **({} if decoding else {"causal": True}),  # aligned to the end of their context
+            **({} if decoding else {"causal": True}),  # mask aligned to the end of the context
         )
         self._planned.set()
 
 
 def _int32(values: Sequence[int]) -> Tensor:
-    """On the host, where `plan` reads offsets and lengths; it copies them to the GPU itself."""
+    """Returns a host tensor: `plan` reads offsets and lengths there and copies them to the GPU."""
     return torch.tensor(values, dtype=torch.int32)

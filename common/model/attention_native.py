@@ -1,7 +1,7 @@
-"""Paged attention on a CPU in C++: blocks are read where they lie.
+"""Paged attention on a CPU in C++, which reads blocks in place.
 
-Sequences with few queries (decodes, and those that verify drafts) are one call a layer, those with
-many (prefill chunks) one more.
+Each layer makes one call for sequences with few queries (decodes, also with drafts) and one for
+those with many (prefill chunks).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
 
 MAX_HEAD_DIM = 256  # `MAX_DIM` of paged.h
-FEW_QUERIES = 8  # of a sequence, which the kernel for single queries takes: each as a sequence
+FEW_QUERIES = 8  # up to this many queries go to the decode kernel, each as its own sequence
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 def can_attend(shape: AttentionShape) -> bool:
-    """Whether the kernels take heads of this size."""
+    """Returns whether the kernels support this head size."""
     return shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """B queries, each a sequence to the kernel. int32, as it reads them."""
+    """B queries, each a sequence to the kernel."""
 
-    rows: Int32s  # [B] which of the step's tokens
-    lengths: Int32s  # [B] tokens in their context
-    tables: Int32s  # [B, blocks of the longest]; what is behind a shorter one is not read
+    rows: Int32s  # [B] row of the token in the step
+    lengths: Int32s  # [B] context length
+    tables: Int32s  # [B, blocks of the longest]; the padding of shorter ones is not read
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
     """C sequences with several queries each."""
 
-    rows: Int32s  # [C] their first token in the step
+    rows: Int32s  # [C] row of the first token in the step
     counts: Int32s  # [C] queries
-    starts: Int32s  # [C] tokens in their context before them
+    starts: Int32s  # [C] tokens in the cache before them
     tables: Int32s  # as for decodes
 
 
@@ -61,7 +61,7 @@ class NativeContext:
 
 
 class NativeAttention(AttentionBackend):
-    """See `AttentionBackend`."""
+    """An `AttentionBackend`."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ def _chunks(
 def _decodes(
     chosen: BlockIds, offsets: BlockIds, counts: BlockIds, starts: BlockIds, tables: Int32s
 ) -> _Decodes:
-    """Query by query, those of a sequence one after the other: it finds in the processor's caches
-    what the one before it has read."""
+    """Splits sequences into single queries. A sequence's queries stay together, so that each finds
+    the KV in the CPU's caches that the one before it has read."""
     counts = counts[chosen]
     sequence = np.repeat(chosen, counts)
     ahead = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -27,19 +27,19 @@ from pdserve.common.model.attention import (
 class _Decodes:
     """B sequences with one query each."""
 
-    rows: Tensor  # [B] which of the step's tokens
-    gather: Tensor  # [B · kv_heads · blocks] rows of the cache seen as [N · kv_heads, S · D]
-    length: int  # tokens of the longest
-    mask: Tensor | None  # [B, 1, 1, length] added to the scores; None: all are the longest
+    rows: Tensor  # [B] row of the token in the step
+    gather: Tensor  # [B · kv_heads · blocks] rows of the cache viewed as [N · kv_heads, S · D]
+    length: int  # longest context
+    mask: Tensor | None  # [B, 1, 1, length] added to the scores; None: all have this length
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """One sequence with several queries."""
 
-    start: int  # its first token in the step
+    start: int  # row of its first token in the step
     end: int
-    gather: Tensor | None  # as for decodes; None: it has no context before this step
+    gather: Tensor | None  # as for decodes; None: no context before this step
     length: int
     mask: Tensor | None  # [queries, length]; None with `gather` None: plain causal
 
@@ -52,7 +52,7 @@ class TorchContext:
 
 
 class TorchAttention(AttentionBackend):
-    """See `AttentionBackend`."""
+    """An `AttentionBackend`."""
 
     def prepare(self, batch: AttentionBatch) -> TorchContext:
         tables, lengths, offsets = batch.used_tables(), batch.context_lens, batch.offsets
@@ -102,12 +102,12 @@ class TorchAttention(AttentionBackend):
         return _Chunk(offset, offset + queries, self._gather([table]), length, mask)
 
     def _additive(self, hidden: Tensor) -> Tensor:
-        """0 where a key may be seen, -inf where it is hidden."""
+        """Returns an additive mask: 0 for visible keys, -inf for hidden ones."""
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask.to(self.device)
 
     def _gather(self, tables: list[BlockIds]) -> Tensor:
-        """The cache rows of each (sequence, head, block)."""
+        """Returns the cache row of each (sequence, head, block)."""
         heads = self.shape.num_kv_heads
         rows = pad_tables(tables)[:, None] * heads + torch.arange(heads)[:, None]
         return rows.flatten().to(self.device)
@@ -115,15 +115,15 @@ class TorchAttention(AttentionBackend):
     # ---- once per layer ----
 
     def _read(self, cache: Tensor, gather: Tensor, length: int) -> Tensor:
-        """Keys or values [N, heads, S, D] → [B, heads, length, D]: whole runs of S · D numbers
-        are copied, because a block is head-major."""
+        """Gathers keys or values [N, heads, S, D] into [B, heads, length, D], in runs of S · D
+        elements, because blocks are head-major."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         runs = cache.view(cache.shape[0] * heads, -1).index_select(0, gather)
         slots = -(-length // cache.shape[2]) * cache.shape[2]
         return runs.view(-1, heads, slots, dim)[:, :, :length]
 
     def _attend_decodes(self, q: Tensor, cache: Tensor, group: _Decodes) -> Tensor:
-        """The query heads that share a KV head become its queries: [B, kv_heads, G, D]."""
+        """Attends with the query heads that share a KV head as its queries: [B, kv_heads, G, D]."""
         keys = self._read(cache[0], group.gather, group.length)
         values = self._read(cache[1], group.gather, group.length)
         grouped = q.view(q.shape[0], self.shape.num_kv_heads, -1, self.shape.head_dim)
@@ -135,8 +135,8 @@ class TorchAttention(AttentionBackend):
     def _attend_chunk(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: _Chunk
     ) -> Tensor:
-        """KV heads are the batch, the query heads that share one its heads:
-        [kv_heads, G, T, D] × [kv_heads, 1 → G, length, D], the 1 → G without a copy."""
+        """Attends with KV heads as the batch and the query heads that share one as heads:
+        [kv_heads, G, T, D] × [kv_heads, 1 → G, length, D], where 1 → G is an expanded view."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         if chunk.gather is None:
             keys, values = k.transpose(0, 1), v.transpose(0, 1)

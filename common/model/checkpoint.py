@@ -1,6 +1,6 @@
-"""A checkpoint folder's files: safetensors only, so nothing executable is ever read; memory-mapped.
+"""Opens a checkpoint folder's safetensors files (no executable formats), memory-mapped.
 
-Their revision is a cheap identity, so that two nodes can tell whether they hold the same.
+Their revision is a cheap identity by which two nodes can compare their weights.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from safetensors import SafetensorError, safe_open
 from pdserve.common.core.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
-_PAGE = 4096  # bytes read of each tensor
+_PAGE = 4096  # bytes per tensor that the revision reads
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 _MAX_HEADER = 100_000_000  # the format's own limit
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files, sorted: those its index names, or all.
+    """Returns the folder's safetensors files, sorted: those in its index, or all.
 
     Raises:
-        ConfigError: there are none, or one the index names is missing.
+        ConfigError: there are none, or one in the index is missing.
     """
     index = folder / INDEX_FILE
     if index.is_file():
@@ -42,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name → the file's lazy slice of it."""
+    """Returns tensor name → lazy slice; the files stay open until `stack` closes."""
     checkpoint: dict[str, Any] = {}
     for path in weight_files(folder):
         try:
@@ -67,9 +67,9 @@ _tensors = msgspec.json.Decoder(_Tensor)
 
 
 def weights_revision(folder: Path, load_format: str = "auto", seed: int = 0) -> str:
-    """16 hex digits over `config.json` and, of each weights file, its header (names, shapes,
-    dtypes) and a page of every tensor: fine-tunes of one base differ nowhere else, and a merged
-    adapter in some tensors only. Dummy weights are their seed.
+    """Returns 16 hex digits over `config.json`, each weight file's header (names, shapes, dtypes)
+    and a page of every tensor: fine-tunes of one base differ only in the data, and merged adapters
+    only in some tensors. Dummy weights are identified by their seed.
 
     Raises:
         ConfigError: a file is missing or not safetensors.
@@ -99,7 +99,7 @@ def _revision_parts(path: Path) -> list[bytes]:
 
 
 def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """Where tensors lie in the file's data, in order."""
+    """Returns the byte ranges of the tensors in the file's data, in order."""
     try:
         entries = _headers.decode(header)
         entries.pop("__metadata__", None)

@@ -1,4 +1,4 @@
-"""The decoder: one class for every supported family; they differ in biases, norms, rope, experts.
+"""The decoder: one class for all supported families, which differ in biases, norms, rope, experts.
 
     hidden = embed(tokens)
     each layer:  hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
@@ -59,7 +59,7 @@ class Attention:
             )
 
     def project(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
-        """`[T, hidden]` → `[T, heads + 2 · kv_heads, D]`: queries, keys and values."""
+        """Projects `[T, hidden]` to queries, keys and values `[T, heads + 2 · kv_heads, D]`."""
         return self.qkv_proj(x, lora).view(x.shape[0], -1, self.head_dim)
 
     def shards(self) -> Iterator[Shard]:
@@ -67,7 +67,7 @@ class Attention:
 
 
 class DecoderLayer:
-    """Attention and MLP, or experts in its place, each behind a norm and added to what came in."""
+    """Attention, then MLP or experts; each has a norm before it and a residual connection."""
 
     def __init__(self, index: int, spec: ModelSpec, sharding: Sharding) -> None:
         prefix = f"model.layers.{index}"
@@ -82,7 +82,7 @@ class DecoderLayer:
             self.mlp = MLP(f"{prefix}.mlp", spec, spec.intermediate_size, sharding)
 
     def feed_forward(self, x: Tensor, lora: LoRA | None) -> Tensor:
-        """`[T, hidden]`, of normed rows; experts have no adapters."""
+        """Applies the MLP or experts to normed `[T, hidden]`; experts have no adapters."""
         return self.mlp(x, lora) if isinstance(self.mlp, MLP) else self.mlp(x)
 
     def shards(self) -> Iterator[Shard]:
@@ -90,9 +90,9 @@ class DecoderLayer:
 
 
 class CausalLM:
-    """A rank's part of a decoder-only language model: its share of the layers of its stage.
+    """A rank's part of a decoder-only language model: its share of its stage's layers.
 
-    `attention.prepare(batch)` gives the context that `forward` takes. Weights are zero until
+    `attention.prepare(batch)` returns the context for `forward`. Weights are zero until
     `load_model` fills them.
     """
 
@@ -127,21 +127,21 @@ class CausalLM:
         """Computes a step's tokens and writes their KV.
 
         Args:
-            inputs: of the first stage token ids, int64 `[T]`, the sequences' tokens end to end;
-                of the others what the stage before returned.
+            inputs: first stage: token ids, int64 `[T]`, the sequences' tokens end to end; other
+                stages: output of the stage before.
             positions: int64 `[T]`.
-            context: of `self.attention.prepare`.
+            context: from `self.attention.prepare`.
             kv_cache: `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` of the stage's
                 layers, in `dtype`.
-            lora: the adapters of its rows, if any has one.
+            lora: the adapters of the rows, if any.
 
         Returns:
-            `[T, hidden]`: what the next stage takes; of the last stage pass the rows whose next
-            token is wanted to `compute_logits`.
+            `[T, hidden]`: input of the next stage; on the last stage, pass the rows to sample to
+            `compute_logits`.
         """
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         angles = self.rope.angles(positions, self.dtype)
-        residual = None  # what `hidden` is added to: a sum and the norm after it are one kernel
+        residual = None  # kept apart from `hidden`, because add and norm are one kernel
         for index, layer in enumerate(self.layers):
             residual, normed = layer.input_norm.add(residual, hidden)
             qkv, norms = layer.attention.project(normed, lora), layer.attention.qk_norms
@@ -152,30 +152,31 @@ class CausalLM:
         return hidden if residual is None else residual + hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[B, hidden]` → float32 logits `[B, vocab]`, equal on every rank of the last stage."""
+        """Returns float32 logits `[B, vocab]` of `[B, hidden]`, equal on all ranks of the last
+        stage."""
         assert self.head is not None, "only the last stage has a head"
         return self.head(hidden)
 
     def expert_loads(self) -> Tensor | None:
-        """int64 `[sparse layers, experts]` of this stage: how many tokens of the last `forward`
-        visited each expert, whichever rank holds it; None if no layer here has experts."""
+        """Returns int64 `[sparse layers, experts]` of this stage: tokens of the last `forward` per
+        expert, on any rank; None if the stage has no MoE layer."""
         loads = [layer.mlp.loads for layer in self.layers if isinstance(layer.mlp, MoE)]
         return torch.stack(loads) if loads else None
 
     def shards(self) -> Iterator[Shard]:
-        """Every part of the checkpoint that this rank keeps."""
+        """Yields the parts of the checkpoint that this rank keeps."""
         ends = [part for part in (self.embedding, self.head) if part is not None]
         return shards_of(*self.layers, *ends)
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of this rank's weights."""
+        """The bytes of this rank's weights."""
         return sum(shard.target.nbytes for shard in self.shards())
 
 
 class _Head:
-    """The final norm and the projection onto the vocabulary. A tied one shares the embedding's
-    weight where both are of one stage, and reads the same tensor elsewhere."""
+    """The final norm and the LM head. A tied head shares the embedding's weight if both are on the
+    same stage; else it loads the same tensor again."""
 
     def __init__(
         self, spec: ModelSpec, sharding: Sharding, embedding: VocabParallelEmbedding | None
@@ -195,7 +196,8 @@ class _Head:
 
 
 def _embedding(spec: ModelSpec, sharding: Sharding, stage: Stage) -> VocabParallelEmbedding:
-    """Held as a head is if it is one, too; packed if this stage multiplies by it."""
+    """Builds the embedding: quantized like a head if tied, packed only if it is also the head
+    here."""
     if not spec.tie_word_embeddings:
         sharding = replace(sharding, quantization=None)
     if not (spec.tie_word_embeddings and stage.last):

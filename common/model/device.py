@@ -1,4 +1,4 @@
-"""The device a rank computes on, and what fits it: a dtype, kernels and an attention backend."""
+"""Chooses a rank's device, dtype, kernels and attention backend."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pdserve.common.core.native import BuildError
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.attention_torch import TorchAttention
-from pdserve.common.model.kernels.compiled import CompiledKernels
 from pdserve.common.model.kernels.native import NativeKernels
-from pdserve.common.model.kernels.ops import Kernels, TorchKernels
+from pdserve.common.model.kernels.ops import CompiledKernels, Kernels, TorchKernels
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +28,18 @@ _FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86, Arm
 
 
 def device_type(requested: str) -> str:
-    """--device resolved, "cpu" or "cuda": auto is what this host has."""
+    """Resolves --device to "cpu" or "cuda"; auto takes CUDA if this host has it."""
     if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return requested
 
 
 def choose_device(requested: str, rank: int) -> torch.device:
-    """--device resolved: rank r of a host computes on GPU r, or on the CPU. Replica i of w ranks
+    """Resolves --device to a device: rank r of a host uses GPU r, or the CPU. Replica i of w ranks
     has the node's ranks i·w … (i + 1)·w - 1.
 
     Raises:
-        ConfigError: there is no such GPU.
+        ConfigError: the host has too few GPUs.
     """
     if device_type(requested) == "cpu":
         return torch.device("cpu")
@@ -57,11 +56,11 @@ def choose_device(requested: str, rank: int) -> torch.device:
 
 
 def choose_dtype(requested: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """`--dtype` resolved. "auto" is the checkpoint's, except on CPUs without instructions for
-    it: there half precision is many times slower than float32.
+    """Resolves --dtype. "auto" is the checkpoint's, except on CPUs without instructions for it,
+    where half precision is many times slower than float32.
 
     Raises:
-        ConfigError: `requested` names no dtype.
+        ConfigError: `requested` is not a dtype.
     """
     name = checkpoint_dtype if requested == "auto" else requested
     if name not in _DTYPES:
@@ -73,30 +72,29 @@ def choose_dtype(requested: str, checkpoint_dtype: str, device: torch.device) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """For example "bfloat16"."""
+    """Returns the dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware; False where unknown."""
+    """Returns whether this CPU multiplies bfloat16 matrices in hardware; False if unknown."""
     return not _FAST_BF16_FLAGS.isdisjoint(cpu_flags())
 
 
 def choose_kernels(
     requested: str, device: torch.device, rank: int = 0, compiled: bool = False
 ) -> Kernels:
-    """`--cpu-kernels` and `--compile` resolved. Rank 0 of a node says why it computes in plain
-    torch.
+    """Resolves --cpu-kernels and --compile. Rank 0 logs why it falls back to torch.
 
     Raises:
-        ConfigError: native ones were asked for and cannot be built, or are not what is compiled.
+        ConfigError: native kernels were requested and cannot be built, or exclude --compile.
     """
     if device.type != "cpu" or requested == "torch":
         return CompiledKernels() if compiled else TorchKernels()
     if compiled:
         raise ConfigError(
-            f"--compile: --cpu-kernels {requested} leaves nothing to compile on a CPU; pass "
-            "--cpu-kernels torch, or leave --compile out, which is faster"
+            f"--compile has no effect on a CPU with --cpu-kernels {requested}; leave --compile "
+            "out, or pass --cpu-kernels torch, which is slower"
         )
     try:
         return NativeKernels()
@@ -104,7 +102,7 @@ def choose_kernels(
         if requested == "native":
             raise ConfigError(f"--cpu-kernels native: {error}") from error
         if rank == 0:
-            logger.warning("kernels in plain torch, which is slower: %s", error)
+            logger.warning("using torch kernels, which are slower: %s", error)
         return TorchKernels()
 
 
@@ -114,14 +112,14 @@ def make_backend(
     dtype: torch.dtype,
     kernels: Kernels | None = None,
 ) -> AttentionBackend:
-    """FlashInfer on a GPU where it is installed and computes in `dtype`, native `kernels` on a CPU;
-    otherwise torch, which on a GPU is slower and never chosen in silence."""
+    """Returns FlashInfer on a GPU if it is installed and supports `dtype`, native attention with
+    native `kernels` on a CPU; else torch, with a warning on a GPU, where it is slower."""
     if device.type != "cuda":
         if isinstance(kernels, NativeKernels) and can_attend(shape):
             return NativeAttention(shape, device, dtype, kernels)
         return TorchAttention(shape, device, dtype)
     if missing := _without_flashinfer(dtype):
-        logger.warning("attention in plain torch, which is slower: %s", missing)
+        logger.warning("using torch attention, which is slower: %s", missing)
         return TorchAttention(shape, device, dtype)
     # Importing flashinfer takes seconds and needs a GPU.
     from pdserve.common.model.attention_flashinfer import FlashInferAttention
@@ -130,7 +128,7 @@ def make_backend(
 
 
 def _without_flashinfer(dtype: torch.dtype) -> str:
-    """Why it cannot be used, and the mend; empty: it can."""
+    """Returns why FlashInfer cannot be used, and the fix; "" if it can."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"FlashInfer does not compute in {dtype}: use --dtype bfloat16 or float16"
     if find_spec("flashinfer") is None:

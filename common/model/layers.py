@@ -1,8 +1,8 @@
 """Tensor-parallel layers (Megatron-LM, arXiv:1909.08053), for inference only.
 
-A layer holds this rank's part of its weights and lists, as `Shard`s, which rows or columns of
-which checkpoint tensor go where. The loader needs nothing else: it neither knows the layers
-nor do the layers know files. How a linear layer's matrix is stored is its `Weight`'s affair.
+A layer holds this rank's part of its weights and yields `Shard`s, which say which part of which
+checkpoint tensor goes where. The loader needs nothing else, and layers know nothing about files.
+The storage format of a linear layer's matrix is up to its `Weight`.
 
     ColumnParallelLinear   splits output features   y_rank = x W_rankᵀ          no communication
     RowParallelLinear      splits input features    y = Σ_rank x_rank W_rankᵀ   all-reduce
@@ -24,12 +24,12 @@ from pdserve.common.model.weights import MatrixPart, Table, make_table, make_wei
 
 
 class LoRA(ABC):
-    """What the adapters of a step's rows add to linear layers."""
+    """The LoRA adapters of a step's rows."""
 
     @abstractmethod
     def add(self, name: str, x: Tensor, y: Tensor) -> None:
-        """To `y` `[T, out]`, in place, what those of its rows have for input `x` `[T, in]`; the
-        layer's first matrix is called `name`."""
+        """Adds the adapters' product with `x` `[T, in]` to `y` `[T, out]` in place; `name`: the
+        layer's first matrix."""
 
 
 class RMSNorm:
@@ -45,7 +45,7 @@ class RMSNorm:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, residual: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`residual + x`, or `x` where nothing came before it; and its norm."""
+        """Returns (`residual + x`, its norm); the sum is `x` without a residual."""
         if residual is None:
             return x, self(x)
         return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
@@ -56,7 +56,7 @@ class RMSNorm:
 
 
 class ColumnParallelLinear:
-    """Several matrices with one input, fused into one product: `[T, in] → [T, Σ part.count]`."""
+    """Matrices with the same input, fused into one product: `[T, in] → [T, Σ part.count]`."""
 
     def __init__(self, parts: Sequence[MatrixPart], bias: bool, sharding: Sharding) -> None:
         self.parts = tuple(parts)
@@ -79,8 +79,8 @@ class ColumnParallelLinear:
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projections. A rank holds its share of the query heads and the KV
-    heads they attend to; where ranks outnumber KV heads, a KV head lies on several ranks."""
+    """Query, key and value projections. A rank has its share of the query heads and the KV heads
+    they attend to; with more ranks than KV heads, several ranks have the same KV head."""
 
     def __init__(self, prefix: str, spec: ModelSpec, sharding: Sharding) -> None:
         group, dim = sharding.group, spec.head_dim
@@ -116,7 +116,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 class RowParallelLinear:
     """Takes this rank's input features `[T, in / size]`; returns the sum over ranks `[T, out]`, or
-    without `reduce_results` this rank's part of it."""
+    this rank's addend without `reduce_results`."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RowParallelLinear:
         self.bias = sharding.zeros(out_features) if bias else None
 
     def __call__(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
-        # One rank adds the bias, or the sum would hold it once per rank.
+        # Only one rank adds the bias, or the sum would contain it once per rank.
         bias = self.bias if self.group.rank == 0 else None
         part = self.weight.linear(x, bias)
         if lora is not None:
@@ -152,7 +152,7 @@ class RowParallelLinear:
 
 
 class MLP:
-    """SwiGLU (arXiv:2002.05202) with `inner` features between its two products."""
+    """A SwiGLU MLP (arXiv:2002.05202) with `inner` features between its two products."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class MLP:
 
 
 class _VocabParallel:
-    """A `[vocab, hidden]` matrix split by rows. Every rank holds equally many; those past the
-    vocabulary's end are zero and stand for no token."""
+    """A `[vocab, hidden]` matrix split by rows. All ranks have equally many; padding rows after the
+    vocabulary's end are zero."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class _VocabParallel:
         sharding: Sharding,
         weight: Table | None = None,
     ) -> None:
-        """`weight` is another layer's to share (tied embeddings); absent, this layer owns one."""
+        """`weight`: another layer's weight to share (tied embeddings)."""
         self.name = name
         self.group = sharding.group
         self.vocab_size = vocab_size
@@ -208,7 +208,7 @@ class _VocabParallel:
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Token ids `[T]` → `[T, hidden]`, on every rank."""
+    """Embeds token ids `[T]` as `[T, hidden]`, on every rank."""
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -220,7 +220,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """`[B, hidden]` → float32 logits `[B, vocab]`, on every rank."""
+    """Computes float32 logits `[B, vocab]` of `[B, hidden]`, on every rank."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.group.all_gather(self.weight.linear(hidden, None), dim=-1)

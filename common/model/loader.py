@@ -32,10 +32,10 @@ def load_model(
     stage: Stage | None = None,
     on_progress: OnProgress | None = None,
 ) -> CausalLM:
-    """This rank's part of the model `config.model` names; without a `stage` of all layers.
+    """Loads this rank's part of `config.model`; all layers without a `stage`.
 
     Raises:
-        ConfigError: the folder's tensors are not those of `spec`; the message names them all.
+        ConfigError: the folder's tensors do not match `spec`; the message lists all differences.
     """
     spec = spec.quantized(config.quantization)
     model = CausalLM(spec, sharding, stage)
@@ -59,7 +59,7 @@ def _copy(
 ) -> None:
     total, done = sum(shard.target.nbytes for shard in shards), 0
     for shard, part in parts:
-        # What is unpacked or rounded is so where it will be used: a GPU is quicker at it.
+        # Unpack and round on the target device: a GPU is faster at it.
         shard.target.copy_(shard.convert(part.to(shard.target.device)))
         done += shard.target.nbytes
         if on_progress is not None:
@@ -69,7 +69,7 @@ def _copy(
 
 
 def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Raises ConfigError if the checkpoint's tensors are not exactly the whole model's."""
+    """Raises ConfigError unless the checkpoint's tensors are exactly the model's."""
     whole = CausalLM(spec, Sharding(GroupCoordinator(), torch.device("meta"), torch.float32))
     expected = {shard.name: list(shard.shape) for shard in whole.shards()}
     found = {name: part.get_shape() for name, part in checkpoint.items()}
@@ -92,13 +92,13 @@ def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
 
 
 def _harmless(name: str, part: Any, spec: ModelSpec) -> bool:
-    """Tensors some checkpoints carry and no decoder needs."""
+    """Returns whether a tensor is one that some checkpoints have and no decoder needs."""
     tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
     return tied_head or name.endswith("rotary_emb.inv_freq") or _gptq_extra(name, part, spec)
 
 
 def _gptq_extra(name: str, part: Any, spec: ModelSpec) -> bool:
-    """AutoGPTQ writes group indices also where they say nothing, and biases of zero."""
+    """Returns whether a tensor is one of AutoGPTQ's redundant group indices or zero biases."""
     if spec.quantization is None or spec.quantization.method != "gptq":
         return False
     if name.endswith(".g_idx"):
@@ -113,14 +113,14 @@ def _check_dummy(spec: ModelSpec) -> None:
     kind = spec.quantization
     if kind is not None and kind.method != "int8":
         raise ConfigError(
-            f"--load-format dummy makes no {kind.method} weights: take quantization_config out of "
-            "config.json, and pass --quantization int8 for quantized ones"
+            f"--load-format dummy cannot make {kind.method} weights: remove quantization_config "
+            "from config.json, and pass --quantization int8 for quantized weights"
         )
 
 
 def _dummy_parts(shards: list[Shard], seed: int) -> Iterator[tuple[Shard, Tensor]]:
-    """Small random matrices and biases, norms of one. Whole tensors are drawn and then cut, so
-    that groups of every size hold the same model."""
+    """Yields small random matrices and biases, and norms of one. Draws whole tensors and cuts them,
+    so that groups of any size have the same model."""
     for shard in shards:
         if shard.name.endswith("norm.weight"):
             yield shard, torch.ones(shard.shape)[shard.index]

@@ -1,10 +1,9 @@
 """LoRA adapters in a model (arXiv:2106.09685): y = W x + scale · B A x, for the rows of a step that
-have one. The product with W is one for all rows; those of each adapter then get its part.
+have one. All rows share the product with W; then each adapter's product is added to its rows.
 
-A linear layer's matrices share their input, so their adapters are one pair: the As below each
-other and the Bs, scaled, on a diagonal. Ranks of a tensor-parallel group cut them as they cut W:
-rows of B where W is split by outputs, columns of A where by inputs, whose parts the layer's
-all-reduce adds.
+A linear layer's fused matrices share their input, so their adapters form one pair: the As stacked,
+and the scaled Bs block-diagonal. Tensor-parallel ranks split them like W: rows of B if W is split
+by outputs, columns of A if by inputs (the layer's all-reduce then adds the parts).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pdserve.common.model.weights import MatrixPart
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Of one linear layer, this rank's part."""
+    """This rank's part of an adapter for one linear layer."""
 
     a: Tensor  # [R, in]
     b: Tensor  # [out, R]
@@ -34,12 +33,12 @@ class Pair:
         return F.linear(F.linear(x, self.a), self.b)
 
 
-Pairs = Mapping[str, Pair]  # by the name of a layer's first matrix
+Pairs = Mapping[str, Pair]  # name of a layer's first matrix → pair
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoRA(LoRA):
-    """A step's adapters, and the rows of each: int64 `[n]`, None: all there are."""
+    """A step's adapters, and the rows of each: int64 `[n]`, None: all rows."""
 
     groups: Sequence[tuple[Pairs, Tensor | None]]
 
@@ -55,7 +54,7 @@ class StepLoRA(LoRA):
 
 
 def load_pairs(model: CausalLM, file: AdapterFile) -> dict[str, Pair]:
-    """This rank's part of an adapter, on the model's device and in its dtype."""
+    """Loads this rank's part of an adapter, on the model's device and in its dtype."""
     device, dtype = model.attention.device, model.dtype
     tensors = safetensors.torch.load(file.weights)
     pairs = {}

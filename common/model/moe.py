@@ -1,5 +1,5 @@
-"""A mixture of experts in place of a decoder layer's MLP: a router, the experts that a rank holds,
-computed together, and perhaps one expert that every token visits."""
+"""A mixture of experts in place of a decoder layer's MLP: a router, this rank's experts, computed
+together, and an optional shared expert that every token uses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pdserve.common.model.sharding import Shard, Sharding, shards_of
 
 
 class MoE:
-    """`[T, H]`, equal on all tensor-parallel ranks → `[T, H]`, equal again."""
+    """An MoE layer. Takes and returns `[T, H]`, equal on all tensor-parallel ranks."""
 
     def __init__(self, prefix: str, spec: ModelSpec, moe: MoESpec, sharding: Sharding) -> None:
         self.group, self.all2all = sharding.group, sharding.all2all
-        self.router = Router(f"{prefix}.gate", moe, spec.hidden_size, sharding)
+        self.router = ExpertRouter(f"{prefix}.gate", moe, spec.hidden_size, sharding)
         self.experts = FusedExperts(prefix, moe, spec.hidden_size, sharding)
         self.shared: SharedExpert | None = None
         if inner := moe.shared_intermediate_size:
             self.shared = SharedExpert(prefix, spec, inner, sharding)
         self.loads = torch.zeros(moe.num_experts, dtype=torch.int64)
-        """int64 `[num_experts]`: how many tokens of the last step visited each expert."""
+        """int64 `[num_experts]`: tokens of the last step per expert."""
 
     def __call__(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x) if self.shared is None else self.shared(x)
@@ -44,15 +44,15 @@ class MoE:
             yield from self.shared.shards()
 
 
-class Router:
-    """Scores every expert for a token and chooses the best `top_k`. Each rank holds all of it."""
+class ExpertRouter:
+    """Scores the experts for each token and chooses the best `top_k`. Replicated on all ranks."""
 
     def __init__(self, name: str, spec: MoESpec, hidden: int, sharding: Sharding) -> None:
         self.name, self.spec = name, spec
         self.weight = sharding.zeros(spec.num_experts, hidden)
 
     def __call__(self, x: Tensor) -> RoutedTokens:
-        """`[T, H]`. The product is in the model's dtype, what follows in float32."""
+        """Routes `[T, H]`. The product is in the model's dtype, the rest in float32."""
         scores = F.linear(x, self.weight).softmax(-1, dtype=torch.float32)
         weights, experts = scores.topk(self.spec.top_k)
         if self.spec.norm_topk_prob:
@@ -65,7 +65,7 @@ class Router:
 
 
 class SharedExpert:
-    """An MLP for every token, scaled by a gate of its own. Ranks split it as a dense one."""
+    """An MLP for every token, scaled by its own gate. Ranks split it like a dense MLP."""
 
     def __init__(self, prefix: str, spec: ModelSpec, inner: int, sharding: Sharding) -> None:
         self.name = f"{prefix}.shared_expert_gate.weight"
@@ -73,7 +73,7 @@ class SharedExpert:
         self.mlp = MLP(f"{prefix}.shared_expert", spec, inner, sharding, reduce_results=False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, H]` → this rank's part of the sum over ranks."""
+        """Returns this rank's addend of the sum over ranks, `[T, H]`."""
         return F.linear(x, self.gate).sigmoid() * self.mlp(x)
 
     def shards(self) -> Iterator[Shard]:
@@ -82,9 +82,8 @@ class SharedExpert:
 
 
 class FusedExperts:
-    """Each expert is a SwiGLU (arXiv:2002.05202). Expert-parallel ranks hold different experts; the
-    neighbours that hold the same ones split each of them by its inner features, so that what they
-    compute adds up to it."""
+    """SwiGLU experts (arXiv:2002.05202). Expert-parallel ranks have different experts; neighbouring
+    ranks with the same experts split each by its inner features, and their outputs add up."""
 
     def __init__(self, prefix: str, spec: MoESpec, hidden: int, sharding: Sharding) -> None:
         owners, group = sharding.all2all.group, sharding.group
@@ -99,8 +98,8 @@ class FusedExperts:
         self._packed = False
 
     def __call__(self, tokens: RoutedTokens) -> Tensor:
-        """`[T, H]`: of each token the weighted sum of what those of its experts that are here say;
-        of a token without any, zeros. Summed in one order, whatever else is in the step."""
+        """Returns `[T, H]`: per token the weighted sum of its experts on this rank, zeros without
+        any. The order of summation does not depend on other tokens in the step."""
         count, k = tokens.experts.shape
         order, counts = self._by_expert(tokens.experts)
         outputs = self._linear(
@@ -119,7 +118,7 @@ class FusedExperts:
         return grouped_linear(x, weight, counts, self.kernels.packer if self._packed else None)
 
     def _pack(self) -> None:
-        """Both, or neither; once."""
+        """Packs both weights, once, if both can be packed."""
         packer, weights = self.kernels.packer, (self.gate_up_proj, self.down_proj)
         if packer is None or self._packed or not all(map(packer.takes, weights)):
             return
@@ -128,8 +127,8 @@ class FusedExperts:
         self._packed = True
 
     def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """The flat `[T * k]` places of `experts` that are of this rank, by expert and then in
-        order; and int64 `[count]`, how many of each expert. A GPU's host waits here."""
+        """Returns the indices into flat `experts` `[T * k]` of this rank's experts, sorted by
+        expert, and int64 `[count]`, how many per expert. On a GPU the host waits here."""
         own = experts.flatten() - self.first
         own = own.masked_fill((own < 0) | (own >= self.count), self.count)
         counts = occurrences(own, self.count + 1)[: self.count]
@@ -151,11 +150,9 @@ class FusedExperts:
 def grouped_linear(
     x: Tensor, weight: Tensor, counts: Tensor, packer: Packer | None = None
 ) -> Tensor:
-    """`[N, in]`, the first `counts[0]` rows of expert 0, the next of expert 1 … → `[N, out]`.
-
-    `weight` is `[experts, out, in]`, packed by `packer` if there is one; experts without rows cost
-    nothing.
-    """
+    """Multiplies the first `counts[0]` rows of `[N, in]` by expert 0, the next by expert 1 …;
+    returns `[N, out]`. `weight`: `[experts, out, in]`, packed if there is a `packer`. Experts
+    without rows cost nothing."""
     if len(x) and _has_kernel(weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
@@ -168,8 +165,8 @@ def grouped_linear(
 
 
 def _has_kernel(weight: Tensor) -> bool:
-    """What torch's grouped GEMM is for: bfloat16 on NVIDIA GPUs from Ampere on, rows of whole 16
-    bytes. Elsewhere it is this very loop, or an error."""
+    """Returns whether torch's grouped GEMM helps: bfloat16 on NVIDIA GPUs since Ampere, with rows
+    of a multiple of 16 bytes. Elsewhere it is a loop like ours, or an error."""
     if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
         return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0

@@ -1,5 +1,5 @@
-"""Numbers of 4 or 8 bits in 32-bit words, as AWQ and GPTQ files hold them, and two to a byte, as
-they are held in memory."""
+"""Packs and unpacks 4- and 8-bit weights: 32-bit words in AWQ and GPTQ files, two per byte in
+memory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.model.sharding import Shard
 
 WORD_BITS = 32
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word AutoAWQ puts each of eight outputs
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AutoAWQ's position in a word of each of eight outputs
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """How a file holds a `[in, out]` matrix of numbers: words run along one of its dimensions."""
+    """The format of a packed `[in, out]` matrix in a file, with words along one dimension."""
 
     bits: int
-    dim: int  # 0: a word is of several inputs; 1: of several outputs
-    order: tuple[int, ...]  # where in a word, from its low bits, each of its numbers lies
+    dim: int  # 0: a word has several inputs; 1: several outputs
+    order: tuple[int, ...]  # position of each number in a word, from the low bits
 
     @classmethod
     def of(cls, method: str, bits: int) -> PackedMatrix:
-        """The `qweight` of "awq" or "gptq"."""
+        """Returns the format of `qweight` in "awq" or "gptq" files."""
         if method == "awq":
             return cls(bits, 1, AWQ_ORDER)
         return cls(bits, 0, tuple(range(WORD_BITS // bits)))
 
     def along_outputs(self) -> PackedMatrix:
-        """The `qzeros` beside it, which both methods pack along outputs."""
+        """Returns the format of `qzeros`, which both methods pack along outputs."""
         return replace(self, dim=1)
 
     def shard(
@@ -44,13 +44,13 @@ class PackedMatrix:
         target: Tensor,
         then: Callable[[Tensor], Tensor] = Tensor.contiguous,
     ) -> Shard:
-        """What to read for the part `kept` of the `shape` of numbers. `target` gets it turned
-        to `[out, in]` and passed through `then`."""
+        """Returns the shard for the part `kept` of a matrix of `shape` numbers. `target` gets it
+        transposed to `[out, in]` and passed through `then`."""
         per_word = len(self.order)
         shape_in_words, index = list(shape), list(kept)
         start, stop = kept[self.dim].start, kept[self.dim].stop
         shape_in_words[self.dim] //= per_word
-        # Words at the ends may hold numbers of other ranks too.
+        # Words at both ends may also contain numbers of other ranks.
         index[self.dim] = slice(start // per_word, -(-stop // per_word))
         skipped = start % per_word
         convert = partial(self._read, name, skipped, stop - start, then)
@@ -65,14 +65,14 @@ class PackedMatrix:
         words: Tensor,
     ) -> Tensor:
         if words.dtype != torch.int32:
-            raise ConfigError(f"{name} holds {words.dtype}, not the int32 of packed numbers")
+            raise ConfigError(f"{name} has dtype {words.dtype}, but packed weights are int32")
         numbers = unpack_words(words, self.bits, self.dim, self.order)
         return then(numbers.narrow(self.dim, skipped, count).t())
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...]) -> Tensor:
-    """int32 `[m, n]` → uint8, `dim` longer by the numbers in a word: the i-th of a word is in its
-    bits from `order[i] * bits`."""
+    """Unpacks int32 `[m, n]` to uint8, with `dim` longer by the numbers per word: the i-th number
+    of a word starts at bit `order[i] * bits`."""
     shifts = torch.tensor(order, dtype=torch.int32, device=words.device) * bits
     shifts = shifts[:, None] if dim == 0 else shifts
     numbers = (words.unsqueeze(dim + 1) >> shifts) & (2**bits - 1)
@@ -80,14 +80,14 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...]) -> 
 
 
 def pack_nibbles(numbers: Tensor) -> Tensor:
-    """uint8 `[m, n]` below 16, n even → `[m, n / 2]`: the first half of a row in the low bits, the
-    second in the high ones."""
+    """Packs uint8 `[m, n]` (values below 16, n even) to `[m, n / 2]`: the first half of a row in
+    the low bits, the second in the high bits."""
     low, high = numbers.chunk(2, dim=1)
     return low | (high << 4)
 
 
 def unpack_nibbles(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `pack_nibbles` was given, as `dtype`, with no copy in between."""
+    """Reverses `pack_nibbles`, directly into `dtype`."""
     rows, half = packed.shape
     numbers = torch.empty(rows, 2, half, dtype=dtype, device=packed.device)
     torch.bitwise_and(packed, 15, out=numbers[:, 0])

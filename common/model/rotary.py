@@ -14,20 +14,20 @@ Angles = tuple[Tensor, Tensor]
 
 
 class RotaryEmbedding:
-    """Turns query and key heads by angles that grow with the position."""
+    """Computes the rotation angles of positions."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
         self.inverse_frequencies = _inverse_frequencies(spec, head_dim).to(device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """Of positions `[T]`: once per step, for all layers. Computed in float32, where bfloat16
-        would lose the position."""
+        """Returns cos and sin of positions `[T]`, once per step for all layers. Computed in
+        float32: bfloat16 cannot represent large positions."""
         angles = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def apply_rotary(x: Tensor, angles: Angles) -> Tensor:
-    """Heads `x` [T, H, D] turned by the step's angles."""
+    """Rotates heads `x` [T, H, D] by the step's angles."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -44,8 +44,8 @@ def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
-    """Llama 3.1's rule: wavelengths well inside the original context stay, those beyond it
-    stretch by `factor`, those between are blended."""
+    """Applies Llama 3.1's scaling: wavelengths well inside the original context stay, those beyond
+    it are scaled by `factor`, those between are interpolated."""
     context = spec.original_max_position_embeddings
     turns = context * frequencies / (2 * math.pi)  # over the original context
     low, high = spec.low_freq_factor, spec.high_freq_factor

@@ -1,4 +1,4 @@
-"""Where one rank's tensors live, and which parts of a checkpoint go into them."""
+"""How a rank's tensors are created, and which parts of a checkpoint fill them."""
 
 from __future__ import annotations
 
@@ -29,35 +29,34 @@ class Shard:
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # of the whole tensor
-    index: tuple[slice, ...]  # what this rank reads of it
-    target: Tensor  # where it goes; may be a view into a fused weight
-    convert: Callable[[Tensor], Tensor] = _as_it_is  # what was read → what `target` holds
+    index: tuple[slice, ...]  # the part that this rank reads
+    target: Tensor  # destination; may be a view of a fused weight
+    convert: Callable[[Tensor], Tensor] = _as_it_is  # from the tensor read to the one stored
     finish: Callable[[], None] = _nothing  # called when all shards of the model are filled
 
 
 class Sharded(Protocol):
-    """Whatever holds weights."""
+    """An object with weights."""
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's parts of the checkpoint."""
+        """Yields this rank's parts of the checkpoint."""
 
 
 def shards_of(*parts: Sharded) -> Iterator[Shard]:
-    """The shards of several layers, in order."""
+    """Yields the shards of several layers, in order."""
     for part in parts:
         yield from part.shards()
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Where one rank's tensors live, the ranks it shares each layer with, how its linear layers
-    hold their weights, and by what the rest is computed."""
+    """A rank's device, dtype, parallel groups, weight format and kernels."""
 
     group: GroupCoordinator  # tensor-parallel
     device: torch.device
-    dtype: torch.dtype  # of what is computed, and of weights that are not quantized
+    dtype: torch.dtype  # of computation, and of weights that are not quantized
     all2all: All2AllManager = field(default_factory=lambda: Replicated(GroupCoordinator()))
-    """Between the ranks of `group` that hold different experts; default: each holds all."""
+    """Between the ranks of `group` that have different experts; default: each has all."""
     quantization: Quantization | None = None
     kernels: Kernels = field(default_factory=TorchKernels)
 
@@ -65,6 +64,6 @@ class Sharding:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def split(self, total: int) -> slice:
-        """This rank's equal share of `total` (a multiple of the group's size)."""
+        """Returns this rank's equal share of `total`, a multiple of the group's size."""
         share = total // self.group.size
         return slice(self.group.rank * share, (self.group.rank + 1) * share)

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline holds."""
+"""Splits a model's layers into pipeline stages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pdserve.common.core.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers `start … end-1`. The first stage has the embedding as well, the last one the final
-    norm and the head."""
+    """Layers `start … end-1`. The first stage also has the embedding, the last one the final norm
+    and the head."""
 
     start: int
     end: int
@@ -27,18 +27,18 @@ class Stage:
 
     @classmethod
     def whole(cls, num_layers: int) -> Stage:
-        """The only stage of a model that is not cut."""
+        """Returns the only stage of a model that is not split."""
         return cls(0, num_layers)
 
 
 def pipeline_stages(
     num_layers: int, size: int, partition: Sequence[int] | None = None
 ) -> tuple[Stage, ...]:
-    """`num_layers` cut into `size` stages as `partition` says, or evenly, earlier stages taking
-    what does not divide.
+    """Splits `num_layers` into `size` stages by `partition`, or evenly, with the remainder in the
+    first stages.
 
     Raises:
-        ConfigError: a stage would be empty, or the parts are not `size` or not the whole.
+        ConfigError: a stage would be empty, or `partition` does not match `size` or `num_layers`.
     """
     if size > num_layers:
         raise ConfigError(
@@ -48,7 +48,7 @@ def pipeline_stages(
     counts = partition or [least + (stage < rest) for stage in range(size)]
     if len(counts) != size or sum(counts) != num_layers or min(counts) < 1:
         raise ConfigError(
-            f"--pipeline-partition {','.join(map(str, counts))} does not cut {num_layers} layers "
+            f"--pipeline-partition {','.join(map(str, counts))} does not split {num_layers} layers "
             f"into {size} stages"
         )
     edges = list(accumulate(counts, initial=0))
@@ -56,7 +56,7 @@ def pipeline_stages(
 
 
 def parse_partition(text: str | None) -> tuple[int, ...] | None:
-    """`--pipeline-partition`: "9,8,8,5" are the layers of four stages. Raises ConfigError."""
+    """Parses --pipeline-partition: "9,8,8,5" are the layers of four stages. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -66,6 +66,6 @@ def parse_partition(text: str | None) -> tuple[int, ...] | None:
 
 
 def stages_of(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Stage, ...]:
-    """Raises ConfigError if the model's layers cannot be cut as the options say."""
+    """Returns the stages of the options; raises ConfigError if the layers cannot be split so."""
     partition = parse_partition(parallel.pipeline_partition)
     return pipeline_stages(spec.num_layers, parallel.pipeline_parallel_size, partition)

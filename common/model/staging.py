@@ -1,5 +1,5 @@
-"""What crosses between host and device in a step. The host waits for a GPU in `fetch` alone: memory
-it copies from and to is pinned, and a copy queues up behind what was queued before it."""
+"""Copies between host and device within a step. Only `fetch` makes the host wait for a GPU: other
+copies use pinned memory and are queued on the stream."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """What is on the host, on the device when its stream comes to that."""
+    """Queues a copy of a host tensor to the device."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def upload_together(values: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """`upload` of tensors of one dtype and one dimension, in one copy."""
+    """Like `upload`, for one-dimensional tensors of one dtype, in one copy."""
     if device.type == "cpu":
         return tuple(values)
     counts = [len(each) for each in values]
@@ -27,7 +27,7 @@ def upload_together(values: Sequence[Tensor], device: torch.device) -> tuple[Ten
 
 
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """`tensors`, all of one device, on the host: one wait for all of them."""
+    """Copies `tensors`, all on one device, to the host, with one wait for all of them."""
     device = tensors[0].device
     if device.type == "cpu":
         return tensors
@@ -42,18 +42,38 @@ def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Mark:
-    """A place in what is queued on the device. A CPU has no queue."""
+    """A CUDA event on the current stream; does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def set(self) -> None:
-        """Behind all that the device was given."""
+        """Records the event after all work queued so far."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until the device has come to it; at once if it was never set."""
+        """Waits until the device has reached it; returns at once if it was never set."""
         if self._event is not None:
             self._event.synchronize()
+
+
+# ---- rows of a batch, without a wait for the device ----
+
+
+def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Returns the given rows of `tensor`; `tensor` itself, without a copy, if these are all."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, indices(rows, tensor))
+
+
+def indices(rows: Sequence[int], like: Tensor) -> Tensor:
+    """Returns `rows` as int64 on the device of `like`."""
+    return upload(torch.tensor(rows, dtype=torch.int64), like.device)
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """Returns `[len(values), 1]` with the dtype and device of `like`."""
+    return upload(torch.tensor(values, dtype=like.dtype), like.device).unsqueeze(1)

@@ -1,13 +1,13 @@
-"""The matrix of a linear layer, in the form in which it stays in memory.
+"""Weight formats of linear layers in memory.
 
     PlainWeight     [out, in] in the dtype
-    Int8Weight      [out, in] int8, and a scale for each output channel
-    GroupedWeight   [out, in] 4- or 8-bit numbers, and a scale and a zero point for each group
-                    of inputs of an output channel: AWQ and GPTQ checkpoints
+    Int8Weight      [out, in] int8, and a scale per output channel
+    GroupedWeight   [out, in] 4- or 8-bit numbers, and a scale and a zero point per group of inputs
+                    of an output channel: AWQ and GPTQ checkpoints
 
-CPUs with kernels of their own multiply by the first two as they are. Elsewhere int8 is turned into
-the dtype anew for each product, and so are groups everywhere: time, but no lasting memory.
-`common/planning/footprint.py` knows the bytes of each.
+Native CPU kernels multiply by the first two directly. Otherwise int8 and grouped weights are
+dequantized for each product, which costs time but no lasting memory. `common/planning/footprint.py`
+computes the bytes of each format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import Quantization
-from pdserve.common.model.matrix import WeightMatrix
+from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.packing import PackedMatrix, pack_nibbles, unpack_nibbles
 from pdserve.common.model.sharding import Shard, Sharding
 
@@ -34,35 +34,35 @@ INT8_MAX = 127
 class MatrixPart:
     """The part of a checkpoint's matrix that this rank keeps."""
 
-    name: str  # of the module
+    name: str  # module
     shape: tuple[int, int]  # of the whole matrix: outputs, inputs
     rows: slice
     columns: slice
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """The number of rows kept."""
         return int(self.rows.stop - self.rows.start)
 
 
 class Weight(Protocol):
-    """Matrices `[out, in]` of one input, one below the other."""
+    """Matrices `[out, in]` with the same input, stacked."""
 
     def dense(self) -> Tensor:
-        """`[out, in]` in the dtype; not to be written to."""
+        """Returns `[out, in]` in the dtype; read-only."""
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[T, in] → [T, out]`, in the dtype of `x`."""
+        """Computes `[T, in] → [T, out]`, in the dtype of `x`."""
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's parts of the checkpoint."""
+        """Yields this rank's parts of the checkpoint."""
 
 
 def make_weight(parts: Sequence[MatrixPart], sharding: Sharding) -> Weight:
-    """The weight of a layer, zero, in the form that the sharding's quantization asks for.
+    """Returns a layer's weight, zero, in the format of the sharding's quantization.
 
     Raises:
-        ConfigError: the parts are not quantized alike, or numbers do not fill whole bytes.
+        ConfigError: only some parts are quantized, or the numbers do not fill whole bytes.
     """
     quantization = sharding.quantization
     if quantization is None or not any(quantization.covers(part.name) for part in parts):
@@ -70,7 +70,7 @@ def make_weight(parts: Sequence[MatrixPart], sharding: Sharding) -> Weight:
     if not all(quantization.covers(part.name) for part in parts):
         names = ", ".join(part.name for part in parts)
         raise ConfigError(
-            f"quantization_config: {names} are one product: all of them must be quantized or none"
+            f"quantization_config: {names} are fused: all of them must be quantized or none"
         )
     if quantization.method == "int8":
         return Int8Weight(parts, sharding)
@@ -78,8 +78,8 @@ def make_weight(parts: Sequence[MatrixPart], sharding: Sharding) -> Weight:
 
 
 def make_table(part: MatrixPart, rows: int, sharding: Sharding) -> Table:
-    """A rank's `[rows, hidden]` of the vocabulary, of which the last ones may stand for no token.
-    int8 rounds it; AWQ and GPTQ checkpoints leave it as it is."""
+    """Returns a rank's `[rows, hidden]` of the vocabulary; the last rows may be padding. int8
+    quantizes it, AWQ and GPTQ do not."""
     quantization = sharding.quantization
     if quantization is not None and quantization.method == "int8":
         return Int8Weight([part], sharding, rows)
@@ -91,17 +91,58 @@ def _rows(parts: Sequence[MatrixPart]) -> int:
 
 
 def _columns(parts: Sequence[MatrixPart]) -> slice:
-    """The inputs that this rank keeps, of all parts."""
+    """Returns the inputs that this rank keeps, equal for all parts."""
     return parts[0].columns
 
 
+class WeightMatrix:
+    """A matrix `[out, in]`, in row-major order while it is loaded. `pack` then reorders it in place
+    if the kernels can multiply it faster in their own order."""
+
+    def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
+        self.tensor = tensor
+        """The memory, in the order of `dense()` until it is packed."""
+        self._packer = kernels.packer
+        self.packed = False
+
+    def pack(self) -> None:
+        """Packs the matrix, once, after it was loaded."""
+        if not self.packed and self._packer is not None and self._packer.takes(self.tensor):
+            self._packer.pack(self.tensor)
+            self.packed = True
+
+    def dense(self) -> Tensor:
+        """Returns `[out, in]`, read-only; a copy if packed."""
+        if not self.packed or self._packer is None:
+            return self.tensor
+        return self._packer.unpack(self.tensor)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Looks up rows: int64 `[T]` → `[T, in]`. Raises IndexError."""
+        if not self.packed or self._packer is None:
+            return F.embedding(ids, self.tensor)
+        return self._packer.unpack(self.tensor, ids)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Computes `[T, in] → [T, out]`; `x` has the matrix's dtype."""
+        if not self.packed or self._packer is None:
+            return F.linear(x, self.tensor, bias)
+        return self._packer.linear(x, self.tensor, bias)
+
+    def scaled_linear(self, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Multiplies by an int8 matrix with `scales` per row; None if dequantizing is faster."""
+        if not self.packed or self._packer is None or not self._packer.wins(len(x), x.dtype):
+            return None
+        return self._packer.linear(x, self.tensor, bias, scales)
+
+
 class PlainWeight:
-    """Not quantized."""
+    """A weight that is not quantized."""
 
     def __init__(
         self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
     ) -> None:
-        """`rows`: how many, if more than the parts'; the others stay 0."""
+        """`rows`: number of rows if more than the parts'; the rest stays 0."""
         self.parts = parts
         columns = _columns(parts)
         tensor = sharding.zeros(rows or _rows(parts), columns.stop - columns.start)
@@ -129,13 +170,13 @@ class PlainWeight:
 
 
 class Int8Weight:
-    """Unquantized weights, rounded while they are loaded: symmetric, so that the largest of an
-    output channel is ±127. Ranks that split a channel's inputs share its scale."""
+    """Weights quantized to int8 while they are loaded: symmetric, with ±127 for the largest of an
+    output channel. Ranks that split a channel's inputs share its scale."""
 
     def __init__(
         self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
     ) -> None:
-        """`rows` as of `PlainWeight`."""
+        """`rows`: as in `PlainWeight`."""
         self.parts = parts
         columns = _columns(parts)
         shape = (rows or _rows(parts), columns.stop - columns.start)
@@ -145,7 +186,7 @@ class Int8Weight:
 
     @property
     def values(self) -> Tensor:
-        """int8 `[out, in]`, not to be written to."""
+        """int8 `[out, in]`, read-only."""
         return self.matrix.dense()
 
     def dense(self) -> Tensor:
@@ -159,9 +200,9 @@ class Int8Weight:
         return self.matrix.rows(ids) * self.scales[ids, None]
 
     def _converted_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype == torch.float16:  # which sums of products with ±127 could overflow
+        if x.dtype == torch.float16:  # sums of products with ±127 could overflow it
             return F.linear(x, self.dense(), bias)
-        # Cheaper, since it scales tokens rather than weights.
+        # Scaling the output is cheaper than scaling the weights.
         out = F.linear(x, self.values.to(x.dtype)).mul_(self.scales)
         return out if bias is None else out.add_(bias)
 
@@ -177,32 +218,30 @@ class Int8Weight:
 
 
 def channel_scales(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[out, in]` → the step between neighbouring int8 numbers of each output channel, `[out]` in
-    `dtype`; 1 where all weights are 0."""
+    """Returns the scale of each output channel of `[out, in]`, `[out]` in `dtype`; 1 if all weights
+    of a channel are 0."""
     scales = (matrix.abs().amax(dim=1).float() / INT8_MAX).to(dtype)
     return scales.masked_fill(scales == 0, 1.0)
 
 
 def round_columns(matrix: Tensor, columns: slice, dtype: torch.dtype) -> Tensor:
-    """Whole rows `[out, in]` → int8 `[out, columns]`, nearest to what the scales, as they are
-    rounded to `dtype`, make of them."""
+    """Quantizes whole rows `[out, in]` to int8 `[out, columns]`, with scales rounded to `dtype`."""
     steps = channel_scales(matrix, dtype).float()[:, None]
     return (matrix[:, columns] / steps).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 Table = PlainWeight | Int8Weight
-"""Weights whose rows are looked up as well."""
+"""Weights with row look-up."""
 
 
 # ---- AWQ and GPTQ ----
 
 
 class GroupedWeight:
-    """`(number - zero point) * scale`.
+    """Weights of AWQ and GPTQ: `(number - zero point) * scale`.
 
-    Groups are runs of `group_size` inputs, and a rank's share of the inputs is whole groups; or,
-    where it is not (a split by ranks within a group, GPTQ's `desc_act`), `group_of` says which
-    group each input is of.
+    Groups are runs of `group_size` inputs, and a rank has whole groups. Otherwise (ranks split a
+    group, or GPTQ's `desc_act`) `group_of` has the group of each input.
     """
 
     def __init__(
@@ -222,7 +261,7 @@ class GroupedWeight:
         self.group_of = self._group_of(columns, inputs, sharding.device)
 
     def _group_of(self, columns: slice, inputs: int, device: torch.device) -> Tensor | None:
-        """int32 `[parts, in]`; with `desc_act` the checkpoint's, which is loaded later."""
+        """Returns int32 `[parts, in]`; with `desc_act` it is loaded from the checkpoint later."""
         size = self.quantization.group_size or inputs
         if self.quantization.desc_act:
             count = columns.stop - columns.start
@@ -279,16 +318,16 @@ class GroupedWeight:
         yield Shard(f"{part.name}.scales", shape, of_groups, scales, torch.t)
 
     def _checked_groups(self, name: str, groups: Tensor) -> Tensor:
-        """Raises ConfigError rather than leave it to an index out of range in a product."""
+        """Raises ConfigError for group ids out of range, which would fail later in a product."""
         if groups.amin() < 0 or groups.amax() >= self.groups.stop:
-            raise ConfigError(f"{name} names groups beyond the {self.groups.stop} there are")
+            raise ConfigError(f"{name} has group ids beyond the {self.groups.stop} groups")
         return groups
 
 
 def _check_packing(parts: Sequence[MatrixPart], count: int, bits: int) -> None:
     for part in parts:
         if part.shape[0] % 8 or part.shape[1] % 8:
-            raise ConfigError(f"{part.name}: {part.shape} is not packed in whole 32-bit words")
+            raise ConfigError(f"{part.name}: {part.shape} does not fill whole 32-bit words")
     if bits == 4 and count % 2:
         raise ConfigError(
             f"--tensor-parallel-size leaves a rank {count} inputs of {parts[0].name}, whose "

@@ -18,12 +18,12 @@ from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import Blame, ConfigError, NodeError, PdserveError
 from pdserve.common.core.lora import read_adapter
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.engine.adapter_calls import (
+from pdserve.common.engine.messages import (
     LOADED,
     AdapterCall,
     DropAdapter,
     LoadAdapter,
-    encode_call,
+    encode_adapter_call,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -135,7 +135,7 @@ class NodeAdapters:
 
     async def _call(self, call: AdapterCall) -> None:
         """Calls all ranks, even if one fails; raises the first error."""
-        message = encode_call(call)
+        message = encode_adapter_call(call)
 
         async def done(rank: CallRank) -> None:
             try:

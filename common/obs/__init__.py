@@ -1,1 +1,1 @@
-"""Logging, metrics, and a role's process from start to end."""
+"""Logging, metrics, tracing, and the life cycle of a role's process."""

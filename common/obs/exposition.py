@@ -1,9 +1,8 @@
-"""How a process shows its metrics: with the model's name on every series, under the names of
-`--metrics-prefix`.
+"""Exposes metrics with the label `model_name`, under the names of `--metrics-prefix`.
 
-Inside, a metric is `pdserve_NAME`. What is the same thing in vLLM has its name there, too
-(`vllm:NAME`), so that dashboards made for vLLM fill. A name that both a router and its nodes have
-is vLLM's on the router alone: sums over all processes count a request once.
+Internally a metric is `pdserve_NAME`. Metrics that vLLM also has can be exposed as `vllm:NAME`, for
+vLLM's dashboards. If both router and nodes have a metric, only the router's gets vLLM's name, so
+that sums over all processes count a request once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pdserve.common.config.shared import BOTH, VLLM
 
 PREFIX = "pdserve_"
 
-# Our names → vLLM's, the present one first, then those that its older dashboards ask for.
+# Our names → older names in vLLM, which its older dashboards use; the current one is the same.
 ROUTER_NAMES: Mapping[str, Sequence[str]] = {
     "e2e_request_latency_seconds": (),
     "generation_tokens": (),
@@ -57,7 +56,7 @@ NODE_NAMES: Mapping[str, Sequence[str]] = {
 
 
 class Exposition(Collector):
-    """What `/metrics` shows of `inner`."""
+    """Renames and labels the metrics of `inner` for `/metrics`."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class Exposition(Collector):
         prefix: str,
         vllm_names: Mapping[str, Sequence[str]],
     ) -> None:
-        """`prefix`: as `--metrics-prefix`."""
+        """`prefix`: --metrics-prefix."""
         self._inner = inner
         self._label = {"model_name": model_name}
         self._prefix = prefix
@@ -98,5 +97,5 @@ class Exposition(Collector):
 
 
 def exposed(metrics: Collector) -> bytes:
-    """The text of Prometheus."""
+    """Returns the metrics in Prometheus's text format."""
     return generate_latest(metrics)  # type: ignore[arg-type]

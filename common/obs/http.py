@@ -1,4 +1,4 @@
-"""What an orchestrator asks a process: /metrics, /health (it lives), /ready (it can serve)."""
+"""The routes for orchestrators: /metrics, /health (the process lives), /ready (it can serve)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pdserve.common.obs.exposition import exposed
 logger = logging.getLogger(__name__)
 
 _PURPOSE = ("metrics", "--metrics-port")
-# Scrapers and probes are few; the rest of the files that a node may open is for its work.
+# Scrapers and probes need few connections; the other files are for the node's work.
 _LIMITS = Limits(timeout_keep_alive=75.0, write_timeout=30.0, max_connections=128)
 
 Readiness = Callable[[], tuple[bool, str]]
-"""(can this process produce tokens now, why or why not)"""
+"""Returns (whether this process can produce tokens now, the reason)."""
 
 
 def observability_routes(registry: Collector, ready: Readiness) -> list[web.RouteDef]:
-    """The three routes, of a node's own server."""
+    """Returns the three routes."""
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(
@@ -51,7 +51,7 @@ def observability_routes(registry: Collector, ready: Readiness) -> list[web.Rout
 
 
 def bind_metrics(host: str, port: int) -> socket.socket:
-    """Takes the port (0: a free one); nothing is answered before `start_metrics_server`.
+    """Binds the port (0: a free one); it answers only after `start_metrics_server`.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -62,7 +62,7 @@ def bind_metrics(host: str, port: int) -> socket.socket:
 async def start_metrics_server(
     bound: socket.socket, registry: Collector, ready: Readiness
 ) -> WebServer:
-    """Serves the three routes on what `bind_metrics` took, which becomes the server's.
+    """Serves the three routes on the socket of `bind_metrics`, which the server then owns.
 
     Raises:
         ConfigError: another process listens there by now.

@@ -1,7 +1,7 @@
-"""One readable line per event on stderr, or one JSON object, with the request it concerns.
+"""Logs one readable line or JSON object per event on stderr, with its request id.
 
-Whatever a message holds, it stays on its line and moves no cursor: node ids, peers' error texts,
-names of models and fields are others' words. A traceback's lines are indented.
+Control characters in messages are escaped, because node ids, peers' errors and names of models and
+fields are untrusted. The lines of a traceback are indented.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pdserve.common.obs.process import dump_stacks_on_signal
 
 _STDERR = 2
 MAX_MESSAGE_LENGTH = 8192  # characters of a message, or of a line of a traceback
-MAX_LINES = 4096  # that wait to be written; later ones are dropped and counted
-MAX_CHARS = 16 * 1024  # of one line
-FLUSH_TIMEOUT = 2.0  # seconds the end of the process waits for its last lines
+MAX_LINES = 4096  # queued lines; further ones are dropped and counted
+MAX_CHARS = 16 * 1024  # per line
+FLUSH_TIMEOUT = 2.0  # seconds to write the last lines at the end of the process
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The request the current task works for; every log line of that task carries it."""
+"""The request of the current task, which its log lines contain."""
 
 
 def setup_logging(
     role: str, config: LogConfig, rank: int | None = None, stream: TextIOBase | None = None
 ) -> None:
-    """Sends this process's log records to `stream` (default: stderr, by a thread of its own), in
-    place of any earlier handlers, and on SIGUSR1 its stacks to stderr."""
+    """Sends this process's log records to `stream` (default: stderr, by a thread), replacing
+    earlier handlers, and dumps stacks to stderr on SIGUSR1."""
     dump_stacks_on_signal()
     name = role if rank is None else f"{role}/{rank}"
     handler = LogWriter(_STDERR) if stream is None else logging.StreamHandler(stream)
@@ -52,12 +52,12 @@ def setup_logging(
         old.close()
     root.addHandler(handler)
     root.setLevel(config.log_level.upper())
-    # Requests are logged once, by the role, with their id and their outcome.
+    # The role itself logs each request once, with its id and outcome.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
 
 def write_log(text: str) -> None:
-    """Puts lines that another process has formatted among this one's own."""
+    """Adds lines that another process has formatted to this process's log."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogWriter):
             handler.put(text)
@@ -89,7 +89,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """Keys: time (UTC), level, role, logger, message; request_id and exception if there are."""
+    """Keys: time (UTC), level, role, logger, message; request_id and exception if present."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -122,10 +122,9 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]
 
 
 class LogWriter(logging.Handler):
-    """Formats a record where it is made, where its request is known, and leaves the writing to a
-    thread: a pipe whose reader stands still, a full disk or a frozen terminal blocks whoever writes
-    to it, and on an event loop that would be the whole process. What is dropped is told as soon as
-    somebody reads again."""
+    """Formats records on the calling thread, which knows the request, and writes them on its own
+    thread: a stuck pipe reader, full disk or frozen terminal would otherwise block the event loop.
+    Dropped lines are counted and reported once writing works again."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -140,13 +139,13 @@ class LogWriter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # arguments that do not fit their format: as every handler does
+        except Exception:  # e.g. arguments that do not fit the format; standard handling
             self.handleError(record)
             return
         self.put(line + "\n")
 
     def put(self, text: str) -> None:
-        """Never waits."""
+        """Queues text; never blocks."""
         if len(text) > MAX_CHARS:
             text = f"{text[:MAX_CHARS]}… ({len(text)} characters)\n"
         with self._changed:
@@ -157,12 +156,12 @@ class LogWriter(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Returns when all is written, or after FLUSH_TIMEOUT."""
+        """Returns when everything is written, or after FLUSH_TIMEOUT."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lines and not self._writing, FLUSH_TIMEOUT)
 
     def close(self) -> None:
-        """Ends the thread once it has written what waits, if it can."""
+        """Ends the thread after it has written the queued lines, if it can."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -176,7 +175,7 @@ class LogWriter(logging.Handler):
                 self._changed.notify_all()
 
     def _next(self) -> str | None:
-        """All that waits; None at the end."""
+        """Waits for queued text and returns all of it; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closed)
             if not self._lines:
@@ -185,17 +184,17 @@ class LogWriter(logging.Handler):
             self._lines.clear()
             self._dropped, self._writing = 0, True
         if dropped:
-            lines.append(f"{dropped} log lines were dropped here: nobody read them\n")
+            lines.append(f"{dropped} log lines were dropped here, because they were not read\n")
         return "".join(lines)
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Below Python's own standard error, whose lock the end of the process needs."""
-    writable = select.poll()  # select() takes no descriptor above 1,023
+    """Writes to the descriptor, bypassing sys.stderr, whose lock interpreter exit needs."""
+    writable = select.poll()  # select() does not support descriptors above 1,023
     writable.register(fd, select.POLLOUT)
-    with suppress(OSError):  # closed: nobody will ever read it
+    with suppress(OSError):  # closed by the reader
         while data:
             try:
                 data = data[os.write(fd, data) :]
-            except BlockingIOError:  # another process has set the file so
+            except BlockingIOError:  # another process has made the file non-blocking
                 writable.poll()

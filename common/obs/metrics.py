@@ -1,8 +1,9 @@
-"""Prometheus metrics of the roles. Names, units and buckets are vLLM's where it has the same.
+"""Prometheus metrics of the roles. Names, units and buckets are vLLM's where it has the same
+metric.
 
-What happens is counted here; what merely is (queue lengths, blocks, nodes) is read by collectors
-when it is scraped. Each object owns its registry: two clusters, or a test's many nodes, live in
-one process. Labels are bounded: node ids and request ids are in the log, not here.
+Events are counted here; collectors read states (queue lengths, blocks, nodes) at a scrape. Each
+object owns its registry, so that several clusters or nodes fit into one process. Label values are
+bounded: node ids and request ids are only in the log.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from prometheus_client.utils import floatToGoString
 from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.common.core.request import FinishReason, Timeline
 
-# vLLM's.
+# vLLM's buckets.
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
     80, 160, 640, 2560,
@@ -36,7 +37,7 @@ CHOICES = (1, 2, 5, 10, 20)
 TRANSFER_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
-# Alerts ask whether these have grown, which a counter must be there for before it does.
+# Alerts look for increases of these, so the counters must exist from the start.
 WATCHED_REQUESTS = ("OK", "CANCELLED", "NO_NODE", "OVERLOADED", "POISON_REQUEST", "QUEUE_TIMEOUT")
 WATCHED_TRANSFERS = ("OK", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR", "PEER_LOST")
 WATCHED_EVENT = "stopped/DIGEST_MISMATCH"
@@ -44,7 +45,7 @@ BALANCEDNESS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
 class _Metrics:
-    """A registry and short constructors for what goes into it. `Exposition` is how it is shown."""
+    """A registry with short constructors of metrics. `Exposition` exposes it."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -57,10 +58,10 @@ class _Metrics:
 
 
 class RouterMetrics(_Metrics):
-    """What clients see: latencies, tokens, outcomes."""
+    """The metrics of requests: latencies, tokens, outcomes."""
 
     def __init__(self, max_model_len: int = 2**17) -> None:
-        """`max_model_len`: the largest bucket of what counts tokens."""
+        """`max_model_len`: the largest bucket of token counts."""
         super().__init__()
         tokens = one_two_five(max_model_len)
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests")
@@ -84,7 +85,7 @@ class RouterMetrics(_Metrics):
             REQUEST_SECONDS,
         )  # fmt: skip
         self.prefill_time = self._histogram(
-            "request_prefill_time_seconds", "Computing the prompt, between others", REQUEST_SECONDS
+            "request_prefill_time_seconds", "In steps that compute the prompt", REQUEST_SECONDS
         )
         self.decode_time = self._histogram(
             "request_decode_time_seconds", "First token to last", REQUEST_SECONDS
@@ -109,16 +110,16 @@ class RouterMetrics(_Metrics):
             "request_success_total", "Choices finished, by reason", "finished_reason"
         )
         self.requests = self._counter(
-            "requests_total", "Requests ended: OK, or the error's code, refused ones too", "code"
+            "requests_total", "Requests ended, by code: OK or the error's (also refusals)", "code"
         )
         self.grammar_seconds = self._histogram(
             "grammar_compilation_time_seconds",
-            "CPU time to compile what an answer must be, for those not compiled lately",
+            "CPU time to compile a grammar that is not in the cache",
             TRANSFER_SECONDS,
         )
         self.migrations = self._counter(
             "request_migrations_total",
-            "Times a request went on on other nodes, by the role and the error of the one it left",
+            "Migrations of requests to other nodes, by role and error of the failed node",
             "role", "code",
         )  # fmt: skip
         for code in WATCHED_REQUESTS:
@@ -135,7 +136,7 @@ class RouterMetrics(_Metrics):
         max_tokens: int,
         finish_reasons: Sequence[FinishReason],
     ) -> None:
-        """A request whose every choice finished; `generated` are the tokens of each."""
+        """Records a finished request; `generated`: tokens of each choice."""
         self.requests.labels("OK").inc()
         self.prompt_tokens.inc(prompt_tokens)
         self.generation_tokens.inc(sum(generated))
@@ -167,38 +168,38 @@ class RouterMetrics(_Metrics):
                 histogram.observe(seconds)
 
     def observe_error(self, error: PdserveError) -> None:
-        """A request that ended with a typed error, wherever it is seen first."""
+        """Counts a request that ended with a typed error, once per error."""
         if not error.counted:
             error.counted = True
             self.requests.labels(error.code).inc()
 
 
 class NodeMetrics(_Metrics):
-    """What one prefill or decode node moves."""
+    """The metrics of a node: KV transfers, experts, health."""
 
     def __init__(self) -> None:
         super().__init__()
         self.transfer_bytes = self._counter("kv_transfer_bytes_total", "KV bytes moved")
         self.transfer_seconds = self._histogram(
             "kv_transfer_seconds",
-            "Prefill: first run sent to commit answered. Decode: blocks reserved to KV landed",
+            "Prefill: first run sent to commit answered. Decode: blocks reserved to KV received",
             TRANSFER_SECONDS,
         )
         self.transfers = self._counter(
-            "kv_transfers_total", "KV hand-offs ended: OK, or the error's code", "outcome"
+            "kv_transfers_total", "KV transfers ended, by outcome: OK or error code", "outcome"
         )
         for code in WATCHED_TRANSFERS:
             self.transfers.labels(code)
         self.moe_assignments = self._counter(
             "moe_assignments_total",
-            "Visits of tokens to experts, by the expert-parallel rank that holds the expert "
-            "(mixtures of experts; with pipeline stages, the layers of the last one)",
+            "(token, expert) pairs by the expert-parallel rank of the expert (MoE models; with "
+            "pipeline stages, the layers of the last one)",
             "ep_rank",
         )
         self.moe_balancedness = self._histogram(
             "moe_balancedness",
-            "Mean load of an expert in a step over that of the busiest, mean of layers: 1 is even, "
-            "as steps of few tokens never are (with pipeline stages, the layers of the last one)",
+            "Mean / max load of an expert in a step, mean over layers: 1 is even; steps with few "
+            "tokens are never even (with pipeline stages, the layers of the last one)",
             BALANCEDNESS,
         )
         self.transfer_events = TransferEvents()
@@ -212,20 +213,20 @@ class NodeMetrics(_Metrics):
         )  # fmt: skip
 
     def observe_transfer(self, *, num_bytes: int, seconds: float) -> None:
-        """A KV hand-off that landed."""
+        """Records a successful KV transfer."""
         self.transfers.labels("OK").inc()
         self.transfer_bytes.inc(num_bytes)
         self.transfer_seconds.observe(seconds)
 
     def observe_experts(self, assignments: Sequence[int], balancedness: float) -> None:
-        """A step's visits to experts: by expert-parallel rank, and how even they were."""
+        """Records a step's (token, expert) pairs by expert-parallel rank, and their balance."""
         for rank, count in enumerate(assignments):
             self.moe_assignments.labels(str(rank)).inc(count)
         self.moe_balancedness.observe(balancedness)
 
     @contextmanager
     def transfer_errors(self) -> Iterator[None]:
-        """Counts a KV hand-off that ends with a TransferError inside, and lets it pass."""
+        """Counts a TransferError that the block raises, and re-raises it."""
         try:
             yield
         except TransferError as error:
@@ -234,8 +235,8 @@ class NodeMetrics(_Metrics):
 
 
 class BulkHistogram(Collector):
-    """A histogram that takes many values at once: a long answer has tens of thousands, and the
-    library's own needs microseconds for each. All on one thread."""
+    """A histogram that observes many values at once: a long answer has tens of thousands, and
+    prometheus_client's histogram takes microseconds per value. Not thread-safe."""
 
     def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
         self._name = name
@@ -258,19 +259,19 @@ class BulkHistogram(Collector):
 
 
 class TransferEvents(Collector):
-    """What the control half of the KV hand-off counts, read when it is scraped."""
+    """Counters of the KV transfer's control plane, read at a scrape."""
 
     def __init__(self) -> None:
         self._counts: Callable[[], Mapping[str, int]] = dict
 
     def follow(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """From now on `counts()` is asked: occurrences by event. Names must be bounded: codes
-        and states, no ids. "bytes" is left out; `pdserve_kv_transfer_bytes_total` has them."""
+        """Sets the source: `counts()` returns event → occurrences. Event names must be bounded
+        (codes and states, no ids). "bytes" is skipped: `pdserve_kv_transfer_bytes_total` has it."""
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
         events = CounterMetricFamily(
-            "pdserve_kv_transfer_events", "Events of KV hand-offs, late ones too", labels=("event",)
+            "pdserve_kv_transfer_events", "Events of KV transfers", labels=("event",)
         )
         for event, count in sorted({WATCHED_EVENT: 0, **self._counts()}.items()):
             if event != "bytes":
@@ -279,7 +280,7 @@ class TransferEvents(Collector):
 
 
 def one_two_five(highest: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20 … up to `highest`: vLLM's buckets of tokens."""
+    """Returns 1, 2, 5, 10, 20 … up to `highest`, vLLM's buckets of token counts."""
     steps = (digit * 10**power for power in range(len(str(highest))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= highest)
 
@@ -287,8 +288,8 @@ def one_two_five(highest: int) -> tuple[int, ...]:
 def time_per_output_token(
     timeline: Timeline, completion_tokens: int, num_choices: int
 ) -> float | None:
-    """Mean seconds from a token to the next of the same choice (TPOT); None when no choice has
-    a second token or the request did not finish."""
+    """Returns the mean seconds between tokens of a choice (TPOT); None if no choice has a second
+    token or the request did not finish."""
     later_tokens = completion_tokens / max(num_choices, 1) - 1
     if timeline.first_token is None or timeline.finished is None or later_tokens <= 0:
         return None

@@ -1,7 +1,7 @@
-"""A role's process: it serves, drains and stops within limits, and shows its ports and its stacks.
+"""The life cycle of a role's process: serve, drain, stop within limits; stack dumps; ports file.
 
-The first SIGTERM or SIGINT drains: no new work, what is in flight finishes. The second stops
-at once. A part that fails ends the process with one line and a non-zero code.
+The first SIGTERM or SIGINT drains: no new work, work in flight finishes. The second stops at once.
+A failed part ends the process with one log line and a non-zero exit code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pdserve.common.core.errors import PdserveError
 logger = logging.getLogger(__name__)
 
 _STDERR = 2
-# New objects, and collections of the next younger generation, after which a generation's garbage is
-# collected. The event loop stands still meanwhile, and for the oldest, which is all requests in
-# hand, longest: so that is done every 700,000 objects (some 100 MB) instead of every 70,000.
+# Thresholds of the garbage collector. A collection stops the event loop, and longest for the oldest
+# generation, which has all requests in flight. So that one is collected every 700,000 objects
+# (about 100 MB) instead of every 70,000.
 COLLECT_AFTER = (700, 10, 100)
 
 
@@ -42,12 +42,12 @@ async def serve_until_stopped(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number.name)
-    gc.freeze()  # what a start has made stays: to look through it takes some 50 ms
+    gc.freeze()  # objects from the start live on; scanning them takes about 50 ms
     gc.set_threshold(*COLLECT_AFTER)
     name = await _first(signals.get(), failed)
     if name is None:
         return _report(failed)
-    logger.info("%s: draining (a second one stops at once)", name)
+    logger.info("%s: draining (a second signal stops at once)", name)
     draining = asyncio.ensure_future(drain())
     again = asyncio.ensure_future(signals.get())
     events: list[asyncio.Future[Any]] = [draining, again, failed]
@@ -61,12 +61,12 @@ async def serve_until_stopped(
         return 0
     draining.cancel()
     stopped = again.done()
-    logger.warning("stopping with work in flight: %s", "told twice" if stopped else "time-out")
+    logger.warning("stopping with work in flight: %s", "second signal" if stopped else "time-out")
     return 0 if stopped else 1
 
 
 def propagate_failure(task: asyncio.Task[None], failed: asyncio.Future[None]) -> None:
-    """An exception that `task` ends with is `failed`'s, unless something failed before."""
+    """Sets an exception that ends `task` as the exception of `failed`, unless it has one."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) and not failed.done():
@@ -76,7 +76,7 @@ def propagate_failure(task: asyncio.Task[None], failed: asyncio.Future[None]) ->
 
 
 async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> str | None:
-    """The signal's name, or None when a part failed first."""
+    """Returns the signal's name, or None if a part failed first."""
     waiting = asyncio.ensure_future(signal_name)
     events: list[asyncio.Future[Any]] = [waiting, failed]
     await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +87,7 @@ async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> s
 
 
 def _report(failed: asyncio.Future[None]) -> int:
-    """One line for an error that says its cause, a traceback for a defect."""
+    """Logs one line for a typed error, a traceback for others; returns the exit code."""
     error = failed.exception()
     if isinstance(error, PdserveError):
         logger.error("%s", error)
@@ -96,32 +96,31 @@ def _report(failed: asyncio.Future[None]) -> int:
     return 1
 
 
-# ---- an end in time ----
+# ---- a limit for stopping ----
 
 STOP_LIMIT = 30.0
-"""Seconds from the end of the drain, or from a failure, to the end of a process: more than all that
-it waits for then, each with a limit of its own."""
+"""Seconds from the end of the drain, or from a failure, to the end of the process; more than the
+sum of the waits in between."""
 
-_LOG_GRACE = 0.5  # seconds the last line gets to leave
-_FRAMES = 3  # of each thread's innermost ones
+_LOG_GRACE = 0.5  # seconds to write the last line
+_FRAMES = 3  # innermost frames shown per thread
 
 
 def exit_within(seconds: float = STOP_LIMIT) -> None:
-    """Unless this process has ended by itself by then, it says where its threads are and exits
-    with code 1. (A step that never returns holds a thread, which Python would join for ever.) For
-    the main function of a process: nothing takes it back."""
+    """If this process still runs after `seconds`, logs its threads' positions and exits with code
+    1. (Python would wait for ever for a thread in a step that never returns.) Cannot be undone."""
     threading.Thread(target=_exit_after, args=(seconds,), name="exit-limit", daemon=True).start()
 
 
 def _exit_after(seconds: float) -> None:
     time.sleep(seconds)
-    logger.critical("did not stop within %.0f s, exits by force; threads: %s", seconds, _threads())
+    logger.critical("did not stop within %.0f s, exiting; threads: %s", seconds, _threads())
     time.sleep(_LOG_GRACE)
     os._exit(1)
 
 
 def _threads() -> str:
-    """Where each thread is, in one line."""
+    """Returns one line with each thread's position."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "; ".join(
         f"{names.get(ident, ident)} in {_where(traceback.extract_stack(frame))}"
@@ -137,24 +136,23 @@ def _where(stack: traceback.StackSummary) -> str:
     )
 
 
-# ---- the stacks of a process that runs (`kill -USR1 PID`) or crashes ----
+# ---- stack dumps of a running (`kill -USR1 PID`) or crashing process ----
 
 
 def dump_stacks_on_signal() -> None:
-    """The threads' stacks come even if the interpreter is stuck; the tasks follow once it runs
-    Python again. A loop that is idle shows nothing else: what it waits for, the tasks say. A crash
-    (SIGSEGV and its kin) shows the stacks, too, and still ends the process."""
+    """Dumps stacks to stderr on SIGUSR1: threads at once, even if the interpreter is stuck, asyncio
+    tasks once it runs Python again. Also dumps them on a crash (SIGSEGV etc.)."""
     signal.signal(signal.SIGUSR1, _print_tasks)
     faulthandler.register(signal.SIGUSR1, file=_STDERR, all_threads=True, chain=True)
     faulthandler.enable(file=_STDERR)
 
 
 def _print_tasks(number: int, frame: FrameType | None) -> None:
-    """Runs between any two instructions of the process, and must do no harm there: no buffered
-    file, no source files."""
+    """Prints the tasks. Runs between any two instructions, so it must not use buffered files or
+    read source files."""
     with suppress(RuntimeError):  # no event loop runs in this thread
         lines = [line for task in asyncio.all_tasks() for line in _describe(task)]
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # stderr is closed
             os.write(_STDERR, ("\n".join([*lines, ""])).encode())
 
 
@@ -168,11 +166,11 @@ def _describe(task: asyncio.Task[Any]) -> Iterator[str]:
     yield f"  waits for {step!r}"
 
 
-# ---- the ports that it really listens on, told through a file ----
+# ---- the ports file ----
 
 
 def write_ports(path: str | Path, ports: Mapping[str, int]) -> None:
-    """Writes `{"http": 8000, …}`; a reader sees the whole file or none."""
+    """Writes `{"http": 8000, …}` atomically."""
     target = Path(path)
     draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
     try:
@@ -185,7 +183,7 @@ def write_ports(path: str | Path, ports: Mapping[str, int]) -> None:
 
 
 def read_ports(path: str | Path) -> dict[str, int] | None:
-    """The ports, or None while the process has not written them."""
+    """Returns the ports, or None if the process has not written them yet."""
     try:
         return dict(json.loads(Path(path).read_text()))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans, sent to `--otlp-endpoint` by a thread of their own: who makes spans never
-waits, and when the receiver is away they are dropped.
+"""OpenTelemetry spans, sent to `--otlp-endpoint` on a background thread: creating spans never
+blocks, and spans are dropped while the receiver is away.
 
-OpenTelemetry's own variables say the rest: OTEL_EXPORTER_OTLP_PROTOCOL (`grpc`, the default, or
+OpenTelemetry's variables configure the rest: OTEL_EXPORTER_OTLP_PROTOCOL (`grpc`, the default, or
 `http/protobuf`), OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME …
 """
 
@@ -20,29 +20,29 @@ from pdserve.common.core.errors import ConfigError
 PARENT = "traceparent"  # header and metadata key (W3C Trace Context)
 GRPC, HTTP = PROTOCOLS = ("grpc", "http/protobuf")
 _PERIOD = 1000.0  # milliseconds between two batches
-_FLUSH = 1.0  # seconds the end of a process waits for the last spans
+_FLUSH = 1.0  # seconds to send the last spans at the end of the process
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ENDPOINT = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[0-9a-fA-F:]+\])(?::\d{1,5})?(?:/\S*)?")
 
 
 def plain_parent(given: str | None) -> str:
-    """A client's `traceparent` if it is one, or nothing."""
+    """Returns a client's `traceparent` if it is valid, else ""."""
     return given if given and _TRACEPARENT.fullmatch(given) else ""
 
 
 def wall_ns(monotonic: float) -> int:
-    """A moment of this process's monotonic clock by this host's wall clock."""
+    """Converts a time of the monotonic clock to wall-clock nanoseconds."""
     return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)
 
 
 class Tracer:
-    """Makes spans, or with no endpoint none."""
+    """Creates spans; disabled without an endpoint."""
 
     def __init__(self, endpoint: str | None = None, service: str = "", instance: str = "") -> None:
-        """`service` is the role, `instance` the process.
+        """`service`: the role. `instance`: the process.
 
         Raises:
-            ConfigError: what spans need is not installed, or is not to be understood.
+            ConfigError: OpenTelemetry is not installed, or its options are invalid.
         """
         self._provider: Any = None
         self._tracer: Any = None
@@ -63,8 +63,8 @@ class Tracer:
         start: int | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A span of OpenTelemetry, which whoever began it ends. `kind`: SERVER, CLIENT or
-        INTERNAL; `parent`: a traceparent; `start`: as `wall_ns`, default now."""
+        """Starts an OpenTelemetry span, which the caller ends. `kind`: SERVER, CLIENT or INTERNAL;
+        `parent`: a traceparent; `start`: wall-clock nanoseconds, default now."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -78,7 +78,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Sends what is left, if somebody takes it soon."""
+        """Sends the remaining spans, for at most _FLUSH seconds."""
         if self._provider is not None:
             last = threading.Thread(target=self._provider.shutdown, daemon=True)
             last.start()
@@ -86,7 +86,7 @@ class Tracer:
 
 
 def traceparent(span: Any) -> str:
-    """What a call tells so that its spans are this one's children."""
+    """Returns the traceparent of calls whose spans are children of `span`."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
@@ -120,7 +120,7 @@ def _provider(exporter: Any, service: str, instance: str) -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # A receiver that is away is told of once for each batch that is lost, not at every try.
+    # Log a missing receiver once per lost batch, not at every retry.
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     name = os.environ.get("OTEL_SERVICE_NAME", f"pdserve-{service}")
     resource = Resource.create({"service.name": name, "service.instance.id": instance})

@@ -1,10 +1,8 @@
-"""Bytes of a model's parts on one rank: weights, KV, activations, communication.
+"""Computes the bytes of a model's weights, KV, activations and communication on one rank.
 
-Pure arithmetic over a `ModelSpec`, without torch. It says again, in numbers, what
-`common/model/layers.py`, `weights.py`, `moe.py` and `decoder.py` allocate;
-`tests/common/planning/test_plan.py` holds the two together. Below, H is the hidden size, D the head
-dimension, h and k a rank's query and KV heads, I its part of the intermediate size, V the
-vocabulary, b the bytes of the dtype.
+Plain arithmetic over a `ModelSpec`, without torch. It mirrors what `common/model/layers.py`,
+`weights.py`, `moe.py` and `decoder.py` allocate; `tests/common/planning/test_plan.py` compares the
+two.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from pdserve.common.model.stages import Stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# What a GPU holds beside what torch allocates for weights, activations and KV. Estimates, and the
-# only figures here that follow from no shape: they differ with GPU, driver and library. A node
-# measures them at start.
+# GPU memory that torch does not allocate. These two are estimates, as they depend on GPU, driver
+# and libraries; a node measures them at start.
 CONTEXT_BYTES = 640 * 2**20  # CUDA context and kernels, cuBLAS' and FlashInfer's workspaces
 COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one rank
 
@@ -35,18 +32,18 @@ GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
 class Matrix:
     """A rank's part of a linear layer's weight: `parts` matrices of the checkpoint, fused."""
 
-    name: str  # of the first one's module
+    name: str  # module of the first of them
     rows: int  # outputs
-    columns: int  # inputs, of `inputs` that the whole has
-    inputs: int
+    columns: int  # inputs of this rank
+    inputs: int  # inputs of the whole matrix
     parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """`spec` in `dtype` over `tp` ranks per stage; figures are of rank 0, which holds most.
+    """The bytes of `spec` in `dtype` on rank 0 of `tp` ranks per stage; rank 0 holds most.
 
-    The whole model is `Footprint(spec, dtype)` with `Stage.whole(spec.num_layers)`.
+    For the whole model use `Footprint(spec, dtype)` with `Stage.whole(spec.num_layers)`.
     """
 
     spec: ModelSpec
@@ -84,15 +81,15 @@ class Footprint:
         return -(-self.spec.vocab_size // self.tp)
 
     def head_bytes(self) -> int:
-        """Of the matrix onto the vocabulary, which a tied embedding is as well: int8 rounds it, and
-        no other kind does."""
+        """Bytes of the LM head (also a tied embedding). Of all quantizations only int8 covers
+        it."""
         numbers, kind = self._vocab_rows() * self.spec.hidden_size, self.spec.quantization
         if kind is None or kind.method != "int8":
             return numbers * self.item
         return numbers + self._vocab_rows() * self.item
 
     def idle_weights(self) -> int:
-        """Of a whole model: those of the experts that a token does not visit."""
+        """Bytes of the experts that a token does not use, in the whole model."""
         if (moe := self.spec.moe) is None:
             return 0
         idle = len(moe.sparse_layers) * (moe.num_experts - moe.top_k)
@@ -109,27 +106,27 @@ class Footprint:
         return attention + self._mlp_weights(f"model.layers.{layer}.mlp", spec.intermediate_size)
 
     def _mlp_weights(self, name: str, inner: int, split: int | None = None) -> int:
-        """`split`: the ranks that share it; all of `tp` unless told otherwise."""
+        """Bytes of an MLP that `split` ranks share (default: `tp`)."""
         split, hidden = split or self.tp, self.spec.hidden_size
         vectors = self.spec.mlp_bias * (2 * inner // split + hidden)
         return self._stored(self._mlp(name, inner, split)) + vectors * self.item
 
     def _moe_weights(self, moe: MoESpec) -> int:
-        """The router (and the gate of a shared expert) is whole on each rank, in the dtype."""
+        """Bytes of an MoE layer. Each rank has the whole router (and shared expert's gate)."""
         rows, total = moe.num_experts, moe.num_experts // self.ep * self.expert_weights(moe)
         if inner := moe.shared_intermediate_size:
             rows, total = rows + 1, total + self._mlp_weights("shared_expert", inner)
         return total + rows * self.spec.hidden_size * self.item
 
     def expert_weights(self, moe: MoESpec) -> int:
-        """Of this rank's part of one expert."""
+        """Bytes of this rank's part of one expert."""
         return self._mlp_weights("experts", moe.intermediate_size, self.tp // self.ep)
 
     def _expert_inner(self, moe: MoESpec) -> int:
         return moe.intermediate_size // (self.tp // self.ep)
 
     def matrices(self, layer: int) -> Iterator[Matrix]:
-        """Of the layer's linear layers, without experts."""
+        """Yields the matrices of the layer's linear layers, without experts."""
         yield from self._attention(layer)
         if not self.spec.is_sparse(layer):
             inner = self.spec.intermediate_size
@@ -164,9 +161,9 @@ class Footprint:
     # ---- LoRA adapters ----
 
     def adapters(self, stage: Stage, count: int, rank: int, tokens: int) -> int:
-        """So many of this rank: of each linear layer a pair of matrices (`common/model/lora.py`).
-        And what they add to a step of `tokens`: where a layer's output is widest, its input again
-        and their products with it."""
+        """Bytes of `count` LoRA adapters of `rank`, which have a pair of matrices per linear layer
+        (`common/model/lora.py`), plus the activations they add to a step of `tokens`: a copy of a
+        layer's input and the products with it."""
         widths = sum(
             (each.rows + each.columns) * each.parts
             for layer in range(stage.start, stage.end)
@@ -178,33 +175,33 @@ class Footprint:
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:
-        """2 (key, value) × layers × KV heads of the rank × head dimension × bytes. Where ranks
-        outnumber KV heads, each still holds one."""
+        """Bytes: 2 (key, value) × layers × KV heads of the rank × head dimension × item size. With
+        more ranks than KV heads each rank still holds one."""
         return 2 * stage.num_layers * self._kv_heads * self.spec.head_dim * self.item
 
     # ---- activations ----
 
     def activations(self, stage: Stage, tokens: int, sequences: int) -> int:
-        """The most a step of `tokens` tokens needs beside weights and KV, if it samples for each
-        of its `sequences`: an estimate that counts tensors alive at once and no allocator's
-        rounding or kernel's workspace. Larger of the layers' and the sampler's peaks."""
+        """Estimates the peak bytes of a step of `tokens` tokens that samples for each of its
+        `sequences`: the larger of the layers' and the sampler's peak. Counts live tensors, without
+        allocator rounding and kernel workspaces."""
         angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
         layers = tokens * (self._layer_activations() * self.item + angles + ids) + self._dense()
         return max(layers, self._sampling(sequences)) if stage.last else layers
 
     def _layer_activations(self) -> int:
-        """Numbers per token at the largest of three peaks. In all: the residual, its normed copy,
-        what the last product said, the projected heads of the layer's attention and its output. In
-        the MLP also gate and up, their product and one more; in attention queries and keys while
-        they are turned; in a norm the next residual and its copy. Of experts the worst case: all
-        that a token visits are here."""
+        """Elements per token at the largest of three peaks. All have the residual, its normed copy,
+        the last product, and the attention's projected heads and output. The MLP adds gate, up,
+        their product and one more; attention adds rotated queries and keys; a norm adds the next
+        residual and its copy. For experts the worst case: all that a token uses are on this rank.
+        """
         spec = self.spec
         h, k = self._heads * spec.head_dim, self._kv_heads * spec.head_dim
         always, turning = 3 * spec.hidden_size + 2 * h + 2 * k, (2 + spec.qk_norm) * (h + k)
         return always + max(*self._mlp_peaks(), turning, 2 * spec.hidden_size)
 
     def _mlp_peaks(self) -> Iterator[int]:
-        """In the MLP alone."""
+        """Yields the elements per token at the peaks within the MLP or the experts."""
         spec, hidden = self.spec, self.spec.hidden_size
         if spec.has_dense_layers:
             inner = spec.intermediate_size // self.tp
@@ -213,15 +210,15 @@ class Footprint:
             return
         if inner := moe.shared_intermediate_size // self.tp:
             yield 3 * inner + max(inner, hidden)
-        # The layer's result, copies of tokens that came from other ranks, and what a token
-        # has in the grouped products, `top_k` times.
+        # The layer's output, copies of tokens from other ranks, and `top_k` times a token's part
+        # of the grouped products.
         inner, came = self._expert_inner(moe), self.ep > 1
         peaks = (hidden + 2 * inner, 4 * inner, inner + hidden, 2 * hidden + hidden // moe.top_k)
         yield (1 + came) * hidden + moe.top_k * max(peaks)
 
     def _dense(self) -> int:
-        """The largest quantized matrix, in the dtype for the time of its product; with `desc_act`
-        also the scales of one of its parts, spread over the inputs."""
+        """Bytes of the largest quantized matrix while it is dequantized for its product; with
+        `desc_act` also of one part's scales, expanded to all inputs."""
         if (kind := self.spec.quantization) is None:
             return 0
         mlp = self._mlp("model.layers.0.mlp", self.spec.intermediate_size, self.tp)
@@ -232,7 +229,7 @@ class Footprint:
         return int(max(sizes)) * self.item
 
     def _sampling(self, sequences: int) -> int:
-        """Or a rounded head in the dtype, for its product."""
+        """Bytes of the sampler, or of the int8 head while it is dequantized, whichever is more."""
         kind, head = self.spec.quantization, self._vocab_rows() * self.spec.hidden_size * self.item
         rounded = kind is not None and kind.method == "int8"
         return max(sequences * self.spec.vocab_size * SAMPLER_BYTES, rounded * head)
@@ -240,14 +237,15 @@ class Footprint:
     # ---- communication ----
 
     def all_reduces(self, num_layers: int, tokens: int) -> int:
-        """Bytes a rank gives to the all-reduces of a step: two in each layer, after attention
-        and after the MLP, of `[tokens, H]` (Megatron-LM, arXiv:1909.08053). Those of the
-        embedding and the logits are once per step, not per layer, and not counted."""
+        """Bytes a rank contributes to the all-reduces of a step: two per layer, after attention and
+        after the MLP, of `[tokens, hidden_size]` (Megatron-LM, arXiv:1909.08053). Not counted:
+        those of the embedding and the logits, which are once per step."""
         if self.tp == 1:
             return 0
         return 2 * num_layers * tokens * self.spec.hidden_size * self.item
 
 
 def overhead(world_size: int) -> int:
-    """What a GPU of a node of `world_size` ranks holds beside the model: an estimate."""
+    """Estimates the bytes of a GPU that torch does not allocate, in a node of `world_size`
+    ranks."""
     return CONTEXT_BYTES + (COMMUNICATOR_BYTES if world_size > 1 else 0)

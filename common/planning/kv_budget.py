@@ -1,5 +1,4 @@
-"""How many KV blocks a rank gets: pure arithmetic, which nodes do at start with what they
-measured and `pdserve plan` does beforehand with what it expects."""
+"""Computes how many KV blocks a rank gets. Nodes use measured sizes, `pdserve plan` estimates."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 def parse_bytes(text: str, flag: str = "--kv-cache-memory") -> int:
-    """Bytes in "2GiB", "512 MB" or "4096".
+    """Parses a size such as "2GiB", "512 MB" or "4096" into bytes.
 
     Raises:
-        ConfigError: another form; the message names `flag`.
+        ConfigError: `text` is not a size; the message names `flag`.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
     if match is None:
@@ -24,7 +23,7 @@ def parse_bytes(text: str, flag: str = "--kv-cache-memory") -> int:
 
 
 def format_bytes(count: int) -> str:
-    """For people: "27.51 GiB", "1.5 MiB" or "96 KiB"."""
+    """Formats a size: "27.51 GiB", "1.5 MiB" or "96 KiB"."""
     if abs(count) >= 2**30:
         return f"{count / 2**30:.2f} GiB"
     if abs(count) >= 2**20:
@@ -33,18 +32,20 @@ def format_bytes(count: int) -> str:
 
 
 def gpu_cache_bytes(total: int, utilization: float, others: int, peak: int) -> int:
-    """What a GPU of `total` bytes leaves for KV beside `others` (what torch does not hold: the
-    driver's context, communicators, other processes) and `peak` (the most torch holds: weights
-    and the largest step's activations). Negative when they do not fit."""
+    """Returns the bytes left for KV on a GPU of `total` bytes, negative if the model does not fit.
+
+    `others`: memory outside torch (CUDA context, communicators, other processes). `peak`: most
+    bytes torch holds (weights and the largest step's activations).
+    """
     return int(total * utilization) - others - peak
 
 
 def plan_num_blocks(
     config: EngineConfig, block_bytes: int, max_model_len: int, available_bytes: int, device: str
 ) -> int:
-    """How many blocks a rank has room for: as many as --num-gpu-blocks-override or
-    --kv-cache-memory say, else what fits into `available_bytes`. On a CPU, where memory is
-    shared with everything else, no more than the scheduler can use at once."""
+    """Returns a rank's number of KV blocks: by --num-gpu-blocks-override or --kv-cache-memory,
+    else what fits into `available_bytes`. On a CPU, whose memory other programs need too, at most
+    what the scheduler can use at once."""
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
@@ -58,23 +59,23 @@ def plan_num_blocks(
 
 
 def blocks_per_sequence(config: EngineConfig, max_model_len: int) -> int:
-    """Blocks a sequence of the greatest length holds."""
+    """Returns the blocks of a sequence of `max_model_len` tokens."""
     return -(-max_model_len // config.cache.block_size)
 
 
 def check_num_blocks(config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
-    """Raises ConfigError if not even one sequence of the greatest length fits."""
+    """Raises ConfigError if not even one sequence of `max_model_len` tokens fits."""
     needed = blocks_per_sequence(config, max_model_len)
     if num_blocks >= needed:
         return
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
-        mend = f"raise --num-gpu-blocks-override to {needed}"
+        fix = f"raise --num-gpu-blocks-override to {needed}"
     elif cache.kv_cache_memory is not None:
-        mend = f"raise --kv-cache-memory (now {cache.kv_cache_memory})"
+        fix = f"raise --kv-cache-memory (now {cache.kv_cache_memory})"
     else:
-        mend = "give more memory (--kv-cache-memory, --gpu-memory-utilization)"
+        fix = "give more memory (--kv-cache-memory, --gpu-memory-utilization)"
     raise ConfigError(
         f"the KV cache has {num_blocks} blocks of {cache.block_size} tokens, but one sequence of "
-        f"--max-model-len {max_model_len} needs {needed}: {mend}, or lower --max-model-len"
+        f"--max-model-len {max_model_len} needs {needed}: {fix}, or lower --max-model-len"
     )

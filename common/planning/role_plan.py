@@ -1,5 +1,7 @@
-"""Whether a role's node fits on GPUs of a given size, how much KV it has room for, and, if it
-does not fit, what would mend it. Pure: nothing is loaded and no GPU is asked."""
+"""Plans whether a role's node fits on GPUs of a given size, its KV cache, and possible fixes.
+
+Plain arithmetic: loads nothing and needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from pdserve.common.planning.kv_budget import (
     plan_num_blocks,
 )
 
-MAX_MENDED_SIZE = 64  # ranks per dimension that a mend may propose
+MAX_FIXED_SIZE = 64  # ranks per dimension that a fix may propose
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
-    """A node as it would be started. `engine` carries the node's own options."""
+    """The model, options and GPU of a node to plan."""
 
     spec: ModelSpec
     engine: EngineConfig
@@ -56,7 +58,7 @@ class NodeSetup:
 
     @property
     def whole(self) -> Footprint:
-        """Of the model on one rank."""
+        """The footprint of the whole model on one rank."""
         return Footprint(self.spec, self.dtype)
 
     def stages(self) -> tuple[Stage, ...]:
@@ -72,16 +74,16 @@ class NodeSetup:
 
 @dataclass(frozen=True, slots=True)
 class RankBudget:
-    """One GPU of a stage, in bytes. The KV cache gets what is left, in whole blocks."""
+    """The memory of one GPU of a stage, in bytes. The KV cache gets the rest, in whole blocks."""
 
     stage: int
     num_layers: int
     usable: int  # --gpu-memory-utilization of the GPU
     weights: int
-    activations: int  # peak of the largest step; an estimate
-    overhead: int  # context, workspaces, communicators; an estimate
-    adapters: int  # LoRA's, as many of the greatest rank as there may be
-    left_for_kv: int  # negative: even without KV it does not fit
+    activations: int  # estimated peak of the largest step
+    overhead: int  # estimate of context, workspaces and communicators
+    adapters: int  # --max-loras LoRA adapters of --max-lora-rank
+    left_for_kv: int  # negative: it does not fit even without KV
     kv_per_token: int
     kv_per_sequence: int  # of max_model_len tokens, in whole blocks
     num_blocks: int
@@ -89,33 +91,34 @@ class RankBudget:
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """What one node of a role would hold. `rank` is of the stage that has the fewest blocks,
-    which is what every stage then uses; bytes unless the name says otherwise."""
+    """The plan of one node of a role. `rank` is of the stage with the fewest blocks, because every
+    stage uses that number. Sizes are in bytes."""
 
     role: str  # "prefill" or "decode"
     tensor_parallel_size: int
     expert_parallel_size: int
     pipeline_partition: tuple[int, ...]  # layers of each stage
     dtype: str
-    quantization: str | None  # "int8" or "int4", of linear layers
+    quantization: str | None  # "int8" or "int4", for linear layers
     parameters: int
-    active_parameters: int  # that compute one token; fewer where there are experts
-    parameter_bytes: int  # parameters × bits of a weight, as if all were quantised alike
+    active_parameters: int  # parameters that compute one token; fewer in an MoE model
+    parameter_bytes: int  # parameters × bits per weight, as if all weights were quantized
     weights: int  # of the whole model, stored once
     kv_per_token: int  # of the whole model
     rank: RankBudget
     num_tokens: int
     max_concurrent_sequences: int  # of max_model_len tokens, at most --max-num-seqs
-    step_tokens: int  # of the role's usual largest step
+    step_tokens: int  # tokens in the role's largest usual step
     all_reduce_per_token: int
     all_reduce_per_step: int
     fits: bool
     reason: str
-    mends: tuple[str, ...]  # each of them alone makes it fit
+    fixes: tuple[str, ...]  # single changes, each of which makes it fit
 
 
 def plan_role(role: str, setup: NodeSetup) -> RolePlan:
-    """
+    """Plans one node of the role.
+
     Raises:
         ConfigError: a node would refuse the options, whatever its memory.
     """
@@ -123,7 +126,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
     rank, whole = tightest_rank(setup), Stage.whole(setup.spec.num_layers)
     problem = _problem(setup, rank)
     scheduler, footprint = setup.engine.scheduler, setup.footprint
-    # A decode step is a token of each sequence; a prefill step a chunk of prompts.
+    # A decode step computes a token of each sequence, a prefill step a chunk of prompts.
     prefill = role == "prefill"
     step_tokens = scheduler.max_num_batched_tokens if prefill else scheduler.max_num_seqs
     numbers = Footprint(replace(setup.spec, quantization=None), "float32")
@@ -151,12 +154,13 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         all_reduce_per_step=footprint.all_reduces(setup.spec.num_layers, step_tokens),
         fits=problem is None,
         reason=problem or _room(rank),
-        mends=tuple(_mends(setup, rank)) if problem else (),
+        fixes=tuple(_fixes(setup, rank)) if problem else (),
     )
 
 
 def tightest_rank(setup: NodeSetup) -> RankBudget:
-    """The rank with the fewest blocks; among equals, with the least left."""
+    """Returns the budget of the rank with the fewest blocks; among equals, the least memory
+    left."""
     budgets = [_budget(setup, index, stage) for index, stage in enumerate(setup.stages())]
     return min(budgets, key=lambda budget: (budget.num_blocks, budget.left_for_kv))
 
@@ -189,7 +193,7 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
 
 
 def adapter_bytes(footprint: Footprint, engine: EngineConfig, stage: Stage) -> int:
-    """What a rank keeps free for LoRA adapters that may come."""
+    """Returns the bytes a rank reserves for LoRA adapters."""
     if not (lora := engine.lora).enable_lora:
         return 0
     tokens = engine.scheduler.max_num_batched_tokens
@@ -200,14 +204,14 @@ def adapter_bytes(footprint: Footprint, engine: EngineConfig, stage: Stage) -> i
 
 
 def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
-    """Why it does not fit; None if it does."""
+    """Returns why the node does not fit, None if it does."""
     usable, left = format_bytes(rank.usable), format_bytes(rank.left_for_kv)
     if rank.left_for_kv <= 0:
         needed = rank.weights + rank.activations + rank.overhead + rank.adapters
         others = "adapters, activations" if rank.adapters else "activations"
         return (
             f"weights of {format_bytes(rank.weights)}, with {others} and overhead "
-            f"{format_bytes(needed)}, exceed the {usable} that one GPU may give"
+            f"{format_bytes(needed)}, exceed the {usable} that are usable on one GPU"
         )
     taken = rank.num_blocks * setup.engine.cache.block_size * rank.kv_per_token
     if taken > rank.left_for_kv:
@@ -224,11 +228,11 @@ def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
 def _room(rank: RankBudget) -> str:
     weights, usable = format_bytes(rank.weights), format_bytes(rank.usable)
     left = format_bytes(rank.left_for_kv)
-    return f"weights take {weights} of the {usable} that one GPU may give; {left} are left for KV"
+    return f"weights take {weights} of the {usable} usable on one GPU; {left} are left for KV"
 
 
-def _mends(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
-    """Single changes after which it fits: the least of each dimension, every quantization."""
+def _fixes(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
+    """Yields single changes that make it fit: the smallest per dimension, every quantization."""
     yield from _first(_more_tp(setup))
     yield from _first(_more_pp(setup))
     if setup.spec.quantization is None and setup.spec.moe is None:
@@ -244,7 +248,7 @@ def _mends(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
 
 
 def _first(changes: Iterable[tuple[str, NodeSetup]]) -> Iterator[str]:
-    """The first change, if any, with which a node would start."""
+    """Yields the first change, if any, with which the node fits."""
     yield from islice((text for text, setup in changes if _fits(setup)), 1)
 
 
@@ -273,5 +277,5 @@ def _parallel(setup: NodeSetup, **changes: Any) -> NodeSetup:
 
 
 def _doubled(size: int) -> Iterator[int]:
-    while (size := 2 * size) <= MAX_MENDED_SIZE:
+    while (size := 2 * size) <= MAX_FIXED_SIZE:
         yield size

@@ -1,9 +1,8 @@
-"""FLOPs and bytes of steps on one rank: the least a device has to do for them, whatever program
-does it.
+"""Computes the least FLOPs and memory traffic that steps need on one rank.
 
-Bytes are those that no cache can save: each weight once, the KV of earlier tokens once, the new
-KV once. A device that reads B bytes and computes F FLOPs a second needs at least
-max(bytes / B, FLOPs / F) seconds (the roofline, Williams et al., CACM 52(4), 2009).
+The bytes are: each weight once, the KV of earlier tokens once, the new KV once. A device that
+reads B bytes and computes F FLOPs per second needs at least max(bytes / B, FLOPs / F) seconds (the
+roofline, Williams et al., CACM 52(4), 2009).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pdserve.common.core.step_shape import StepShape
 from pdserve.common.model.stages import Stage
 from pdserve.common.planning.footprint import Footprint, Matrix
 
-_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # of fused matrices
+_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # first matrix → fused matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Cost:
 
 @dataclass(slots=True)
 class _Part:
-    """What one part of the model costs: for a step, and for each of its tokens."""
+    """The cost of one linear layer type: bytes per step, FLOPs per token."""
 
     bytes: float = 0.0
     token_flops: float = 0.0
@@ -37,8 +36,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of steps of `stage` of the model that `footprint` describes, on its rank 0. Linear in the
-    shape (but for experts), so that steps may be added up first."""
+    """The cost of steps of `stage` on rank 0 of `footprint`. Linear in the shape (except for
+    experts), so it can be applied to a sum of shapes."""
 
     footprint: Footprint
     stage: Stage
@@ -51,13 +50,13 @@ class StepCost:
 
     @classmethod
     def whole(cls, footprint: Footprint) -> StepCost:
-        """Of a model that is not cut into stages."""
+        """Returns the cost of a model with one stage."""
         return cls(footprint, Stage.whole(footprint.spec.num_layers))
 
     def parts(self, shape: StepShape) -> dict[str, Cost]:
-        """By part: the linear layers by their names, `experts`, `attention`, `KV write`,
-        `embedding`, `logits`. What is computed on activations alone (norms, rope, activation
-        functions, sampling) costs no bytes that a cache could not save, and few FLOPs."""
+        """Returns the cost by part: linear layers by name, `experts`, `attention`, `KV write`,
+        `embedding`, `logits`. Norms, rope, activation functions and sampling are left out: they
+        work on cached activations and need few FLOPs."""
         found = {
             name: Cost(part.token_flops * shape.tokens, part.bytes * shape.steps)
             for name, part in self._linear.items()
@@ -73,11 +72,11 @@ class StepCost:
         return found
 
     def total(self, shape: StepShape) -> Cost:
-        """`bytes` read and written."""
+        """Returns the cost of all parts; `bytes` are read and written."""
         return sum(self.parts(shape).values(), Cost())
 
     def written(self, shape: StepShape) -> float:
-        """Bytes: those of `total` that are not read."""
+        """Returns the bytes written, a part of `total`."""
         return self.parts(shape)["KV write"].bytes
 
     # ---- the parts ----
@@ -97,7 +96,7 @@ class StepCost:
         part.token_flops += 2 * matrix.rows * matrix.columns
 
     def _attention(self, shape: StepShape) -> Cost:
-        """Scores and weighted sum: two products of each pair, in each query head."""
+        """Two products (scores, weighted sum) per query-key pair and query head."""
         spec, footprint = self.footprint.spec, self.footprint
         width = spec.num_heads // footprint.tp * spec.head_dim
         flops = 4.0 * shape.pairs * width * self.stage.num_layers
@@ -109,9 +108,9 @@ class StepCost:
         return Cost(2.0 * shape.sampled * numbers, read)
 
     def _experts(self, shape: StepShape) -> Cost:
-        """With the router, and the expert that all tokens visit where there is one. Which of the
-        others they visit is theirs to choose: here all equally often, so that of E experts a step
-        of T tokens, each visiting k, meets E · (1 - (1 - k / E)^T). Of many steps T is the mean."""
+        """The router, the shared expert if any, and the routed experts. Assumes that tokens choose
+        experts uniformly: T tokens with k of E experts each use E · (1 - (1 - k / E)^T) different
+        ones. For several steps T is the mean."""
         moe, footprint = self.footprint.spec.moe, self.footprint
         assert moe is not None
         mean = shape.tokens / max(1, shape.steps)

@@ -1,1 +1,1 @@
-"""gRPC servers and channels, error ⇄ status, dataclass ⇄ protobuf."""
+"""gRPC servers and channels, authentication, error and protobuf conversion."""

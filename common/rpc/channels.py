@@ -1,5 +1,4 @@
-"""What one process proves with who it is: the channels through which it calls other roles, and the
-check of those that call it."""
+"""A process's credentials: its channels to other roles, and the interceptor that checks callers."""
 
 from __future__ import annotations
 
@@ -24,19 +23,19 @@ Serializer = Callable[[Any], bytes]
 _OPTIONS = [
     *MESSAGE_LIMITS,
     *KEEPALIVE,
-    # A peer that restarts at its old address is found again at once, however long it was away.
+    # Reconnect at once to a peer that restarts at its old address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name: how long one attempt may take
-    ("grpc.dns_ares_query_timeout", 3_000),  # a name that does not resolve fails soon …
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # … and is tried again soon
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name the time limit of an attempt
+    ("grpc.dns_ares_query_timeout", 3_000),  # unresolvable names fail soon …
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # … and are retried soon
     ("grpc.enable_http_proxy", 0),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Of a role, under the id by which logs name this process."""
+    """The credentials of a role and its process id in logs."""
 
     role: str
     node_id: str
@@ -47,11 +46,11 @@ class Credentials:
     def load(
         cls, role: str, node_id: str, tls: TLSConfig, auth: AuthConfig, hosts: Iterable[str]
     ) -> Credentials:
-        """`hosts` are the addresses this process will bind to.
+        """Reads the credentials. `hosts`: the addresses this process will bind to.
 
         Raises:
-            ConfigError: as `TLS.load` and `ClusterKey`; or others could reach a host, and nothing
-                would tell them from this cluster's roles.
+            ConfigError: as `TLS.load` and `ClusterKey` do; or other hosts can reach one of `hosts`
+                and there is neither a key nor TLS.
         """
         files = TLS.load(tls)
         key = None if auth.cluster_key is None else ClusterKey(auth.cluster_key)
@@ -63,36 +62,36 @@ class Credentials:
         open_host = next((host for host in hosts if not is_loopback(host)), None)
         if key is None and files is None and open_host is not None and not auth.insecure:
             raise ConfigError(
-                f"other hosts reach {open_host}, and nothing keeps strangers out: give all roles "
-                "the same --cluster-key (PDSERVE_CLUSTER_KEY; `openssl rand -hex 32` makes one) or "
-                "--tls-cert, --tls-key and --tls-ca; or say --insecure where no stranger is"
+                f"other hosts can reach {open_host} without authentication: give all roles the "
+                "same --cluster-key (PDSERVE_CLUSTER_KEY; `openssl rand -hex 32` makes one) or "
+                "--tls-cert, --tls-key and --tls-ca; or pass --insecure on a trusted network"
             )
         return cls(role, node_id, files, key)
 
     def interceptor(self) -> AuthInterceptor:
-        """For a server that other roles call."""
+        """Returns the interceptor for a server that other roles call."""
         return AuthInterceptor(self.key, by_certificate=self.tls is not None)
 
     def channels(self) -> Channels:
-        """For this process's calls of other roles."""
+        """Returns the channels for calls to other roles."""
         if self.key is None:
             return Channels(self.tls)
         return Channels(self.tls, partial(Signer, self.key, self.role, self.node_id))
 
 
 class Channels:
-    """Channels by address, made on first use and kept; mutual TLS with `tls`."""
+    """Channels by address, created on first use and kept; mutual TLS with `tls`."""
 
     def __init__(
         self, tls: TLS | None = None, signer: Callable[[str], Signer] | None = None
     ) -> None:
-        """`signer` makes what signs the calls of an address."""
+        """`signer`: creates the signer of calls to an address."""
         self._credentials = None if tls is None else _channel_credentials(tls)
         self._signer = signer
         self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
 
     def get(self, address: str) -> Any:
-        """A `grpc.aio.Channel`, or what stands for one with those who sign their calls."""
+        """Returns a `grpc.aio.Channel`, or a `SignedChannel`."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = self._signed(address)
@@ -114,8 +113,7 @@ class Channels:
                 await channel.close(None)
 
     async def keep(self, addresses: Collection[str]) -> None:
-        """Drops the channels to all others: each costs a connection, and trying for ever to
-        reach what is gone."""
+        """Drops all other channels; each costs a connection, or endless attempts to reconnect."""
         await self.drop([address for address in self._channels if address not in addresses])
 
     def __len__(self) -> int:
@@ -132,9 +130,9 @@ def _channel_credentials(tls: TLS) -> grpc.ChannelCredentials:
 
 
 class SignedChannel:
-    """A channel each of whose calls carries a token of its own; as much of `grpc.aio.Channel` as
-    our stubs use. A call that was refused for its time is made again, once, by the server's
-    clock: nothing of it was read."""
+    """A channel that adds a token to each call, with the part of `grpc.aio.Channel`'s interface
+    that our stubs use. A call refused because of its time is repeated once with the server's
+    clock."""
 
     def __init__(self, channel: grpc.aio.Channel, signer: Signer) -> None:
         self._channel = channel
@@ -174,7 +172,7 @@ class SignedChannel:
         return signed
 
     def _learnt(self, token: str, error: grpc.aio.AioRpcError) -> bool:
-        """Whether a call with this token was refused for its time, and the next will not be."""
+        """Returns whether the call was refused because of its time and may be repeated."""
         metadata: Any = error.trailing_metadata() or ()
         clock = dict(metadata).get(CLOCK_KEY)
         return isinstance(clock, str) and self._signer.learn(token, clock)
@@ -187,14 +185,14 @@ class SignedChannel:
 
 
 class SignedStream:
-    """A call whose answer is a stream; as much of `grpc.aio.UnaryStreamCall` as we use."""
+    """A streaming call, with the part of `grpc.aio.UnaryStreamCall`'s interface that we use."""
 
     def __init__(
         self,
         start: Callable[[], tuple[str, Any]],
         learnt: Callable[[str, grpc.aio.AioRpcError], bool],
     ) -> None:
-        """`start` makes the call: its token, and what gRPC has of it."""
+        """`start`: starts the call and returns (its token, gRPC's call)."""
         self._start, self._learnt = start, learnt
         self._token, self._call = start()
         self._may_repeat = True
@@ -221,5 +219,5 @@ class SignedStream:
 
 
 def _with(token: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A call's options, the token among its metadata."""
+    """Returns a call's options with the token in its metadata."""
     return {**options, "metadata": (*(options.get("metadata") or ()), (TOKEN_KEY, token))}

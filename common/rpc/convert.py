@@ -1,4 +1,4 @@
-"""Dataclass ⇄ protobuf for what travels between the roles. Nothing here decides anything."""
+"""Converts messages between roles from dataclasses to protobuf and back. No logic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.parameters import Kind, Parameter
+from pdserve.common.core.parameters import Parameter, ParamType
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import (
@@ -29,14 +29,13 @@ _FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
 def sampling_to_pb(params: SamplingParams) -> inference.SamplingParams:
     values = {each.name: getattr(params, each.name) for each in SAMPLING_PARAMETERS}
     for each in SAMPLING_PARAMETERS:
-        if each.kind is Kind.TOKEN_ID_LISTS:
+        if each.kind is ParamType.TOKEN_ID_LISTS:
             values[each.name] = [inference.TokenIds(ids=ids) for ids in values[each.name]]
     return inference.SamplingParams(**values)
 
 
 def sampling_from_pb(message: inference.SamplingParams) -> SamplingParams:
-    """Every field must be set: routers fill in the defaults, nodes do not guess. Those of
-    log-probabilities alone may be absent."""
+    """Reads all fields; routers fill in the defaults. Only the logprobs fields may be absent."""
     values = {each.name: _from_pb(each, message) for each in SAMPLING_PARAMETERS}
     for name in ("logprobs", "prompt_logprobs"):
         if not message.HasField(name):
@@ -47,18 +46,18 @@ def sampling_from_pb(message: inference.SamplingParams) -> SamplingParams:
 def _from_pb(parameter: Parameter, message: inference.SamplingParams) -> Any:
     value = getattr(message, parameter.name)
     match parameter.kind:
-        case Kind.TOKEN_IDS:
+        case ParamType.TOKEN_IDS:
             return tuple(value)
-        case Kind.TOKEN_ID_LISTS:
+        case ParamType.TOKEN_ID_LISTS:
             return tuple(tuple(each.ids) for each in value)
-        case Kind.BIASES:
+        case ParamType.BIASES:
             return dict(value)
         case _:
             return value
 
 
 def fields_set(message: inference.SamplingParams) -> dict[str, Any]:
-    """What a client has set, by name, as it is in the message."""
+    """Returns name → value of the fields that a client has set."""
     return {field.name: value for field, value in message.ListFields()}
 
 
@@ -80,7 +79,7 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
 
 
 def job_from_pb(message: cluster.Job) -> GenerateJob:
-    """Raises InvalidRequest when there is no prompt or no choice."""
+    """Reads a job; raises InvalidRequest if it has no prompt or no choice."""
     if not message.prompt_token_ids or not message.choices:
         raise InvalidRequest("the job has no prompt or no choice", param="prompt")
     return GenerateJob(
@@ -152,12 +151,12 @@ def event_from_pb(message: cluster.TokenEvent) -> TokenEvent:
     return TokenEvent(
         choice=message.choice,
         tokens=tuple(token_from_pb(token) for token in message.tokens),
-        # A later version's reason: the choice has ended, whatever the word for it.
+        # An unknown reason from a later version still means that the choice has ended.
         finish_reason=_FINISH_FROM_PB.get(message.finish_reason, FinishReason.STOP),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
 
 
 def timeline_to_pb(timeline: Timeline) -> inference.Timeline:
-    """Its fields have the message's names."""
+    """Converts a timeline; the field names are the same."""
     return inference.Timeline(**asdict(timeline))

@@ -1,7 +1,7 @@
-"""The standard health service (`grpc.health.v1`), for strangers, too: what they send costs nothing.
+"""The standard health service (`grpc.health.v1`), which is open to everyone, with bounded cost.
 
-Where a cluster key or TLS keeps strangers out it does not read which service is asked about: gRPC
-would take 64 MiB of it. All services of a server are well together, so it speaks for all of them.
+On a server that requires a cluster key or TLS it does not read the request, which could have 64
+MiB, and answers for the whole server: all its services have the same health.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Every service is unknown until it is `set`; the server as a whole, '', serves."""
+    """The service. Other services are unknown until `set`; the whole server, '', is SERVING."""
 
     def __init__(self, reads: bool) -> None:
-        """`reads`: anybody's request, to know which service it is about."""
+        """`reads`: whether to read the requested service's name."""
         self._reads = reads
         self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {
             "": pb.HealthCheckResponse.SERVING
@@ -61,7 +61,7 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if (status := self._statuses.get(name)) is None:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND,
-                "there is no such service here",
+                "the server has no such service",
             )
         return pb.HealthCheckResponse(status=status)
 

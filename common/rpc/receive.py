@@ -1,8 +1,8 @@
-"""The message of a call, read when the server is ready for it.
+"""Reads the message of a call only when the server is ready for it.
 
-By itself grpc.aio reads and parses the one message of a call before its handler runs, whoever sent
-it and however large it is. Here the handler of such a call reads a stream, and until it does so
-HTTP/2 lets the peer send no more than `server.WINDOW` bytes of it.
+grpc.aio reads and parses the message of a unary call before its handler runs, whatever its sender
+and size. Here such handlers are registered as streaming ones, so that HTTP/2 flow control limits
+the peer to `server.WINDOW` bytes until the handler reads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PdserveError
 from pdserve.common.rpc.status import Details, abort, serving
 
-MAX_NBYTES = 64 * 2**20  # of the message of a method in LARGE
-SMALL_NBYTES = 2**20  # and of any other's: no other takes prompts, log-probabilities or digests
+MAX_NBYTES = 64 * 2**20  # per message of a method in LARGE
+SMALL_NBYTES = 2**20  # per message of other methods, which have no prompts, logprobs or digests
 LARGE = frozenset(
     {
         "/pdserve.v1.Prefill/Run",
@@ -30,24 +30,24 @@ LARGE = frozenset(
         "/pdserve.v1.KVTransfer/Commit",
     }
 )
-GRACE = 20.0  # seconds that a message may take
-RATE = 128 * 1024  # and a second more for so many bytes that it may have
+GRACE = 20.0  # seconds for a message
+RATE = 128 * 1024  # plus a second per this many bytes of its limit
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = Any  # grpc.RpcMethodHandler, whose types know no asyncio
+Handler = Any  # grpc.RpcMethodHandler, whose type stubs lack asyncio
 Reading = Callable[[Context], AbstractAsyncContextManager[bytes]]
-"""Lets a call's message in, and counts it as held until the context ends."""
+"""Reads a call's message, and counts its bytes as in use until the context ends."""
 
 
 def max_nbytes(method: str) -> int:
-    """Of the message that a role may send to another."""
+    """Returns the size limit of a role's message to the method."""
     return MAX_NBYTES if method in LARGE else SMALL_NBYTES
 
 
 def reading_first(
     handler: Handler, reading: Reading, details: Details = lambda error: ()
 ) -> Handler:
-    """The handler of one message, as one that reads it itself, inside of `reading`."""
+    """Returns a handler of one message that reads the message itself, within `reading`."""
 
     async def unary(_: Any, context: Context) -> Any:
         async with serving(context, details=details), reading(context) as raw:
@@ -88,7 +88,7 @@ def _forgetting(answer: Handler) -> Handler:
 
 
 def parsed(handler: Handler, raw: bytes) -> Any:
-    """Raises InvalidRequest: these bytes are not the method's message."""
+    """Parses the method's message; raises InvalidRequest."""
     try:
         return handler.request_deserializer(raw)
     except DecodeError:
@@ -96,11 +96,11 @@ def parsed(handler: Handler, raw: bytes) -> Any:
 
 
 async def read_message(context: Context, limit: int) -> bytes:
-    """The one message of a call, of at most `limit` bytes.
+    """Reads the single message of a call, of at most `limit` bytes.
 
     Raises:
-        InvalidRequest: it is longer, or it is none, or more than one.
-        DeadlineExceeded: it comes drop by drop.
+        InvalidRequest: it is longer, missing, or there are several.
+        DeadlineExceeded: it arrives too slowly.
     """
     try:
         async with asyncio.timeout(GRACE + limit / RATE):
@@ -108,15 +108,15 @@ async def read_message(context: Context, limit: int) -> bytes:
             more = raw is not EOF and await context.read() is not EOF
     except TimeoutError:
         raise DeadlineExceeded(
-            "the call's message came too slowly", code="MESSAGE_TOO_SLOW"
+            "the call's message arrived too slowly", code="MESSAGE_TOO_SLOW"
         ) from None
-    if raw is EOF or more:  # EOF is also what gRPC makes of a message beyond the server's limit
+    if raw is EOF or more:  # gRPC also returns EOF for a message beyond the server's limit
         raise InvalidRequest(
             f"a call of this method has exactly one message, of at most {limit} bytes"
         )
     if len(raw) > limit:
         raise InvalidRequest(
-            f"the message has {len(raw)} bytes, and this method takes {limit}",
+            f"the message has {len(raw)} bytes, and this method accepts at most {limit}",
             code="REQUEST_TOO_LARGE",
         )
     return bytes(raw)
@@ -141,7 +141,7 @@ def one_of_few(
 
 
 def refuse(error: PdserveError, details: Details = lambda error: ()) -> Handler:
-    """Answers any call with the error; its messages are never read."""
+    """Returns a handler that answers with the error without reading messages."""
 
     async def refused(_: Any, context: Context) -> None:
         await abort(context, error, details(error))

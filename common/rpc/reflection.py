@@ -1,4 +1,4 @@
-"""Server reflection, with bounds: strangers may ask for the contracts where no key guards them."""
+"""Bounds on server reflection, which is open to everyone on servers without authentication."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LASTS = 60.0  # seconds of a call, which may have many questions
 
 
 class Reflection:
-    """The calls of one server."""
+    """Bounds the reflection calls of one server."""
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()  # by host
 
     def bounded(self, handler: Handler, admit: Callable[[Context], None]) -> Handler:
-        """The handler, within bounds. `admit` raises for callers who may not ask."""
+        """Returns the handler with bounds. `admit` raises for callers without permission."""
 
         async def answer(_: Any, context: Context) -> None:
             async with serving(context):
@@ -43,11 +43,11 @@ async def _answer(handler: Handler, context: Context) -> None:
         async with asyncio.timeout(LASTS):
             while (raw := await context.read()) is not EOF:
                 if len(raw) > MAX_NBYTES:
-                    raise InvalidRequest(f"a question has at most {MAX_NBYTES} bytes")
+                    raise InvalidRequest(f"a request has at most {MAX_NBYTES} bytes")
                 async for answer in handler.stream_stream(_one(parsed(handler, raw)), context):
                     await context.write(answer)
     except TimeoutError:
-        raise DeadlineExceeded(f"ask within {LASTS:.0f} s, or in another call") from None
+        raise DeadlineExceeded(f"a reflection call has at most {LASTS:.0f} s") from None
 
 
 async def _one(question: Any) -> AsyncIterator[Any]:

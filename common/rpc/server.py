@@ -1,4 +1,4 @@
-"""gRPC servers, made one way for every role, and who may make which call of them."""
+"""gRPC servers with the same options for every role, and the interceptor that checks callers."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ from pdserve.common.rpc.tls import TLS, certified_roles
 
 logger = logging.getLogger(__name__)
 
-# Either end of a link that is cut without a word knows it after 15 seconds: a client's call fails,
-# a server's is cancelled, which frees its blocks.
+# Both ends notice a silently broken connection after 15 seconds: a client's call fails, a server's
+# is cancelled, which frees its blocks.
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute: it outweighs the one above
-    ("grpc.http2.max_pings_without_data", 0),  # pings go on while a call is silent
+    ("grpc.http2.ping_timeout_ms", 5_000),  # overrides the one above; default: a minute
+    ("grpc.http2.max_pings_without_data", 0),  # keep pinging during a silent call
 ]
 MESSAGE_LIMITS = [
     ("grpc.max_receive_message_length", MAX_NBYTES),
     ("grpc.max_send_message_length", MAX_NBYTES),
 ]
-WINDOW = 16 * 2**10  # bytes of a call that are taken before its handler reads
-MAX_PENDING = 2**15  # calls that have come and that the event loop has not seen yet
-SILENCE_MS = 5_000  # in which a connection speaks TLS and HTTP/2, and answers our settings
-IDLE_MS = 60_000  # that a connection may have no call
-CONNECTIONS = 0.25  # of the files that this process may open
+WINDOW = 16 * 2**10  # bytes of a call that are buffered before its handler reads
+MAX_PENDING = 2**15  # arrived calls that the event loop has not seen yet
+SILENCE_MS = 5_000  # limit for the TLS and HTTP/2 handshakes of a connection
+IDLE_MS = 60_000  # limit for a connection without calls
+CONNECTIONS = 0.25  # connections as a share of this process's limit of open files
 _OPTIONS = [
     *MESSAGE_LIMITS,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail
     *KEEPALIVE,
-    ("grpc.http2.max_ping_strikes", 0),  # no number of pings is too many
-    # Seconds that a call waits until the event loop turns to it. After 30, which is gRPC's own
-    # number, it would be cancelled without a word; those who wait have deadlines of their own.
+    ("grpc.http2.max_ping_strikes", 0),  # do not limit pings
+    # gRPC would silently cancel calls that the event loop has not accepted within 30 seconds;
+    # callers have their own deadlines.
     ("grpc.server_max_unrequested_time_in_server", 24 * 3600),
-    # And so would calls be of which more than 1,000 wait. What is too much, handlers say.
+    # gRPC would also cancel calls beyond 1,000 pending ones; handlers limit the load instead.
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
     ("grpc.http2.lookahead_bytes", WINDOW),
@@ -86,9 +86,9 @@ class GrpcServer:
         max_message: int | None = None,
         trace: grpc.aio.ServerInterceptor | None = None,
     ) -> None:
-        """Without `auth` everybody may call; `max_message` are bytes."""
+        """Without `auth` everyone may call. `max_message`: bytes."""
         auth = auth or AuthInterceptor()
-        # Of an option that is there twice gRPC takes the first.
+        # If an option occurs twice, gRPC uses the first.
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
         crowd = ("grpc.max_allowed_incoming_connections", max_connections())
         options = [*limit, crowd, *_OPTIONS]
@@ -104,10 +104,9 @@ class GrpcServer:
         self._services.append(descriptor.full_name)
 
     def bind(self, host: str, port: int, tls: TLS | None = None, flag: str = "--grpc-port") -> int:
-        """Takes the port (0: a free one) and returns it; nothing is answered before `start`.
-        With `tls`, only clients that show a certificate of its CA are answered. `flag` names the
-        port's option."""
-        if port:  # gRPC does not say why it cannot have it
+        """Binds the port (0: a free one) and returns it; it answers only after `start`. With `tls`,
+        clients need a certificate of its CA. `flag`: the port's option, for errors."""
+        if port:  # gRPC's own error does not say why the port is unavailable
             bind(host.strip("[]"), port, "gRPC", flag).close()
         try:
             if tls is None:
@@ -137,26 +136,27 @@ def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
 
 
 def max_connections() -> int:
-    """Of one server: a crowd at its port leaves files for the other ports, and for peers."""
+    """Returns the limit of connections to one server, which leaves files for other ports and
+    peers."""
     return int(CONNECTIONS * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 class Door(grpc.aio.ServerInterceptor):
-    """Decides who may call, before a message is read."""
+    """An interceptor that decides who may call, before a message is read."""
 
-    guarded = False  # strangers reach this port, and may ask for its health alone
+    guarded = False  # true: callers must authenticate, except for health
 
 
 class AuthInterceptor(Door):
-    """Lets roles in. With a key, callers show a token; without one, but with TLS, a certificate
-    that names their role; with neither, everybody may call."""
+    """Admits roles: by token if there is a key, else by certificate if there is TLS; with neither,
+    everyone may call."""
 
     def __init__(self, key: ClusterKey | None = None, *, by_certificate: bool = False) -> None:
         self._key = key
         self._by_certificate = by_certificate and key is None
         self.guarded = key is not None or by_certificate
         self._reflection = Reflection()
-        self.address = ""  # where callers dial this server, once it is known
+        self.address = ""  # this server's address for callers, once it is known
         self._log = LogThrottle(logger)
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -171,7 +171,7 @@ class AuthInterceptor(Door):
             self._log_refusal(method, error)
             return refuse(error)
         caller_var.set(caller)
-        if handler.request_streaming:  # no other method of roles is
+        if handler.request_streaming:  # only reflection, among the methods of roles
             return self._reflection.bounded(handler, lambda context: self._certify(context, method))
         return reading_first(handler, lambda context: self._reading(context, method, caller))
 
@@ -197,8 +197,8 @@ class AuthInterceptor(Door):
         yield raw
 
     def _certify(self, context: Context, method: str) -> None:
-        """The peer's certificate must name a role that may call. (Only the handler's own context
-        knows the certificate.)"""
+        """Checks that the peer's certificate names a role that may call. (Only the handler's
+        context has the certificate.)"""
         if not self._by_certificate:
             return
         roles = certified_roles(context.auth_context())
@@ -210,4 +210,4 @@ class AuthInterceptor(Door):
         caller_var.set(Caller(roles))
 
     def _log_refusal(self, method: str, error: ClusterAuthError) -> None:
-        self._log.warning("refused a call of %s: %s", method, error.message)
+        self._log.warning("refused a call to %s: %s", method, error.message)

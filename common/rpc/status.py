@@ -1,4 +1,4 @@
-"""Typed errors over gRPC: a status code for strangers, trailing metadata for ourselves."""
+"""Typed errors over gRPC: a status code for any client, and trailing metadata for pdserve's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
-# Bytes of an error's text. It is there up to three times, in other alphabets percent-encoded, and
-# whoever gets more than 8 KiB of metadata gets none of it.
+# Bytes of an error's text. It is sent up to three times, percent-encoded outside ASCII, and clients
+# drop metadata of more than 8 KiB.
 MAX_MESSAGE = 1024
 CLOCK_KEY = "pdserve-clock"  # `ClockSkew.clock`
 CODE_KEY, _BLAME, _RETRYABLE, _PARAM, _RETRY_AFTER = (
@@ -48,7 +48,7 @@ STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.ClockSkew: grpc.StatusCode.UNAUTHENTICATED,
 }
 _CLASS = {status: cls for cls, status in reversed(list(STATUS.items()))}
-# Between roles it is never about the key of a client.
+# Between roles this status never concerns a client's key.
 _CLASS[grpc.StatusCode.UNAUTHENTICATED] = errors.ClusterAuthError
 
 
@@ -61,8 +61,8 @@ async def serving(
     context: Context, here: Blame = Blame.ROUTER, details: Details = lambda error: ()
 ) -> AsyncIterator[None]:
     """Wraps a handler's body: sets the request id for its log lines and turns exceptions into
-    statuses, in one place. What nobody expected is a defect of the role that is `here`. `details`
-    are what a `google.rpc.Status` has to say of an error."""
+    statuses. Unexpected exceptions are blamed on the role `here`. `details`: returns the
+    `google.rpc.Status` details of an error."""
     request_id = _metadata(context.invocation_metadata()).get(REQUEST_ID_KEY, "-")
     request_id_var.set(request_id if is_plain_id(request_id) else "-")
     try:
@@ -75,8 +75,8 @@ async def serving(
         raise
     except (Exception, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-            raise  # by the caller, or this server stops
-        # Its text may hold anything: it stays in this process.
+            raise  # cancelled by the caller, or this server is stopping
+        # The exception's text may contain anything, so it is only logged.
         error_id = new_request_id("error")
         logger.exception("%s: unexpected error in a gRPC handler", error_id)
         text = f"internal error; its traceback is in the log under {error_id}"
@@ -85,29 +85,29 @@ async def serving(
 
 
 def _is_cancelled() -> bool:
-    """Whether this task is. Else it is only what the task waited for; whoever called would wait for
-    ever: gRPC ends no call whose handler ends so."""
+    """Returns whether this task was cancelled, and not only an awaitable in it. In the latter case
+    the call must be answered: gRPC would not end it, and the caller would wait for ever."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _defect(text: str, here: Blame) -> PdserveError:
-    """A node's is worth another try, on another one."""
+    """Returns the error for an unexpected exception; a node's is retryable, on another node."""
     if here is Blame.ROUTER:
         return PdserveError(text)
     return errors.NodeError(f"the {here} node: {text}", code="INTERNAL", blame=here)
 
 
 class CallGone(asyncio.CancelledError):
-    """The caller left before it could be told of an error. (gRPC logs no handler that ends so.)"""
+    """The caller left before it got an error. (gRPC does not log a handler that ends with this.)"""
 
 
 async def abort(context: Context, error: PdserveError, details: Sequence[Message] = ()) -> None:
     """Ends the call with a typed error.
 
     Raises:
-        grpc.aio.AbortError: always, but for
-        CallGone: the caller has left.
+        grpc.aio.AbortError: always, except
+        CallGone: if the caller has left.
     """
     status, message, words = _told(error)
     metadata: list[tuple[str, str | bytes]] = list(words.items())
@@ -163,9 +163,9 @@ _LOST = (
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: Blame) -> PdserveError:
-    """The typed error behind a failed call, whatever a peer of any version says. Without our
-    metadata the transport or the peer's server failed, and the peer is to blame; so it is for a
-    defect in its handler, and for what is nobody's that we know of."""
+    """Returns the typed error of a failed call, for any answer of a peer of any version. Without
+    our metadata the transport or the peer's server failed, and the peer is to blame; also for an
+    unexpected exception in its handler, and for an unknown blame."""
     metadata = _metadata(error.trailing_metadata() or ())
     return _error(error.code(), error.details() or error.code().name, metadata, peer)
 
@@ -189,8 +189,8 @@ def _error(
 
 
 def _blame(word: str | None, peer: Blame) -> Blame:
-    """A peer that blames nobody we know means itself, and so does one that blames the router, or
-    who started it."""
+    """Returns the blame in a peer's metadata; the peer itself if it is unknown, the router or the
+    operator."""
     known = {str(blame): blame for blame in Blame if blame not in (Blame.ROUTER, Blame.OPERATOR)}
     return known.get(word or "", peer)
 

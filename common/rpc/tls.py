@@ -1,7 +1,7 @@
-"""Mutual TLS between the roles: one certificate per role, one CA for all of them.
+"""Mutual TLS between roles: a certificate per role, and one CA for all.
 
-A certificate names the roles that may show it as URIs among its alternative names:
-`pdserve://role/prefill`. One that names none is a client's.
+A certificate names the roles that may use it as URIs in its alternative names, such as
+`pdserve://role/prefill`. A certificate without a role is a client's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROLE_URI = "pdserve://role/"
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """PEM files that were there, belonged together and were valid when this was made."""
+    """PEM files that were readable, matching and valid when this object was made."""
 
     cert: Path
     key: Path
@@ -30,11 +30,11 @@ class TLS:
 
     @classmethod
     def load(cls, config: TLSConfig) -> TLS | None:
-        """None when the options name no files.
+        """Checks the files; returns None if the options name none.
 
         Raises:
-            ConfigError: a file cannot be read, the key is another certificate's, or a peer with
-                the same CA would refuse the certificate.
+            ConfigError: a file cannot be read, the key does not match the certificate, or a peer
+                with the same CA would reject the certificate.
         """
         if not (config.tls_cert and config.tls_key and config.tls_ca):
             return None
@@ -43,14 +43,15 @@ class TLS:
         return tls
 
     def server_context(self) -> ssl.SSLContext:
-        """Takes connections of peers that show a certificate of the CA."""
+        """Returns a context that accepts peers with a certificate of the CA."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        # Nobody resumes a session, and tickets would make an idle connection look readable.
+        # Sessions are not resumed, and tickets would make an idle connection look readable.
         context.num_tickets = 0
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Shows the certificate; the server's must be of the CA and name the host dialled."""
+        """Returns a context with our certificate; the server's must be of the CA and name its
+        host."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
@@ -65,11 +66,11 @@ class TLS:
         return context
 
     def roles(self) -> frozenset[str]:
-        """Those that the certificate names. Shakes hands with itself, as two roles with these
-        files will; raises ConfigError as `load`."""
+        """Returns the roles that the certificate names. Does a handshake with itself, as two roles
+        with these files will; raises ConfigError like `load`."""
         up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
         dialling = self.client_context()
-        dialling.check_hostname = False  # whom others dial is not known here
+        dialling.check_hostname = False  # the host name that peers use is not known here
         client = dialling.wrap_bio(down, up)
         server = self.server_context().wrap_bio(up, down, server_side=True)
         try:
@@ -78,16 +79,16 @@ class TLS:
                     end.do_handshake()
         except ssl.SSLError as error:
             raise ConfigError(
-                f"--tls-cert {self.cert} would be refused by peers with --tls-ca {self.ca} "
-                f"({_reason(error)}): use a valid certificate that this CA signed, for servers and "
-                "clients both, such as `pdserve certs` makes"
+                f"peers with --tls-ca {self.ca} would reject --tls-cert {self.cert} "
+                f"({_reason(error)}): use a valid certificate that this CA signed for server and "
+                "client use, such as `pdserve certs` makes"
             ) from error
         names: Any = (server.getpeercert() or {}).get("subjectAltName", ())
         return _roles(name for kind, name in names if kind == "URI")
 
 
 def certified_roles(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:
-    """Those that the certificate of a gRPC call's other side names."""
+    """Returns the roles that the peer's certificate of a gRPC call names."""
     names = auth_context.get("x509_subject_alternative_name", ())
     return _roles(name.decode(errors="replace") for name in names)
 
@@ -99,10 +100,10 @@ def _roles(names: Iterable[str]) -> frozenset[str]:
 def load_cert_chain(
     context: ssl.SSLContext, cert: Path, key: Path | None, cert_flag: str, key_flag: str
 ) -> None:
-    """`context.load_cert_chain`, whose errors do not say which file they are about.
+    """Calls `context.load_cert_chain`, with errors that name the file.
 
     Raises:
-        ConfigError: a file cannot be read, holds no PEM, or the two do not belong together.
+        ConfigError: a file cannot be read, is not PEM, or the two do not match.
     """
     for flag, path in ((cert_flag, cert), (key_flag, key)):
         try:
@@ -111,12 +112,12 @@ def load_cert_chain(
         except OSError as error:
             raise ConfigError(f"{flag} {path} cannot be read: {_reason(error)}") from error
     try:
-        # Without a password given, an encrypted key would ask the terminal for one.
+        # Without a password, OpenSSL would ask for one on the terminal.
         context.load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         raise ConfigError(
-            f"{cert_flag} {cert} and {key_flag} {key or cert} are no certificate and its "
-            f"unencrypted key, both in PEM: {_reason(error)}"
+            f"{cert_flag} {cert} and {key_flag} {key or cert} are not a certificate and its "
+            f"unencrypted key in PEM: {_reason(error)}"
         ) from error
 
 
@@ -124,21 +125,21 @@ def _reason(error: OSError) -> str:
     return (getattr(error, "verify_message", "") or error.strerror or str(error)).strip()
 
 
-# ---- one side speaks TLS and the other does not ----
+# ---- only one side uses TLS ----
 
 _WAIT_S = 1.0  # for each step
-_MEND = "give all roles --tls-cert, --tls-key and --tls-ca, or none"
-_SETTINGS = 4  # the type of the frame an HTTP/2 server begins with (RFC 9113, 3.4)
+_FIX = "give all roles --tls-cert, --tls-key and --tls-ca, or none"
+_SETTINGS = 4  # type of the first frame of an HTTP/2 server (RFC 9113, 3.4)
 
 
 async def tls_mismatch(address: str, over_tls: bool) -> str:
-    """That the server at `address` speaks TLS and we do not, or the reverse, and the mend; empty:
-    neither could be seen."""
+    """Returns an explanation, with the fix, if only one of this process and the server at `address`
+    uses TLS; "" if that was not detected."""
     with suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
         if over_tls and await _speaks_http2(address):
-            return f"it speaks no TLS and this role does: {_MEND}"
+            return f"it does not use TLS, but this role does: {_FIX}"
         if not over_tls and await _speaks_tls(address):
-            return f"it speaks TLS and this role does not: {_MEND}"
+            return f"it uses TLS, but this role does not: {_FIX}"
     return ""
 
 
@@ -154,7 +155,7 @@ async def _speaks_http2(address: str) -> bool:
 
 
 async def _speaks_tls(address: str) -> bool:
-    """Whether a first message of TLS is answered in kind; no secret is shown, none is checked."""
+    """Returns whether the server answers a TLS ClientHello with TLS. Sends no secret."""
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -31,9 +31,9 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=0):
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     stop_token_id: int | None = None
-    # For each token, if they were asked for: its own, and the most likely ones as (id, logprob).
+    # Per token, if requested: its own, and the most likely ones as (id, logprob).
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] | None = None
-    # Of a timed job, in seconds since it decodes here: in steps; preempted; in all.
+    # Of a timed job, seconds on this node: in steps, preempted, total.
     times: tuple[float, float, float] | None = None
 
     @classmethod
@@ -62,7 +62,7 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=0):
         )
 
     def event(self) -> TokenEvent:
-        """Raises ValueError: logprobs of some tokens and not of others."""
+        """Returns the event; raises ValueError if only some tokens have logprobs."""
         if self.logprobs is None:
             tokens = tuple([SampledToken(each) for each in self.token_ids])
         else:
@@ -71,7 +71,7 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=0):
                 for each, (logprob, top) in zip(self.token_ids, self.logprobs, strict=True)
             )
         reason = self.finish_reason
-        # A later version's reason: the choice has ended, whatever the word for it.
+        # An unknown reason from a later version still means that the choice has ended.
         finish = None if reason is None else _FINISH.get(reason, FinishReason.STOP)
         return TokenEvent(self.choice, tokens, finish, self.stop_token_id)
 

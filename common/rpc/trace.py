@@ -1,4 +1,4 @@
-"""Spans of calls between roles: a call names the span it is part of, and has one of its own."""
+"""Spans of calls between roles: a call carries its parent span and gets its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _span_var: ContextVar[Any] = ContextVar("span", default=None)
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Of a call that is part of the current span."""
+    """Returns the metadata of a call within the current span."""
     parent = traceparent_var.get()
     return ((PARENT, parent),) if parent else ()
 

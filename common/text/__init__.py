@@ -1,6 +1,6 @@
-"""Tokenizer, chat templates, incremental detokenizer, stop strings."""
+"""Tokenizer, chat templates, incremental detokenizer, stop strings, grammars."""
 
 import os
 
-# transformers would warn that there is no torch; a tokenizer, and so a router, needs none.
+# transformers would warn about missing torch, which a tokenizer, and so a router, does not need.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

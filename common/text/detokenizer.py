@@ -1,13 +1,13 @@
-"""Token ids to text, one token at a time, never cutting a character.
+"""Detokenizes incrementally, without splitting characters.
 
     ids:   … done ] context | pending …
                     └── decoded again each time ──┘
 
-A token's text depends on its neighbours: a character may span several tokens, and
-sentencepiece decoders drop the leading space of the first token they see. So each new token is
-decoded together with the last few that produced text (the context), and only what is
-new is handed out. This is the prefix-offset method of Hugging Face text-generation-inference;
-the window is a handful of tokens, so the cost per token is constant.
+A token's text depends on its neighbours: a character may span several tokens, and sentencepiece
+decoders drop the leading space of the first token. So each new token is decoded together with the
+last few that produced text (the context), and only the new text is returned. This is the
+prefix-offset method of Hugging Face text-generation-inference; the window has a handful of tokens,
+so the cost per token is constant.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from collections.abc import Sequence
 from pdserve.common.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# A character is at most four bytes, so a longer wait means bytes that never were UTF-8.
+# A character has at most four bytes, so a longer wait means invalid UTF-8.
 _MAX_PENDING = 8
 
 
 class Detokenizer:
-    """One sequence's text. What `push` and `flush` return, concatenated, is
+    """Detokenizes one sequence. The results of `push` and `flush`, concatenated, equal
     `tokenizer.decode(all ids)`.
 
-    One exception: decoders with byte fallback spoil a whole run of byte tokens when its end is
-    cut; characters of that run already handed out stay as they are.
+    One exception: decoders with byte fallback turn a whole run of byte tokens into U+FFFD if its
+    end is incomplete; characters of the run that were already returned stay as they are.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window: list[int] = []  # context, then pending
-        self._context = 0  # tokens of the window that were handed out
+        self._context = 0  # tokens of the window whose text was returned
         self._context_text = ""  # their text, decoded alone
 
     def push(self, token_id: int) -> str:
-        """The text this token completes; empty while a character is incomplete."""
+        """Returns the text that this token completes; "" while a character is incomplete."""
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
         self._window.append(token_id)
@@ -50,20 +50,20 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """What is left when no token follows; an incomplete character becomes U+FFFD."""
+        """Returns the remaining text after the last token; an incomplete character is U+FFFD."""
         return self._hand_out(len(self._window), self._decode(self._window))
 
     @property
     def pending(self) -> Sequence[int]:
-        """The tokens whose text is not handed out yet."""
+        """The tokens whose text was not returned yet."""
         return self._window[self._context :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _hand_out(self, end: int, text: str) -> str:
-        """Hands out the window up to `end`, whose text is `text`; the tokens just handed out
-        become the context."""
+        """Returns the new part of `text`, the text of the window up to `end`; these tokens become
+        the context."""
         new = text[len(self._context_text) :]
         del self._window[: self._context]
         self._context = end - self._context
@@ -75,8 +75,8 @@ class Detokenizer:
         return new
 
     def _give_up(self, text: str) -> str:
-        """Hands out pending tokens that are not UTF-8, but keeps the last ones while they may
-        begin a character: at most three, and only where the cut changes no text."""
+        """Returns the text of pending tokens that are not UTF-8, but keeps up to three last tokens
+        that may begin a character, if the split does not change the text."""
         for keep in (3, 2, 1):
             end = len(self._window) - keep
             head = self._decode(self._window[:end])
@@ -89,8 +89,8 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextOffsets:
-    """Where the text of each of one sequence's tokens begins in what `Detokenizer` makes of them
-    all, in characters. Tokens that share a character, or have no text, begin at one place."""
+    """Computes the offset, in characters, of each token's text in the output of `Detokenizer`.
+    Tokens that share a character, or have no text, have the same offset."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, start: int = 0
@@ -110,8 +110,8 @@ class TextOffsets:
         return offset
 
     def _begun(self, pending: Sequence[int], token_id: int | None) -> int:
-        """How many characters of the pending tokens come before the one that this token is part
-        of, or begins. Without a token: before the one that is not complete."""
+        """Returns how many characters of the pending tokens precede the one that `token_id` belongs
+        to or begins; without a token, the incomplete one."""
         decoder = _utf8(errors="replace")
         begun = len(decoder.decode(b"".join(map(self._tokenizer.token_bytes, pending))))
         if token_id is None or not decoder.getstate()[0]:

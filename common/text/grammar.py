@@ -1,9 +1,9 @@
-"""Grammars: which tokens may come next, so that a text becomes what its client wants it to be.
+"""Grammars for structured output: compute which tokens may come next.
 
-    StructuredOutput ─ to_grammar ─▶ grammar, a text ─ Grammar.compile ─▶ Matcher, of one sequence
+    StructuredOutput ─ to_grammar ─▶ grammar, as text ─ Matcher.compile ─▶ Matcher of one sequence
 
-llguidance compiles lazily: what is needed of a grammar's automata is made as its texts go on. So
-compiling is cheap, and each mask has a bound of its own (`LIMITS`).
+llguidance builds a grammar's automata lazily, while texts are matched. So compiling is cheap, and
+each mask has its own limits (`LIMITS`).
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from pdserve.common.core.structured import (
 from pdserve.common.text.json_schema import ROW, check_width, embedded, explained
 
 # Fuel is llguidance's measure of work. Ordinary masks take tens of microseconds, those of an object
-# with 480 optional properties up to 9 ms, the worst found 50 ms and 30 MB. Compiling has no such
-# bound: `router/api/grammar_compiler.py`.
+# with 480 optional properties up to 9 ms, the worst known 50 ms and 30 MB. Compiling has no such
+# limit; see `router/api/grammar_compiler.py`.
 LIMITS = LLParserLimits(
     max_items_in_row=ROW,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,
-    step_max_items=50_000,  # a token's text may pass through many rows
+    step_max_items=50_000,  # a token's text may span many rows
     max_lexer_states=20_000,
     max_grammar_size=100_000,
-    precompute_large_lexemes=False,  # minutes and gigabytes, for a row of `\w?`
+    precompute_large_lexemes=False,  # takes minutes and gigabytes for a sequence of `\w?`
     verbose_errors=False,
 )
 _MAX_MESSAGE = 500  # characters
 _NO_TEXT = "no text matches it"
-_OPTIONS = "x-guidance"  # llguidance's, in a schema
-DIRECTIVE = "%opening "  # which no grammar of a client's has: `common/text/opening.py`
+_OPTIONS = "x-guidance"  # llguidance's key in a schema
+DIRECTIVE = "%opening "  # not allowed in clients' grammars: `common/text/opening.py`
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled, or went too far; or a text that is not its."""
+    """A grammar cannot be compiled or exceeds its limits, or a text does not match it."""
 
 
 class GrammarTokens:
-    """A model's vocabulary, as grammars need it: some 100 MB and a second for 150 000 tokens.
-    Read-only, so threads may share it."""
+    """A model's vocabulary for grammars: about 100 MB and a second for 150,000 tokens. Read-only,
+    so threads can share it."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Of the content of a `tokenizer.json`. `vocab_size` is the model's, which may be larger
-        than the tokenizer's.
+        """`tokenizer_json`: content of a `tokenizer.json`. `vocab_size`: the model's, which may be
+        larger than the tokenizer's.
 
         Raises:
-            GrammarError: texts of this tokenizer cannot be constrained.
+            GrammarError: this tokenizer is not supported.
         """
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < vocab_size)
         if not self.eos_token_ids:
-            raise GrammarError("the model has no token that ends a text")
+            raise GrammarError("the model has no end token")
         try:
             self.library = LLTokenizer(
                 tokenizer_json, n_vocab=vocab_size, eos_token=list(self.eos_token_ids)
             )
         except ValueError as error:
             raise GrammarError(f"its tokenizer cannot be used for grammars: {error}") from error
-        # Tokens that are one newline or two.
+        # Tokens of one or two newlines.
         encoded = [self.library.tokenize_str(text) for text in ("\n", "\n\n")]
         self.newlines = frozenset(ids[0] for ids in encoded if len(ids) == 1)
         self.ends = self.bits(self.eos_token_ids)
@@ -76,8 +76,8 @@ class GrammarTokens:
         self.all_but_ends = bytes(a ^ end for a, end in zip(self.all, self.ends, strict=True))
 
     def bits(self, token_ids: Iterable[int]) -> bytes:
-        """A bit for each token of the vocabulary, that of token 0 the lowest of the first byte, in
-        whole words of 32 bits: whether it is one of these."""
+        """Returns a bit mask of the given tokens over the vocabulary, in whole 32-bit words; token
+        0 is the lowest bit of the first byte."""
         mask = bytearray(-(-self.vocab_size // 32) * 4)
         for token_id in token_ids:
             mask[token_id // 8] |= 1 << token_id % 8
@@ -85,7 +85,7 @@ class GrammarTokens:
 
 
 class Matcher:
-    """One text in the making: which token may come next, given those so far."""
+    """Matches one text as it is generated: which tokens may come next."""
 
     def __init__(self, tokens: GrammarTokens, matcher: LLMatcher) -> None:
         self._tokens = tokens
@@ -94,37 +94,37 @@ class Matcher:
 
     @classmethod
     def compile(cls, tokens: GrammarTokens, grammar: str) -> Matcher:
-        """At the beginning of a text. Leaves other threads the interpreter meanwhile.
+        """Compiles a grammar; the matcher is at the beginning of a text. Releases the GIL.
 
         Raises:
-            GrammarError: `grammar` is none, or too large.
+            GrammarError: `grammar` is invalid or too large.
         """
         made = cls(tokens, LLMatcher(tokens.library, grammar, log_level=0, limits=LIMITS))
         made._check()
         return made
 
     def copy(self) -> Matcher:
-        """Another text, where this one is now. They share what has been made of the automata, and
-        the limit of it."""
+        """Returns a copy at the same position of the text. Copies share the automata built so far,
+        and their size limit."""
         copied = Matcher(self._tokens, self._matcher.deep_copy())
         copied._ended = self._ended
         return copied
 
     @property
     def complete(self) -> bool:
-        """Nothing but an end token may come. Known once there is a mask."""
+        """Whether only an end token may follow; valid after a mask."""
         return self._ended or self._matcher.is_stopped()
 
     @property
     def accepts(self) -> bool:
-        """What is there may be the whole text."""
+        """Whether the text so far is a complete match."""
         return self._ended or self._matcher.is_accepting()
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """These have come next. After an end token, which an engine may ignore, nothing counts.
+        """Consumes the next tokens. Everything after an end token is ignored.
 
         Raises:
-            GrammarError: they are not what the grammar allows.
+            GrammarError: the grammar does not allow them.
         """
         for place, token_id in enumerate(token_ids):
             if token_id in self._tokens.eos_token_ids:
@@ -134,16 +134,17 @@ class Matcher:
             self._check()
 
     def mask(self) -> bytes:
-        """Which tokens may come next, as `GrammarTokens.bits` has them; one at least.
+        """Returns the tokens that may come next, at least one, in the format of
+        `GrammarTokens.bits`.
 
         Raises:
-            GrammarError: finding out takes too much work or memory.
+            GrammarError: computing it exceeds the limits.
         """
         if self._ended:
             return self._tokens.ends
-        mask = self._matcher.compute_bitmask()[: len(self._tokens.ends)]  # some have a word more
+        mask = self._matcher.compute_bitmask()[: len(self._tokens.ends)]  # it may be a word longer
         self._check()
-        self._ended = mask == self._tokens.ends  # as a text that must be empty, at its beginning
+        self._ended = mask == self._tokens.ends  # also for a text that must be empty
         return mask
 
     def _check(self) -> None:
@@ -152,14 +153,14 @@ class Matcher:
             raise GrammarError(_NO_TEXT if "NoExtension" in message else message[:_MAX_MESSAGE])
 
 
-# ---- from what a client wants to a grammar --------------------------------------------------
+# ---- from a client's constraint to a grammar ------------------------------------------------
 
 
 def to_grammar(structured: StructuredOutput) -> str:
-    """The constraint in llguidance's own words, as nodes are told it.
+    """Converts the constraint to llguidance's format, which nodes get.
 
     Raises:
-        InvalidRequest: it cannot be said in them.
+        InvalidRequest: it is invalid or not supported.
     """
     try:
         grammar = _to_grammar(structured)
@@ -167,9 +168,9 @@ def to_grammar(structured: StructuredOutput) -> str:
     except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
         raise _invalid(structured, str(error)) from error
     if size > (most := MAX_GRAMMAR - MAX_OPENING):
-        raise _invalid(structured, f"it becomes {size} bytes, more than {most}")
+        raise _invalid(structured, f"its grammar has {size} bytes, more than {most}")
     if grammar.startswith(DIRECTIVE):
-        raise _invalid(structured, f"{DIRECTIVE}is not for clients")
+        raise _invalid(structured, f"{DIRECTIVE}is reserved")
     return grammar
 
 
@@ -184,10 +185,11 @@ def _to_grammar(structured: StructuredOutput) -> str:
             return _structural_tag(json.loads(text), _whitespace(structured))
         case ConstraintKind.REGEX:
             if (len(text) - len(text.rstrip("\\"))) % 2:
-                raise ValueError("the regex ends within an escape")  # which the library drops
+                raise ValueError("the regex ends within an escape")  # the library would drop it
             return str(LLMatcher.grammar_from_regex(text))
         case ConstraintKind.CHOICE:
-            # A terminal, for its lexer: a rule of thousands of choices exceeds `max_items_in_row`.
+            # A terminal, so that the lexer handles it: a rule with thousands of choices would
+            # exceed `max_items_in_row`.
             choices = [json.dumps(each, ensure_ascii=False) for each in json.loads(text)]
             return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(choices)}"))
         case ConstraintKind.GRAMMAR:
@@ -197,7 +199,7 @@ def _to_grammar(structured: StructuredOutput) -> str:
 
 
 def _whitespace(structured: StructuredOutput) -> Any:
-    """llguidance's options: which white space may stand, once, between tokens of JSON."""
+    """Returns llguidance's options for white space between JSON tokens."""
     pattern = structured.whitespace_pattern
     if pattern is None and structured.any_whitespace:
         pattern = COMPACT_WHITESPACE
@@ -206,10 +208,10 @@ def _whitespace(structured: StructuredOutput) -> Any:
 
 
 def _structural_tag(given: dict[str, Any], whitespace: Any) -> str:
-    """Of `structures`, each begins with one of the `triggers`; around them is any text."""
+    """Returns the grammar of free text with `structures`, each beginning with a trigger."""
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
-        raise ValueError("a structural tag has a list of structures and one of triggers")
+        raise ValueError("a structural tag needs a list of structures and a list of triggers")
     tags = [_tag(each, [text for text in triggers if text], whitespace) for each in structures]
     return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags)))
 
@@ -222,17 +224,17 @@ def _tag(structure: Any, triggers: Sequence[Any], whitespace: Any) -> StructTag:
                     check_width(schema)
                     schema = {**schema, _OPTIONS: {**schema.get(_OPTIONS, {}), **whitespace}}
                     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
-            raise ValueError(f"no trigger begins {begin[:64]!r}")
+            raise ValueError(f"no trigger is the beginning of {begin[:64]!r}")
         case _:
-            raise ValueError("a structure has the texts begin and end, and an object schema")
+            raise ValueError("a structure needs the strings begin and end, and an object schema")
 
 
 def check_grammar(structured: StructuredOutput, grammar: str, tokens: GrammarTokens) -> None:
-    """Compiles it as nodes will, as far as the first token. A hostile one takes any time and memory
-    there is, or ends the process.
+    """Compiles the grammar as nodes will, up to the first token. A hostile grammar can take
+    unlimited time and memory, or crash the process.
 
     Raises:
-        InvalidRequest: why it cannot be, and where.
+        InvalidRequest: the reason, and the place in a schema.
     """
     try:
         matcher = Matcher.compile(tokens, grammar)

@@ -1,5 +1,5 @@
-"""What is to be said of a JSON schema that llguidance refuses, or will in the middle of an answer:
-where, and what to do. A schema is a client's here: any JSON."""
+"""Explains why llguidance rejects a JSON schema, or would fail in the middle of an answer: where,
+and the fix. Schemas come from clients and may be any JSON."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-ROW = 2000  # items: what may come next, as llguidance counts it
+ROW = 2000  # llguidance's limit of items (possible continuations)
 _ONE_OF = (
-    "a oneOf whose branches may match at once cannot be kept: write anyOf, which takes either, or "
-    "give each branch a required property with a const of its own"
+    "oneOf with branches that may match at once is not supported: use anyOf, or give each branch a "
+    "required property with a const of its own"
 )
 
 
 def explained(schema: Any, message: str) -> str:
-    """The library's message, with the place of the keyword or type it is about, as
-    ` (at $.properties.a)`."""
+    """Adds the place of the keyword or type to the library's message: ` (at $.properties.a)`."""
     where = json.JSONDecoder()
     names: tuple[str, ...] = ()
     if message.startswith("Unimplemented keys: "):
@@ -35,21 +34,21 @@ def explained(schema: Any, message: str) -> str:
 
 
 def embedded(lark: str) -> Iterator[Any]:
-    """The schemas that a Lark grammar has behind `%json`."""
+    """Yields the schemas after `%json` in a Lark grammar."""
     for each in re.finditer(r"%json\s*(?=\{)", lark):
-        with suppress(json.JSONDecodeError):  # which the library will say
+        with suppress(json.JSONDecodeError):  # the library will report it
             yield json.JSONDecoder().raw_decode(lark, each.end())[0]
 
 
 def check_width(schema: Any) -> None:
-    """Raises ValueError: in the middle of an answer more properties might come next than can be
-    kept apart."""
+    """Raises ValueError if, at some point of an answer, more properties could follow than
+    llguidance's limit."""
     rows = _Rows(schema)
     for path, each in _objects(schema):
         if max([rows.at_beginning(each), *_runs(each)[1:]]) > ROW:
             raise ValueError(
-                f"too many optional properties might come next (at {path}), and of one object some "
-                f"{ROW // 4 - 10} can: make some required, or put them into objects of their own"
+                f"too many optional properties (at {path}); an object can have about "
+                f"{ROW // 4 - 10}: make some required, or move them into nested objects"
             )
 
 
@@ -59,11 +58,11 @@ class _Rows:
         self._known: dict[int, int] = {}  # by id
 
     def at_beginning(self, schema: Any) -> int:
-        """Items when one of this schema's objects begins, whichever of its branches it is of."""
+        """Returns the items at the beginning of an object of this schema, over all branches."""
         if not isinstance(schema, dict):
             return 0
         if id(schema) not in self._known:
-            self._known[id(schema)] = 0  # one that refers to itself adds nothing
+            self._known[id(schema)] = 0  # a recursive reference adds nothing
             branches = [self._target(schema.get("$ref"))]
             for key in ("allOf", "anyOf", "oneOf"):
                 branches += each if isinstance(each := schema.get(key), list) else []
@@ -81,7 +80,7 @@ class _Rows:
 
 
 def _runs(schema: dict[str, Any]) -> list[int]:
-    """The items of each run of optional properties between those that must come."""
+    """Returns the items of each run of optional properties between required ones."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict):
         return []
@@ -100,7 +99,7 @@ def _runs(schema: dict[str, Any]) -> list[int]:
 
 
 def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All objects in it, each after the one it is in, with their paths."""
+    """Yields (path, object) of all objects in the schema, parents first."""
     pending: list[tuple[str, Any]] = [("$", schema)]
     while pending:
         path, value = pending.pop()

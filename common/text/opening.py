@@ -1,11 +1,11 @@
-"""What may come before the text that a grammar is of, or instead of it: a thought, or tool calls.
+"""Allows reasoning before the text of a grammar, or tool calls instead of it.
 
-      ┌─── a thought begins ───┐
+      ┌─── reasoning begins ───┐
     THOUGHT ── it ends ──▶ TEXT ── a call begins ──▶ CALL
                      (only before the text's first token)
 
-Single tokens tell them apart, as in vLLM: a text of the grammar is what stands after them. Between
-thought and text there may be the newlines that models are used to; they are part of neither.
+Single tokens mark the transitions, as in vLLM; the grammar applies to the text after them. Newlines
+between reasoning and text, which models usually generate, are allowed and belong to neither.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _openings = msgspec.json.Decoder(Opening)
 
 
 def opened(grammar: str, opening: Opening) -> str:
-    """The grammar of an answer whose text, if there is one, is of this one."""
+    """Returns the grammar of an answer with this opening, whose text matches `grammar`."""
     if opening == Opening():
         return grammar
     return f"{DIRECTIVE}{msgspec.json.encode(asdict(opening)).decode()}\n{grammar}"
@@ -39,7 +39,7 @@ def _split(grammar: str) -> tuple[Opening, str]:
         raise GrammarError(f"not an opening: {error}") from error
 
 
-MAX_NEWLINES = 2  # tokens of one or two
+MAX_NEWLINES = 2  # tokens, each of one or two newlines
 
 
 class _Stage(Enum):
@@ -49,7 +49,7 @@ class _Stage(Enum):
 
 
 class AnswerMatcher:
-    """An answer in the making, as `Matcher` is its text."""
+    """Like `Matcher`, for an answer with an opening."""
 
     def __init__(self, tokens: GrammarTokens, text: Matcher, opening: Opening) -> None:
         self._tokens = tokens
@@ -59,19 +59,19 @@ class AnswerMatcher:
         self._begins = {} if opening.call is None else {opening.call: _Stage.CALL}
         if opening.thought is not None and not opening.thinking:
             self._begins[opening.thought[0]] = _Stage.THOUGHT
-        self._newlines = 0  # that may come
+        self._newlines = 0  # newline tokens that may follow
 
     @classmethod
     def compile(cls, tokens: GrammarTokens, grammar: str) -> AnswerMatcher:
-        """Of what `opened` says, at its beginning; raises as `Matcher.compile`."""
+        """Compiles a grammar of `opened`; raises like `Matcher.compile`."""
         opening, grammar = _split(grammar)
         named = [*(opening.thought or ()), *([] if opening.call is None else [opening.call])]
         if not all(0 <= token < tokens.vocab_size for token in named):
-            raise GrammarError("its opening names a token that the model does not have")
+            raise GrammarError("its opening has a token outside the vocabulary")
         return cls(tokens, Matcher.compile(tokens, grammar), opening)
 
     def copy(self) -> AnswerMatcher:
-        """Another answer, where this one is now; as `Matcher.copy`."""
+        """Like `Matcher.copy`."""
         copied = AnswerMatcher(self._tokens, self._text.copy(), self._opening)
         copied._stage, copied._begins = self._stage, dict(self._begins)
         copied._newlines = self._newlines
@@ -79,11 +79,11 @@ class AnswerMatcher:
 
     @property
     def complete(self) -> bool:
-        """Nothing but an end token may come. Known once there is a mask."""
+        """Whether only an end token may follow; valid after a mask."""
         return self._stage is _Stage.TEXT and not self._begins and self._text.complete
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """As `Matcher.advance`."""
+        """Like `Matcher.advance`."""
         for place, token_id in enumerate(token_ids):
             if not self._opens(token_id):
                 self._stage, self._begins, self._newlines = _Stage.TEXT, {}, 0
@@ -91,7 +91,7 @@ class AnswerMatcher:
                 return
 
     def _opens(self, token_id: int) -> bool:
-        """Whether it is still part of the opening, as which it then counts."""
+        """Consumes the token if it is part of the opening; returns whether it was."""
         if token_id in self._tokens.eos_token_ids:
             return False
         if self._stage is _Stage.THOUGHT:
@@ -107,7 +107,7 @@ class AnswerMatcher:
         return True
 
     def mask(self) -> bytes:
-        """As `Matcher.mask`. A thought ends before the answer does."""
+        """Like `Matcher.mask`. Reasoning must end before the answer does."""
         if self._stage is _Stage.THOUGHT:
             return self._tokens.all_but_ends
         if self._stage is _Stage.CALL:

@@ -1,4 +1,4 @@
-"""One choice's tokens to the text its client sees: detokenizer, then stop strings."""
+"""Turns one choice's tokens into the client's text: detokenizer, then stop strings."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from pdserve.common.text.detokenizer import Detokenizer
 from pdserve.common.text.tokenizer import Tokenizer
 
-# ---- stop strings, found in text that arrives in pieces, and never leaked in part ----
+# ---- stop strings in text that arrives in pieces ----
 
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """Text that may be handed out, and the stop string that ended it, if one did."""
+    """Text that can be sent, and the stop string that ended it, if any."""
 
     text: str
     stop: str | None = None
 
 
 class StopMatcher:
-    """Holds back the longest end of the text that could begin a stop string.
+    """Holds back the longest suffix of the text that could begin a stop string.
 
-    Of several stop strings the one that is complete first wins (of two complete at once, the
-    longer), so the outcome does not depend on how the text was cut into pieces.
+    The stop string that is complete first wins; of two complete at once, the longer. So the result
+    does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        """`stops` are not empty strings; `include_stop` hands the stop string out too."""
+        """`stops`: non-empty strings. `include_stop`: whether to return the stop string too."""
         self._stops = tuple(sorted(stops, key=len, reverse=True))
-        self._begins: dict[str, list[str]] = {}  # by first character, the longest first
+        self._begins: dict[str, list[str]] = {}  # by first character, longest first
         for stop in self._stops:
             self._begins.setdefault(stop[0], []).append(stop)
         self._include_stop = include_stop
@@ -37,8 +37,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> StopResult:
-        """Takes the next piece. While not `armed`, stop strings that become complete are
-        ordinary text."""
+        """Takes the next piece. While not `armed`, complete stop strings are ordinary text."""
         if not self._stops:
             return StopResult(text)
         text = self._held + text
@@ -51,7 +50,7 @@ class StopMatcher:
         return StopResult(text[: len(text) - held])
 
     def flush(self) -> str:
-        """The text held back, when nothing follows."""
+        """Returns the text held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 
@@ -75,11 +74,11 @@ class StopMatcher:
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """What one push gave."""
+    """The result of one push."""
 
     text: str
-    stopped_by: str | None  # the stop string that ended the choice: push nothing more
-    num_tokens: int  # how many of the pushed tokens belong to the choice; the rest came after
+    stopped_by: str | None  # the stop string that ended the choice; push nothing more
+    num_tokens: int  # pushed tokens up to the stop
 
 
 class TextStream:
@@ -107,7 +106,7 @@ class TextStream:
         """Takes the next tokens.
 
         Args:
-            final: no token follows; whatever is held back is handed out.
+            final: no token follows, so text held back is returned.
             stop_token: the last id is the token that ended the choice (EOS or one of
                 stop_token_ids); it has no text unless stop strings are included in the output.
         """

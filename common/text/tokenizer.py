@@ -1,6 +1,6 @@
-"""Text ⇄ token ids for one model, and its chat template.
+"""The tokenizer and chat template of a model.
 
-Always `PreTrainedTokenizerFast` over the checkpoint's own `tokenizer.json`: transformers'
+Always uses `PreTrainedTokenizerFast` with the checkpoint's `tokenizer.json`: transformers'
 AutoTokenizer rebuilds some families from their vocabulary and ignores that file.
 """
 
@@ -27,36 +27,36 @@ from pdserve.common.text.tokenizer_file import (
 
 _RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 _MAX_TEXTS = 2**16
-_MAX_ERROR = 500  # characters of what a template says went wrong
+_MAX_ERROR = 500  # characters of a template's error
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """Read-only after construction, so threads may share it."""
+    """A tokenizer. Read-only after construction, so threads can share it."""
 
     def __init__(
         self, hf: PreTrainedTokenizerFast, eos_token_ids: Sequence[int] | None = None
     ) -> None:
         self._hf = hf
         self._backend = hf.backend_tokenizer
-        # Left on, these would be switched off by the first call: a write that threads race for.
+        # Turned off here, because the first call would do it, which is a data race of threads.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = hf.split_special_tokens
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._texts: dict[int, str] = {}  # of single tokens, as they were needed
+        self._texts: dict[int, str] = {}  # cache of `text_alone`
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._alphabet = _decoder_alphabet(repr(self._backend.decoder))
         self.vocab_size: int = self._backend.get_vocab_size()
-        # Of the vocabulary's longest entry, which has at least one character for each of its text.
+        # Length of the longest entry, an upper bound for the characters of a token's text.
         self.max_token_chars = max(map(len, self._backend.get_vocab()))
         own_eos = () if hf.eos_token_id is None else (hf.eos_token_id,)
         self.eos_token_ids = tuple(own_eos if eos_token_ids is None else eos_token_ids)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a Hugging Face checkpoint.
+        """Loads the tokenizer of a Hugging Face checkpoint.
 
         Raises:
             ConfigError: `tokenizer.json` is missing or cannot be read.
@@ -72,17 +72,17 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls, vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-        """`byte_tokenizer`'s. Raises ConfigError: the vocabulary has no room for all bytes."""
+        """Returns a `byte_tokenizer`; raises ConfigError if the vocabulary is too small."""
         backend = byte_tokenizer(vocab_size)
         hf = PreTrainedTokenizerFast(tokenizer_object=backend)
         hf.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
         return cls(hf, eos_token_ids)
 
     def use_chat_template(self, template: str) -> None:
-        """This one instead of the checkpoint's; to be called before threads share this.
+        """Replaces the checkpoint's template; call it before threads share this object.
 
         Raises:
-            ConfigError: it is no template.
+            ConfigError: the template has a syntax error.
         """
         self._hf.chat_template = template
         try:
@@ -92,20 +92,20 @@ class Tokenizer:
                 raise ConfigError(f"--chat-template: {error.__cause__}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids; `add_special_tokens` runs the post-processor, which gives a BOS where the
-        model wants one."""
-        # As a batch: that leaves other threads the interpreter meanwhile.
+        """Returns token ids. `add_special_tokens`: run the post-processor, which adds a BOS token
+        if the model has one."""
+        # encode_batch, because it releases the GIL.
         (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return tuple(encoded.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD. Ids past the vocabulary
-        (rows that only pad an embedding) are empty."""
+        """Returns the text of the ids; invalid UTF-8 becomes U+FFFD. Ids past the vocabulary
+        (padding rows of the embedding) have no text."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def text_alone(self, token_id: int) -> str:
-        """`decode([token_id], skip_special_tokens=False)`, remembered: few tokens are most of a
-        text."""
+        """Returns `decode([token_id], skip_special_tokens=False)`, cached: few distinct tokens make
+        up most of a text."""
         text = self._texts.get(token_id)
         if text is None:
             if len(self._texts) >= _MAX_TEXTS:
@@ -114,19 +114,19 @@ class Tokenizer:
         return text
 
     def to_json(self) -> str:
-        """The content of a `tokenizer.json`."""
+        """Returns the content of a `tokenizer.json`."""
         return str(self._backend.to_str())
 
     def marker(self, text: str) -> int | None:
-        """The token beside the vocabulary proper that is this text, special or not; None: there is
-        none, and the text is written by others."""
+        """Returns the added token, special or not, with exactly this text; None if there is
+        none."""
         return next((i for i, each in self._added.items() if each == text), None)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes one token stands for inside a text, special or not."""
+        """Returns the exact bytes of one token within a text, special or not."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id) or ""
@@ -135,7 +135,7 @@ class Tokenizer:
         return b"".join(self._alphabet.get(char) or char.encode() for char in token)
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
+        """Returns one token as text; bytes that are not UTF-8 by themselves become U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def apply_chat_template(
@@ -145,7 +145,7 @@ class Tokenizer:
         add_special_tokens: bool = False,
         **options: Any,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, as `render_chat_template` words it."""
+        """Returns the token ids of `render_chat_template`'s text."""
         return self.encode(self.render_chat_template(messages, **options), add_special_tokens)
 
     def render_chat_template(
@@ -159,10 +159,10 @@ class Tokenizer:
         documents: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation. Templates run in transformers' Jinja sandbox.
+        """Returns the text of a conversation. Templates run in transformers' Jinja sandbox.
 
         Raises:
-            InvalidRequest: there is no template, or it refuses these messages.
+            InvalidRequest: there is no template, or it raised an error.
         """
         if chat_template is None and not self._hf.chat_template:
             raise InvalidRequest(
@@ -186,7 +186,7 @@ class Tokenizer:
             str(text).encode()
         except MemoryError:
             raise
-        except Exception as error:  # whatever code does that meets what it was not written for
+        except Exception as error:  # a template may fail in any way for unexpected messages
             param = "messages" if chat_template is None else "chat_template"
             said = cut(str(error), _MAX_ERROR)
             raise InvalidRequest(f"the chat template failed: {said}", param=param) from error
@@ -194,7 +194,7 @@ class Tokenizer:
 
 
 def _eos_from_config(folder: Path) -> tuple[int, ...] | None:
-    """`eos_token_id` of generation_config.json, else of config.json; None when neither says."""
+    """Returns `eos_token_id` of generation_config.json, else of config.json, else None."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
@@ -204,7 +204,7 @@ def _eos_from_config(folder: Path) -> tuple[int, ...] | None:
 
 
 def _decoder_alphabet(decoder: str) -> dict[str, bytes]:
-    """Which characters of a vocabulary entry stand for other bytes, from the decoder's repr."""
+    """Returns the characters of vocabulary entries that stand for other bytes."""
     if "ByteLevel" in decoder:
         return byte_level_alphabet()
     return {"▁": b" "} if "▁" in decoder else {}

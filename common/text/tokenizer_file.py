@@ -1,4 +1,4 @@
-"""A model's `tokenizer.json`, for those that need no more: transformers takes seconds to import."""
+"""Reads a model's `tokenizer.json` without transformers, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 def no_tokenizer(folder: str | Path) -> ConfigError:
     return ConfigError(
-        f"{folder} holds no tokenizer.json; give the folder that does with --tokenizer "
-        "(save a slow tokenizer once with `PreTrainedTokenizerFast.save_pretrained`)"
+        f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer (save a slow "
+        "tokenizer once with `PreTrainedTokenizerFast.save_pretrained`)"
     )
 
 
 def read_tokenizer_json(model: str, tokenizer: str | None, dummy_vocab_size: int | None) -> str:
-    """Of a checkpoint, or of the `tokenizer`'s folder. Dummy weights, whose vocabulary is given,
-    need none.
+    """Returns the `tokenizer.json` of the `tokenizer` folder or else of the checkpoint. Dummy
+    weights of the given vocabulary size may have none.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file is missing.
     """
     folder = Path(tokenizer or model)
     if dummy_vocab_size is not None and tokenizer is None and not has_tokenizer(folder):
@@ -37,11 +37,11 @@ def read_tokenizer_json(model: str, tokenizer: str | None, dummy_vocab_size: int
 
 
 def byte_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """One token per byte, for dummy weights that come without a tokenizer: token b is byte b, and
-    tokens from 256 on read `<256>`.
+    """Returns a tokenizer with one token per byte, for dummy weights without a tokenizer: token b
+    is byte b, and tokens from 256 on have the text `<256>`.
 
     Raises:
-        ConfigError: the vocabulary has no room for all bytes.
+        ConfigError: the vocabulary has fewer than 256 tokens.
     """
     if vocab_size < 256:
         raise ConfigError(
@@ -56,8 +56,8 @@ def byte_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def byte_level_alphabet() -> dict[str, bytes]:
-    """GPT-2's printable stand-ins: a printable Latin-1 byte is itself, the others are counted
-    up from U+0100."""
+    """Returns GPT-2's byte alphabet: printable Latin-1 bytes stand for themselves, the others for
+    characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,5 +1,5 @@
-"""The LoRA adapters that one rank holds. The node loads and drops them by calls, which are served
-while steps run; a step names them by digest, and the node sees to it that they are there."""
+"""The LoRA adapters of one rank. The node loads and drops them with calls, which are served while
+steps run; a step names them by digest, and the node only names loaded ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.lora import read_adapter
 from pdserve.common.distributed.executor import Extension
-from pdserve.common.engine.adapter_calls import (
+from pdserve.common.engine.messages import (
     LOADED,
     AdapterCall,
     DropAdapter,
     LoadAdapter,
-    decode_call,
+    decode_adapter_call,
 )
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.lora import Pairs, StepLoRA, load_pairs
@@ -26,8 +26,8 @@ from pdserve.common.model.staging import upload
 from pdserve.common.worker.input_batch import StepSequence
 
 
-class Adapters:
-    """This rank's parts of them, by digest."""
+class RankAdapters:
+    """This rank's part of each loaded adapter, by digest."""
 
     def __init__(self, model: CausalLM, max_rank: int) -> None:
         self._model = model
@@ -37,9 +37,10 @@ class Adapters:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     def serve(self, call: AdapterCall) -> bytes:
-        """
+        """Serves a call; see `messages.py` for the answers.
+
         Raises:
-            ConfigError: this host's copy of the adapter cannot be served, or is another one.
+            ConfigError: this host's copy of the adapter is invalid or differs from the node's.
         """
         match call:
             case LoadAdapter(digest, path):
@@ -62,17 +63,17 @@ class Adapters:
     def _read(self, digest: str, path: str) -> Pairs:
         file = read_adapter(path, self._model.spec, self._max_rank)
         if file.digest != digest:
-            raise ConfigError(f"adapter {path} is another one on this host: {file.digest}")
+            raise ConfigError(f"adapter {path} differs on this host: digest {file.digest}")
         return load_pairs(self._model, file)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def of_step(self, sequences: Sequence[StepSequence]) -> StepLoRA | None:
-        """None: no sequence has an adapter.
+        """Returns the adapters of a step's rows, None if no sequence has one.
 
         Raises:
-            NodeError: one has an adapter that is not here.
+            NodeError: an adapter is not loaded.
         """
         rows: defaultdict[str, list[range]] = defaultdict(list)
         end = 0
@@ -98,9 +99,9 @@ class Adapters:
 
 
 class AdapterExtension:
-    """An extension that serves these calls, and gives all others to the one it stands before."""
+    """An extension that serves adapter calls and passes others on to `inner`."""
 
-    def __init__(self, adapters: Adapters, inner: Extension | None) -> None:
+    def __init__(self, adapters: RankAdapters, inner: Extension | None) -> None:
         self._adapters = adapters
         self._inner = inner
 
@@ -108,13 +109,13 @@ class AdapterExtension:
         return self._inner.info() if self._inner is not None else b""
 
     def handle(self, message: bytes) -> bytes:
-        call = decode_call(message)
+        call = decode_adapter_call(message)
         if call is None:
             return self._others().handle(message)
         return self._adapters.serve(call)
 
     def handle_at_once(self, message: bytes) -> bytes | None:
-        if decode_call(message) is not None:
+        if decode_adapter_call(message) is not None:
             return None
         return self._others().handle_at_once(message)
 

@@ -1,9 +1,9 @@
-"""Which tokens a sequence's grammar lets come next, on the rank that draws them.
+"""Computes which tokens a sequence's grammar allows next, on the rank that samples.
 
 sequence begins ─▶ compiled on a thread ─▶ matcher ─┬─ each step: advance, mask ─▶ sampler
-                    (or copied, if known)           └─ gone too far: compiled anew
+                    (or copied from cache)          └─ limit of shared state hit: compiled again
 
-Whatever output there is then, of before a preemption or of another node, is replayed in pieces.
+Output from before a preemption or from another node is replayed in pieces.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from numpy.typing import NDArray
 from pdserve.common.text.grammar import GrammarError, GrammarTokens
 from pdserve.common.text.opening import AnswerMatcher
 
-MAX_COMPILED = 32  # grammars that are kept
-ALLOWANCE = 0.25  # seconds of CPU that a sequence's masks may take,
-ALLOWANCE_PER_TOKEN = 0.001  # and for each token more
-RENEWAL = 0.1  # seconds that compiling anew counts for
-REPLAY = 0.005  # seconds of CPU after which the rest of an output waits for the next step
-PIECE = 16  # tokens of it
+MAX_COMPILED = 32  # compiled grammars that are kept
+ALLOWANCE = 0.25  # seconds of CPU for a sequence's masks
+ALLOWANCE_PER_TOKEN = 0.001  # plus this much per output token
+RENEWAL = 0.1  # seconds that a recompilation counts as
+REPLAY = 0.005  # seconds of CPU for replay per step
+PIECE = 16  # tokens replayed at once
 
-Mask = NDArray[np.int32]  # a bit for each token
+Mask = NDArray[np.int32]  # one bit per token
 
 
 class Grammars:
-    """Compiled grammars of a rank. Those used last are kept: a sequence begins with a copy."""
+    """The LRU cache of a rank's compiled grammars; each sequence works on a copy."""
 
     def __init__(self, load: Callable[[], GrammarTokens]) -> None:
-        """`load` is called once, with the first grammar, on the thread that compiles."""
+        """`load` is called once, for the first grammar, on the compiling thread."""
         self._load = load
         self._tokens: GrammarTokens | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._compiled: OrderedDict[str, Future[AnswerMatcher]] = OrderedDict()
-        self._waiting: Counter[Future[AnswerMatcher]] = Counter()  # sequences
+        self._waiting: Counter[Future[AnswerMatcher]] = Counter()  # sequences per future
 
     def begin(self, grammar: str) -> RowGrammar:
-        """For a sequence without output."""
+        """Returns the grammar state of a new sequence without output."""
         return RowGrammar(self, grammar)
 
     def get(self, grammar: str) -> Future[AnswerMatcher]:
-        """At the beginning of a text; to be copied. Whoever gets it calls `leave` once."""
+        """Returns a matcher at the beginning of a text, which the caller copies. The caller must
+        call `leave` once."""
         known = self._compiled.get(grammar)
         if known is None or (known.done() and known.exception() is not None):
             known = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
@@ -56,16 +57,15 @@ class Grammars:
         return known
 
     def renew(self, grammar: str) -> Future[AnswerMatcher]:
-        """One that shares nothing with others of this grammar; nor will later ones share what has
-        gone too far."""
+        """Compiles the grammar again, without shared state, and drops the cached one, whose state
+        has hit its limit."""
         self._compiled.pop(grammar, None)
         renewed = self._thread.submit(self._compile, grammar)
         self._waiting[renewed] += 1
         return renewed
 
     def leave(self, grammar: str, compiling: Future[AnswerMatcher]) -> None:
-        """A sequence has it, or waits for it no more. What nobody waits for is not begun: others
-        do."""
+        """Ends a sequence's wait; cancels a compilation that no sequence waits for."""
         self._waiting[compiling] -= 1
         if self._waiting[compiling] > 0:
             return
@@ -83,7 +83,7 @@ class Grammars:
 
 
 class RowGrammar:
-    """One sequence's: its output so far, and the mask of what comes next."""
+    """The grammar state of one sequence: its output so far and the mask of the next token."""
 
     def __init__(self, grammars: Grammars, grammar: str) -> None:
         self._grammars = grammars
@@ -92,35 +92,35 @@ class RowGrammar:
         self._matcher: AnswerMatcher | None = None
         self._output: list[int] = []
         self._num_matched = 0
-        self._fresh = False  # compiled for this text alone, and no mask given yet
-        self.seconds = 0.0  # of CPU, that its masks took, but for what was replayed,
-        self.last_seconds = 0.0  # and the last call with all
+        self._fresh = False  # compiled for this sequence alone, and no mask computed yet
+        self.seconds = 0.0  # CPU time of its masks, without replays
+        self.last_seconds = 0.0  # CPU time of the last call, with replay
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """More tokens of the output."""
+        """Adds tokens of the output."""
         self._output += token_ids
 
     @property
     def waits_for(self) -> Future[AnswerMatcher] | None:
-        """None: `mask` has an answer, or goes on with a replay."""
+        """The compilation that `mask` waits for; None if it can compute now."""
         return self._compiling
 
     @property
     def complete(self) -> bool:
-        """Nothing but an end token may come. Known once there is a mask."""
+        """Whether only an end token may follow; valid after the first mask."""
         return self._matcher is not None and self._matcher.complete
 
     def close(self) -> None:
-        """It waits for nothing any more."""
+        """Ends a wait for a compilation."""
         if self._compiling is not None:
             self._grammars.leave(self._grammar, self._compiling)
             self._compiling = None
 
     def mask(self) -> Mask | None:
-        """Of the next position; None: not yet.
+        """Returns the mask of the next position, None if it is not ready.
 
         Raises:
-            GrammarError: there will be none.
+            GrammarError: the grammar failed or used up its CPU time.
         """
         if self._compiling is not None:
             if not self._compiling.done():
@@ -141,7 +141,7 @@ class RowGrammar:
         finally:
             self.last_seconds = thread_time() - start
             self.seconds += 0 if replayed else self.last_seconds
-        # Perhaps others have used up what they share with it: alone it may be well.
+        # Other sequences may have used up the shared state's limit: try without sharing.
         self._compiling = self._grammars.renew(self._grammar)
         self._num_matched, self._fresh = 0, True
         self.seconds += RENEWAL

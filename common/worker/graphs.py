@@ -1,11 +1,10 @@
 """Decode steps as CUDA graphs: captured at start for some batch sizes, then replayed with one call
-instead of a launch for each kernel. Between the sizes a batch is filled up with rows that compute
-on a block which belongs to nobody.
+instead of one launch per kernel. Other batch sizes are padded with rows that use a spare block.
 
     step's integers ── one copy ──▶ a graph's own tensors ── replay ──▶ its output
     block tables    ── plan ──────▶ the attention's own buffers ──┘
 
-A graph reads and writes the same memory each time: what it leaves is good until the next step.
+A graph reads and writes the same memory each time: its output is valid until the next step.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from pdserve.common.planning.kv_budget import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# Of a GPU's memory for each graph: the attention's workspace, and what CUDA keeps of the kernels.
+# GPU memory per graph: the attention's workspace, and CUDA's copy of the kernels.
 GRAPH_BYTES = 16 << 20
 
 Compute = Callable[[], Tensor]
 Capture = Callable[[Compute], tuple[Tensor, Callable[[], object]]]
-"""Computes, and returns where the result is and what computes it again."""
+"""Runs a computation; returns its output tensor and a callable that computes it again."""
 
 
 class CudaCapture:
-    """Graphs that share their memory: only one runs at a time."""
+    """Captures graphs that share a memory pool, because only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Compute) -> tuple[Tensor, Callable[[], object]]:
-        compute()  # kernels are chosen, communicators connect: not to be done in a graph
+        compute()  # autotuning and connecting communicators must not happen during capture
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the device meanwhile: NCCL's watchdog does.
+        # "thread_local", because other threads, such as NCCL's watchdog, use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = compute()
         return output, graph.replay
@@ -54,15 +53,15 @@ class CudaCapture:
 class _Graph:
     size: int
     integers: Tensor  # int64 [5, size]: token ids, positions; blocks, slots, fresh blocks
-    hidden: Tensor | None  # [size, hidden]: what a stage that is not the first begins with
+    hidden: Tensor | None  # [size, hidden]: input of a stage after the first
     context: AttentionContext
     output: Tensor
     replay: Callable[[], object]
 
 
 class DecodeGraphs:
-    """Steps in which each sequence computes one token and wants the next. On a stage that is not
-    the last they return hidden states, there logits."""
+    """Graphs of steps in which each sequence computes one token and samples. They return logits on
+    the last stage, hidden states on the others."""
 
     def __init__(
         self,
@@ -72,8 +71,9 @@ class DecodeGraphs:
         blocks_per_sequence: int,
         capture: Capture,
     ) -> None:
-        """Captures, the largest first, whose memory the others use. All ranks must do it together.
-        The last block of `cache` (`[layers, 2, num_blocks, …]`) must be no sequence's."""
+        """Captures the graphs, the largest first, because the others reuse its memory. All ranks
+        must do this together. The last block of `cache` (`[layers, 2, num_blocks, …]`) must not
+        belong to a sequence."""
         self._model, self._cache = model, cache
         self._block_size, self._spare = cache.shape[4], cache.shape[2] - 1
         self._blocks_per_sequence = blocks_per_sequence
@@ -82,14 +82,13 @@ class DecodeGraphs:
         self.sizes = [graph.size for graph in self._graphs]
 
     def take(self, batch: AttentionBatch, num_sampled: int) -> bool:
-        """Whether there is a graph for such a step, `num_sampled` of whose sequences want a
-        token."""
+        """Returns whether a graph fits the step; `num_sampled`: sequences that sample."""
         count = len(batch.query_lens)
         return num_sampled == count == sum(batch.query_lens) and count <= self.sizes[-1]
 
     def run(self, token_ids: Sequence[int], batch: AttentionBatch, hidden: Tensor | None) -> Tensor:
-        """`[B, vocab]` or `[B, hidden]`, good until the next call; `hidden` is what the stage
-        before returned."""
+        """Returns `[B, vocab]` or `[B, hidden]`, valid until the next call. `hidden`: output of the
+        stage before."""
         count = len(token_ids)
         graph = self._graphs[bisect_left(self.sizes, count)]
         if graph.hidden is not None and hidden is not None:
@@ -123,12 +122,12 @@ class DecodeGraphs:
         return _Graph(size, integers, hidden, context, output, replay)
 
     def _fill(self, graph: _Graph, token_ids: Sequence[int], batch: AttentionBatch) -> None:
-        """The graph's integers, and its attention's buffers."""
+        """Fills the graph's integers and its attention's buffers."""
         missing, spare = graph.size - len(token_ids), self._spare
         starts = [*batch.starts, *[0] * missing]
         tables = [*batch.block_tables, *[(spare,)] * missing]
         padded = AttentionBatch([1] * graph.size, starts, tables, self._block_size)
-        pages = padded.used_tables()  # a query's own slot is in the last one
+        pages = padded.used_tables()  # the last block has the query's own slot
         blocks = [int(table[-1]) for table in pages]
         slots = [start % self._block_size for start in starts]
         fresh = [spare if slot else block for block, slot in zip(blocks, slots, strict=True)]
@@ -140,24 +139,25 @@ class DecodeGraphs:
 
 
 def graph_sizes(model: CausalLM, engine: EngineConfig) -> tuple[int, ...]:
-    """Of the steps that can be captured of this model; on a GPU it is told where none can."""
+    """Returns the batch sizes to capture for this model; none on a CPU or if it cannot."""
     on_gpu = model.attention.device.type == "cuda"
     return engine.graph_sizes if on_gpu and not why_eager(model) else ()
 
 
 def why_eager(model: CausalLM) -> str:
-    """Why its steps cannot be captured; empty: they can."""
+    """Returns why the model's steps cannot be captured, "" if they can."""
     if model.spec.moe is not None:
         return "the host must know how many tokens each expert gets"
     if not model.attention.has_fixed:
-        return "attention without FlashInfer has other shapes in each step"
+        return "attention without FlashInfer has different shapes in each step"
     return ""
 
 
 def build_graphs(
     model: CausalLM, cache: Tensor, engine: EngineConfig, max_model_len: int
 ) -> DecodeGraphs | None:
-    """None on a CPU, with --enforce-eager, and where steps cannot be captured: says why."""
+    """Captures the graphs. Returns None on a CPU, with --enforce-eager, or if steps cannot be
+    captured, and logs why."""
     device = cache.device
     if device.type != "cuda" or not engine.graph_sizes:
         return None

@@ -1,4 +1,4 @@
-"""A step as a rank computes it, and the sequences a rank remembers from one step to the next."""
+"""A step in the form that a rank computes, and a rank's memory of sequences between steps."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from pdserve.common.worker.grammar import Grammars, Mask, RowGrammar
 
 @dataclass(frozen=True, slots=True)
 class StepSequence:
-    """One sequence's share of a step: `token_ids` are at positions
-    `start … start+len(token_ids)-1`, guesses of what follows behind them; the KV of all goes into
-    the blocks of `block_table`."""
+    """One sequence's part of a step: `token_ids` are at positions `start … start+len(token_ids)-1`,
+    followed by `drafts`. The KV of all goes into the blocks of `block_table`."""
 
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
     block_table: Sequence[int] | BlockIds
-    sampling: SamplingParams | None = None  # None: a chunk that is not the last; no token drawn
+    sampling: SamplingParams | None = None  # None: a chunk before the last, which samples nothing
     counts: TokenCounts | None = None  # of prompt + output so far, only if sampling.penalised
-    banned_token_ids: tuple[int, ...] = ()  # those that min_tokens or bad_words forbid now
+    banned_token_ids: tuple[int, ...] = ()  # forbidden by min_tokens or bad_words
     seed: int = 0
     drafts: tuple[int, ...] = ()
-    drafts_banned: tuple[tuple[int, ...], ...] = ()  # `banned_token_ids` after each of the drafts
-    grammar: RowGrammar | None = None  # has no drafts
-    mask: Mask | None = None  # what the grammar allows now
-    scored: tuple[int, ...] = ()  # prompt tokens behind the first of `token_ids`: how likely?
-    num_top: int = 0  # of the most likely ones in the place of each
-    adapter: str = ""  # digest of the one that computes its tokens
+    drafts_banned: tuple[tuple[int, ...], ...] = ()  # `banned_token_ids` after each draft
+    grammar: RowGrammar | None = None  # excludes drafts
+    mask: Mask | None = None  # tokens that the grammar allows
+    scored: tuple[int, ...] = ()  # prompt tokens to score, which follow each of `token_ids`
+    num_top: int = 0  # alternatives per scored token
+    adapter: str = ""  # digest of its LoRA adapter
 
     @property
     def num_tokens(self) -> int:
-        """That are computed."""
+        """The number of tokens to compute."""
         return len(self.token_ids) + len(self.drafts)
 
     @property
     def rows(self) -> tuple[StepSequence, ...]:
-        """As one sequence for each token that is drawn: after `token_ids`, and after each draft as
-        if it were one of them. The first of a row's `drafts` is the guess of what it draws."""
+        """One sequence per token to sample: after `token_ids`, and after each draft as if it were
+        one of them. The first of a row's `drafts` is the draft for the token it samples."""
         if not self.drafts:
             return (self,)
         banned = (self.banned_token_ids, *self.drafts_banned)
@@ -72,8 +71,8 @@ class StepBatch:
 
 
 class TokenCounts:
-    """Which tokens occur in a sequence's prompt (`prompt`, bool `[vocab]`) and how often each
-    does in its output (`output`, float32 `[vocab]`)."""
+    """Whether each token occurs in a sequence's prompt (`prompt`, bool `[vocab]`) and how often in
+    its output (`output`, float32 `[vocab]`)."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -86,7 +85,7 @@ class TokenCounts:
         return counts
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """More tokens of each."""
+        """Adds tokens of the prompt and of the output."""
         if prompt:
             self.prompt[self._ids(prompt)] = True
         if output:
@@ -98,19 +97,19 @@ class TokenCounts:
 
 
 class BadWords:
-    """Which tokens would complete a bad word of an output, however many words there are: a step
-    costs a look-up for each length that a word has."""
+    """Finds the tokens that would complete a bad word. A step costs one look-up per distinct word
+    length, independent of the number of words."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """`words` are token ids, each has one at least."""
-        self._last: dict[tuple[int, ...], list[int]] = {}  # by the tokens before it
+        """`words`: token ids of each word, at least one."""
+        self._last: dict[tuple[int, ...], list[int]] = {}  # earlier tokens → last tokens
         for word in words:
             self._last.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._lengths = sorted({len(before) for before in self._last})
-        self._recent: tuple[int, ...] = ()  # as many as the longest word needs
+        self._recent: tuple[int, ...] = ()  # the last tokens, as many as the longest word needs
 
     def add(self, output: Sequence[int]) -> None:
-        """More tokens of the output."""
+        """Adds tokens of the output."""
         if longest := self._lengths[-1] if self._lengths else 0:
             self._recent = (*self._recent, *output[-longest:])[-longest:]
 
@@ -121,13 +120,13 @@ class BadWords:
 
 
 class InputBatch:
-    """What a rank remembers of the sequences it computes, so that a step need only say what is new.
+    """A rank's memory of its sequences, so that steps only contain what is new.
 
         StepDelta ──apply──▶ StepBatch
 
-    They are as many as the scheduler runs, and those that have ended since the last step. A delta
-    that does not continue what the rank has seen is refused: the rank missed a step, or the
-    scheduler is wrong. Either way its next token would be.
+    It has the sequences that the scheduler runs, and those that have ended since the last step. A
+    delta that does not continue what the rank has seen is rejected, because a missed step or a
+    scheduler error would give wrong tokens.
     """
 
     def __init__(
@@ -138,8 +137,7 @@ class InputBatch:
         samples: bool,
         grammars: Grammars | None = None,
     ) -> None:
-        """Only a rank that `samples` counts tokens, which it does on its `device`, and needs
-        `grammars`."""
+        """Only a rank that `samples` counts tokens, on its `device`, and needs `grammars`."""
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._device = device
@@ -152,10 +150,10 @@ class InputBatch:
         return len(self._states)
 
     def apply(self, delta: StepDelta) -> StepBatch:
-        """The whole of a step. Its block tables and counts are good until the next call.
+        """Returns the complete step. Its block tables and counts are valid until the next call.
 
         Raises:
-            NodeError: STEP_MISSED, `delta` does not continue what was there.
+            NodeError: STEP_MISSED, `delta` does not continue what the rank knows.
         """
         if delta.step != self._step + 1:
             raise _step_missed(f"step {delta.step} came after step {self._step}")
@@ -180,14 +178,14 @@ class InputBatch:
         if not (self._samples and new.sampling.needs_history):
             return _SequenceState(new, start, None)
         if len(new.history) < start:
-            raise _step_missed("a sequence whose tokens depend on others came without its history")
+            raise _step_missed("a sequence that needs its history came without it")
         history = _History(new.sampling, self._vocab_size, self._device, self._grammars)
         history.add(new.history[: new.num_prompt_tokens], new.history[new.num_prompt_tokens :])
         return _SequenceState(new, start, history)
 
 
 class _History:
-    """What the choice of a token must know of those before it."""
+    """The state that sampling needs of earlier tokens: counts, bad words, grammar."""
 
     def __init__(
         self,
@@ -212,12 +210,12 @@ class _History:
 
 
 class _SequenceState:
-    """One sequence, as far as steps have described it."""
+    """A rank's state of one sequence."""
 
     def __init__(self, new: NewSequence, start: int, history: _History | None) -> None:
         self._new = new
-        self._next = start  # the first position that no step has taken
-        self._num_drafts = 0  # positions behind it, of which the next step may skip some
+        self._next = start  # first position that no step has computed
+        self._num_drafts = 0  # draft positions after it, of which the next step may skip some
         self._table = _BlockTable()
         self._history = history
         self._num_known = len(new.history)
@@ -227,7 +225,7 @@ class _SequenceState:
             self._history.grammar.close()
 
     def advance(self, delta: SequenceDelta, block_size: int) -> StepSequence:
-        """Raises ValueError if there is a gap."""
+        """Applies a delta; raises ValueError if it does not continue the sequence."""
         self._next -= delta.again
         if not self._next <= delta.start <= self._next + self._num_drafts:
             raise ValueError(f"its step begins at {delta.start}, the last ended at {self._next}")
@@ -256,14 +254,15 @@ class _SequenceState:
         )
 
     def _remember(self, delta: SequenceDelta) -> None:
-        """The tokens that the history did not have: they were drawn after it."""
+        """Adds the tokens that were sampled after the history was sent."""
         if self._history is None or self._next <= self._num_known:
             return
         self._history.add((), delta.token_ids[self._num_known - delta.start :])
         self._num_known = self._next
 
     def _banned(self, ahead: int = 0) -> tuple[int, ...]:
-        """For the next token, or one further `ahead`, of which there is none with a history."""
+        """Returns the banned tokens for the next position, or `ahead` positions later (drafts,
+        which exclude a history)."""
         num_output_tokens = self._next + ahead - self._new.num_prompt_tokens
         may_end = num_output_tokens >= self._new.sampling.min_tokens
         bans = () if may_end else self._new.min_tokens_bans
@@ -271,7 +270,7 @@ class _SequenceState:
 
 
 class _BlockTable:
-    """Block ids that grow in place."""
+    """A growing array of block ids."""
 
     def __init__(self) -> None:
         self._ids = np.empty(16, np.int64)
@@ -282,7 +281,7 @@ class _BlockTable:
 
     @property
     def blocks(self) -> BlockIds:
-        """What is there now, whatever is appended later."""
+        """A view of the current ids; later appends do not change it."""
         return self._ids[: self._length]
 
     def extend(self, block_ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""One rank's KV cache: its dimensions, how much memory it may take, and the memory it lies in."""
+"""One rank's KV cache: its dimensions, its size and its memory."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_block
 
 logger = logging.getLogger(__name__)
 
-# Of the available RAM, unless --kv-cache-memory says more: a rank's share, and what the ranks of
-# a node take together at most.
+# Shares of the available RAM without --kv-cache-memory: of one rank, and of all ranks of a node.
 CPU_MEMORY_SHARE, CPU_MEMORY_SHARES = 0.1, 0.5
 CPU_MEMORY_LIMIT = 4 * 2**30
 
 
 def dimensions(shape: CacheShape) -> tuple[int, int, int, int, int, int]:
-    """`[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`; 2 = key, value."""
+    """Returns `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`; 2 = key, value."""
     return (
         shape.layer_end - shape.layer_start,
         2,
@@ -66,7 +65,7 @@ def cache_bytes(shape: CacheShape) -> int:
 
 
 def cache_shape(model: CausalLM, engine: EngineConfig, group: GroupCoordinator) -> CacheShape:
-    """This rank's cache, of one block: its size is not known yet."""
+    """Returns this rank's cache shape with one block; `resized` sets the number later."""
     spec, stage = model.spec, model.stage
     head_start, head_end = spec.kv_head_range(group.rank, group.size)
     return CacheShape(
@@ -128,8 +127,8 @@ def choose_num_blocks(
     group: GroupCoordinator,
     device: torch.device,
 ) -> int:
-    """As many blocks as the rank of the node with the least room has; each takes `block_bytes`,
-    with what a draft model's cache has of it."""
+    """Returns the number of blocks that fits on every rank of the node. `block_bytes` includes the
+    draft model's part of a block."""
     num_blocks = plan_num_blocks(engine, block_bytes, max_model_len, room, device.type)
     everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
     num_blocks = int(everywhere.min())
@@ -145,7 +144,7 @@ def choose_num_blocks(
     return num_blocks
 
 
-# ---- how much memory it may take, measured once the weights are loaded ----
+# ---- available memory, measured after loading the weights ----
 
 
 def available_bytes(
@@ -157,9 +156,9 @@ def available_bytes(
     link: StageLink,
     draft_bytes: int = 0,
 ) -> int:
-    """For a cache of blocks of `shape`, and `draft_bytes` of a draft model's for each. On a CPU a
-    share of the available RAM; on a GPU what --gpu-memory-utilization leaves beside other
-    processes, the weights and the largest step's activations."""
+    """Returns the bytes for KV blocks of `shape` plus `draft_bytes` each. On a CPU a share of the
+    available RAM; on a GPU what --gpu-memory-utilization leaves after other processes, weights and
+    the largest step's activations."""
     if device.type == "cpu":
         sequence = blocks_per_sequence(config, max_model_len) * (cache_bytes(shape) + draft_bytes)
         return cpu_cache_bytes(available_ram(), config.parallel.world_size_across_dp, sequence)
@@ -174,27 +173,27 @@ def available_bytes(
 
 
 def available_ram() -> int:
-    """Bytes the host has left, or this container if that is less."""
+    """Returns the bytes that the host, or this container if less, has left."""
     host, own = psutil.virtual_memory().available, memory_left()
     return host if own is None else min(host, own)
 
 
 def cpu_cache_bytes(available: int, ranks: int, sequence: int) -> int:
-    """A rank's share of `available` bytes: where that is less than one `sequence` of the greatest
-    length needs, so much, if the node's ranks together leave half of the memory free."""
+    """Returns a rank's share of `available` bytes; at least the bytes of one longest `sequence`, if
+    all ranks together then still leave half of the memory free."""
     most = available * CPU_MEMORY_SHARES / ranks
     share = min(available * CPU_MEMORY_SHARE, most, CPU_MEMORY_LIMIT)
     return int(max(share, min(sequence, most)))
 
 
 def check_ram(size: int) -> None:
-    """Raises ConfigError when a cache of `size` bytes exceeds what is left. Its pages are taken
-    when first written: the kernel would end the node in the midst of its work."""
+    """Raises ConfigError if a cache of `size` bytes exceeds the available RAM. Its pages are mapped
+    at the first write, so otherwise the kernel would kill the node later, under load."""
     if size > (left := available_ram()):
         raise ConfigError(
             f"a KV cache of {format_bytes(size)} does not fit into the {format_bytes(left)} of "
-            "memory that are left: lower --kv-cache-memory or --num-gpu-blocks-override, or raise "
-            "the container's memory limit"
+            "free memory: lower --kv-cache-memory or --num-gpu-blocks-override, or raise the "
+            "container's memory limit"
         )
 
 
@@ -205,8 +204,8 @@ def _peak_of_largest_step(
     device: torch.device,
     link: StageLink,
 ) -> int:
-    """Bytes torch holds at most, weights included, during the largest step there can be; and the
-    graphs of smaller ones beside it."""
+    """Returns torch's peak bytes in the largest possible step, weights included, plus the memory of
+    the CUDA graphs."""
     step = (config.scheduler.max_num_batched_tokens, config.max_num_rows)
     blocks = num_dummy_blocks(*step, block_size=shape.block_size)
     cache = KVCache.allocate(resized(shape, blocks), device)
@@ -224,8 +223,8 @@ def _bytes_of_graphs(
     device: torch.device,
     link: StageLink,
 ) -> int:
-    """Beside the cache: what the largest computes with, which the others share, what each has of
-    its own, and the block that they are filled up on."""
+    """Returns the bytes of the CUDA graphs: the activations of the largest, which all share, the
+    memory of each graph, and the spare block for padding."""
     cache = KVCache.allocate(shape, device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,5 +1,4 @@
-"""What a request's parameters make of the model's logits before a token is chosen: bias, penalties,
-bans, allowed tokens and a grammar's mask."""
+"""Applies bias, penalties, banned and allowed tokens, and grammar masks to logits."""
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.model.staging import upload
+from pdserve.common.model.staging import column, indices, select_rows, upload
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
-from pdserve.common.worker.rows import column, indices, select_rows
 
 
 def adjusts(sequence: StepSequence, params: SamplingParams) -> bool:
@@ -28,7 +26,7 @@ def adjusts(sequence: StepSequence, params: SamplingParams) -> bool:
 def adjust(
     logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
 ) -> torch.Tensor:
-    """Logits after bias, penalties, bans and what is not allowed, in place."""
+    """Applies bias, penalties, banned and allowed tokens and masks in place; returns the logits."""
     biases = [p.logit_bias for p in params]
     if any(biases):
         cells, kept = _cells(biases, logits)
@@ -56,13 +54,13 @@ def adjust(
     return logits
 
 
-# Of the eight tokens that a byte of a mask speaks of: this is some times as fast as to select them.
+# Byte of a mask → biases of its eight tokens. Several times as fast as unpacking the bits.
 _BYTES = np.arange(256, dtype=np.uint8)[:, None]
 _BYTE_BIASES = np.where(np.unpackbits(_BYTES, axis=1, bitorder="little"), 0.0, -math.inf)
 
 
 def _biases(words: NDArray[np.int32], logits: torch.Tensor) -> torch.Tensor:
-    """`[B, vocab]`: 0 for a token that has its bit, else minus infinity."""
+    """Returns `[B, vocab]`: 0 for tokens whose bit is set, else minus infinity."""
     vocab, device = logits.shape[1], logits.device
     table = upload(torch.from_numpy(_BYTE_BIASES).to(logits.dtype), device)
     places = upload(torch.from_numpy(words.view(np.uint8)), device).int()
@@ -75,8 +73,8 @@ def _biases(words: NDArray[np.int32], logits: torch.Tensor) -> torch.Tensor:
 def _cells(
     named: Sequence[Collection[int]], logits: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Where in `logits` are the tokens that each row names, and which of these there are: ids come
-    from clients, and those that name no token have no effect. They may be thousands: no loop."""
+    """Returns the indices in `logits` of each row's tokens, and a mask of the valid ones: invalid
+    ids from clients have no effect. Vectorized, as there may be thousands."""
     tokens = torch.tensor([*chain.from_iterable(named)], dtype=torch.int64)
     rows = torch.arange(len(named)).repeat_interleave(torch.tensor([*map(len, named)]))
     kept = (tokens >= 0) & (tokens < logits.shape[1])
@@ -86,9 +84,8 @@ def _cells(
 def _penalise(
     logits: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
 ) -> torch.Tensor:
-    """Repetition penalty over prompt and output (Keskar et al., "CTRL", 2019: scores move
-    towards minus infinity by a factor); frequency and presence penalties over the output
-    alone, as OpenAI defines them."""
+    """Applies the repetition penalty over prompt and output (Keskar et al., "CTRL", 2019), and
+    OpenAI's frequency and presence penalties over the output."""
     known = [counts_of(sequence) for sequence in sequences]
     counts = torch.stack([each.output for each in known])
     seen = (counts > 0) | torch.stack([each.prompt for each in known])

@@ -1,8 +1,8 @@
-"""A step's rows and their grammars' masks.
+"""Schedules the grammar masks of a step's rows.
 
-No step waits for a grammar while it has a result for anybody else: a row that is not ready, or
-whose turn would take the step too long, is *deferred*, draws nothing and comes again in the next
-step. Its tokens are the same, whenever they are drawn.
+A step with other rows does not wait for a grammar: a row whose mask is not ready, or would take too
+long, is *deferred*. It samples nothing and is scheduled again in the next step, which does not
+change its tokens.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from pdserve.common.worker.sampler import FailedRow
 
 logger = logging.getLogger(__name__)
 
-DEAR = 0.001  # seconds that a mask of a dear grammar takes
-SHARE = 4  # of the time that steps take, one part at most goes to dear masks
-STEP_SECONDS, ROW_SECONDS = 0.005, 0.000_05  # that all masks of a step may take
-_WAIT = 0.05  # seconds that a step waits which has nothing else to do
+SLOW = 0.001  # seconds per mask from which a grammar counts as slow
+SHARE = 4  # slow masks take at most 1 / SHARE of the time
+STEP_SECONDS, ROW_SECONDS = 0.005, 0.000_05  # time limit of a step's masks: per step, per row
+_WAIT = 0.05  # seconds to wait in a step without other rows
 
 
-class MaskTurns:
-    """Whose masks a step computes. Ordinary ones take tens of microseconds. Dear ones take turns,
-    and are rare enough to slow others by a third at most."""
+class MaskScheduler:
+    """Chooses the masks that a step computes. Normal ones take tens of microseconds. Slow ones are
+    computed one per step and so rarely that they slow other rows by at most a third."""
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
-        self._next_dear = 0.0
+        self._next_slow = 0.0
 
     def take(
         self, rows: Sequence[StepSequence], alone: bool
     ) -> tuple[dict[int, StepSequence | FailedRow], list[int]]:
-        """The rows with their masks, or why there is none, by their places; and the seq_ids of
-        those that are deferred. `alone`: the step has nothing for anybody else."""
+        """Returns (place → row with its mask, or its failure; seq_ids of deferred rows). `alone`:
+        the step has no sequences besides these rows."""
         done: dict[int, StepSequence | FailedRow] = {
             place: row for place, row in enumerate(rows) if row.grammar is None
         }
@@ -49,17 +49,16 @@ class MaskTurns:
         deferred = []
         start = self._now()
         end = start + STEP_SECONDS + ROW_SECONDS * len(rows)
-        # The dear ones last, and of these the one that has had least: who defers others shall be
-        # deferred.
-        order = sorted(grammars, key=lambda i: (_is_dear(grammars[i]), grammars[i].seconds))
+        # Slow grammars last; among them the one that has used the least time first.
+        order = sorted(grammars, key=lambda i: (_is_slow(grammars[i]), grammars[i].seconds))
         for place in order:
             grammar = grammars[place]
-            dear = _is_dear(grammar)
+            slow = _is_slow(grammar)
             others = not alone or len(done) > 0
-            turn = self._now() < end and not (dear and others and start < self._next_dear)
-            masked = _masked(rows[place]) if turn else None
-            if turn and _is_dear(grammar):
-                self._next_dear = self._now() + (SHARE - 1) * grammar.last_seconds
+            now = self._now() < end and not (slow and others and start < self._next_slow)
+            masked = _masked(rows[place]) if now else None
+            if now and _is_slow(grammar):
+                self._next_slow = self._now() + (SHARE - 1) * grammar.last_seconds
                 end = 0.0
             if masked is None:
                 deferred.append(rows[place].seq_id)
@@ -68,8 +67,8 @@ class MaskTurns:
         return dict(sorted(done.items())), deferred
 
 
-def _is_dear(grammar: RowGrammar) -> bool:
-    return grammar.last_seconds > DEAR
+def _is_slow(grammar: RowGrammar) -> bool:
+    return grammar.last_seconds > SLOW
 
 
 def _masked(row: StepSequence) -> StepSequence | FailedRow | None:
@@ -78,13 +77,13 @@ def _masked(row: StepSequence) -> StepSequence | FailedRow | None:
         mask = row.grammar.mask()
     except GrammarError as error:
         return FailedRow(f"its grammar has failed: {error}", forbidden=True)
-    except Exception as error:  # of the thread that compiles
+    except Exception as error:  # e.g. raised on the compiling thread
         logger.exception("sequence %d has no mask", row.seq_id)
         what = str(error) if isinstance(error, PdserveError) else type(error).__name__
         return FailedRow(f"its grammar failed: {what}")
     if mask is None:
         return None
-    # What min_tokens forbids is all that a complete text leaves.
+    # A complete text allows only end tokens, so min_tokens must not ban them.
     banned = () if row.grammar.complete else row.banned_token_ids
     return replace(row, mask=mask, banned_token_ids=banned)
 

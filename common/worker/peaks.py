@@ -1,4 +1,4 @@
-"""What a rank's device can do at most, measured: products of matrices and reads of memory."""
+"""Measures the peak speeds of a rank's device: matrix products and memory reads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pdserve.common.engine.messages import Peaks
 
 Clock = Callable[[], float]  # seconds
 
-# Sizes M = N = K: which one a library multiplies fastest differs with it and with the caches.
+# Sizes M = N = K; which is fastest depends on the library and the caches.
 GEMM_SIZES = {"cpu": (768, 1024), "cuda": (4096, 8192)}
 MIN_READ_BYTES, MAX_READ_BYTES = 1 << 20, 256 << 20
-START_SECONDS = 0.3  # of a node's start, at most, for products of matrices
+START_SECONDS = 0.3  # limit for matrix products at a node's start
 
 
 class PeakMeter:
-    """Measures on `device`, with torch's threads as they are, when asked."""
+    """Measures `device` on demand, with torch's current number of threads."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, read_bytes: int, clock: Clock | None = None
     ) -> None:
-        """Memory is read in passes over `read_bytes`: as much as a step reads, so that what a
-        cache holds of a small model counts as it does for the model."""
+        """`read_bytes`: size of a pass over memory. Use what a step reads, so that caches help a
+        small model here as much as in a step."""
         self._clock = clock or device_clock(device)
         self._matrices = [
             (torch.ones(n, n, dtype=dtype, device=device), torch.ones(n, n, dtype=dtype).to(device))
@@ -47,7 +47,7 @@ class PeakMeter:
         return self._memory.nbytes / self._seconds(self._memory.sum)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """The better of two tries: others may be using the machine."""
+        """Returns the better of two tries, because others may use the machine."""
         seconds = []
         for _ in range(2):
             started = self._clock()
@@ -59,7 +59,7 @@ class PeakMeter:
 def peaks_of(
     config: MachineConfig, device: torch.device, dtype: torch.dtype, read_bytes: int
 ) -> Peaks:
-    """Those that the options name; the others measured, in about `START_SECONDS`."""
+    """Returns the peaks from the options; measures missing ones in about `START_SECONDS`."""
     flops, bandwidth = config.peak_tflops, config.peak_bandwidth
     return Peaks(
         _growing_products(device, dtype) if flops is None else flops * 1e12,
@@ -68,12 +68,12 @@ def peaks_of(
 
 
 def _growing_products(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of the best of products that grow until they take too long: a CPU without
+    """Returns the best FLOP/s over products of growing size, up to a time limit: a CPU without
     instructions for the dtype may need seconds for what another one does in milliseconds."""
     clock, size, best, spent = device_clock(device), 256, 0.0, 0.0
     while spent < START_SECONDS / 16:  # the next one takes eight times as long
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        F.linear(a, b)  # the first one chooses its kernel
+        F.linear(a, b)  # the first call selects the kernel
         started = clock()
         F.linear(a, b)
         spent = clock() - started
@@ -85,7 +85,7 @@ def _growing_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _read_once(device: torch.device, read_bytes: int) -> float:
-    """Bytes a second of the best of three passes."""
+    """Returns the bytes per second of the best of three passes."""
     numbers = min(max(read_bytes, MIN_READ_BYTES), MAX_READ_BYTES) // 4
     memory, clock = torch.ones(numbers, device=device), device_clock(device)
     seconds = []
@@ -97,7 +97,7 @@ def _read_once(device: torch.device, read_bytes: int) -> float:
 
 
 def device_clock(device: torch.device) -> Clock:
-    """Wall time; of a GPU once it has done what it was told."""
+    """Returns a wall clock; on a GPU it waits for pending work first."""
     if device.type == "cpu":
         return time.perf_counter
 

@@ -1,5 +1,5 @@
-"""Random numbers without state: Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", SC 2011), keyed by what they are for."""
+"""Stateless random numbers: Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011), keyed by seed and position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ROUNDS = 10
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
-    """Four random 32-bit words for a 128-bit counter and a 64-bit key (32-bit words each)."""
+    """Returns four random 32-bit words for a 128-bit counter and a 64-bit key (32-bit words)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -27,7 +27,7 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, for a seed and a position of up to 64 bits."""
+    """Returns a number in [0, 1) with 53 random bits. Seed and position have up to 64 bits."""
     counter = (position & _MASK, position >> 32 & _MASK, 0, 0)
     high, low, _, _ = philox4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
     return ((high << 32 | low) >> 11) * 2.0**-53

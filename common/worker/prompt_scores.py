@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, from the hidden states of a step."""
+"""Computes log-probabilities of prompt tokens from the hidden states of a step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.model.staging import fetch, upload
 from pdserve.common.worker.input_batch import StepSequence
 
-# Logits at once: a long prompt's, each of its tokens times the vocabulary, fit into no memory.
+# Logits computed at once; a long prompt's logits (tokens × vocabulary) would not fit into memory.
 MAX_LOGITS = 2**22
 
-Scores = tuple[tuple[int, PromptLogprobs], ...]  # (seq_id, what was wanted of its tokens)
+Scores = tuple[tuple[int, PromptLogprobs], ...]  # (seq_id, scores)
 
 
 def score_prompts(
@@ -24,13 +24,13 @@ def score_prompts(
     vocab_size: int,
     samples: bool,
 ) -> Scores:
-    """What sequences want to know of their `scored` tokens.
+    """Scores the `scored` tokens of the sequences.
 
     Args:
         hidden: `[T, hidden]`, a step's sequences end to end.
-        scored: sequences, and the row of the first token of each.
-        compute_logits: `[B, hidden]` → float32 `[B, vocab]`. Ranks that share the vocabulary all
-            compute them; who `samples` looks at them.
+        scored: (row of the first token, sequence).
+        compute_logits: `[B, hidden]` → float32 `[B, vocab]`. All ranks that share the vocabulary
+            must call it; only the one that `samples` uses the result.
     """
     num_rows = max(1, MAX_LOGITS // vocab_size)
     scores = []
@@ -48,8 +48,8 @@ def score_prompts(
 
 
 def _score(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, ...]:
-    """For each row its token's log-probability and rank, the `num_top` most likely tokens and
-    theirs."""
+    """Returns, per row, the token's log-probability and rank, and the ids and log-probabilities of
+    the `num_top` most likely tokens."""
     logprobs = logits.clamp(max=torch.finfo(logits.dtype).max).log_softmax(dim=-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs >= own).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""One step of one rank: flatten the batch, run the model, sample the rows that ask for it."""
+"""Runs one step on one rank: flattens the batch, runs the model, samples the rows that need it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.layers import LoRA
 from pdserve.common.model.staging import upload, upload_together
-from pdserve.common.worker.adapters import Adapters
+from pdserve.common.worker.adapters import RankAdapters
 from pdserve.common.worker.graphs import DecodeGraphs
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
-from pdserve.common.worker.masks import MaskTurns
+from pdserve.common.worker.masks import MaskScheduler
 from pdserve.common.worker.prompt_scores import Scores, score_prompts
 from pdserve.common.worker.sampler import FailedRow, sample
 
@@ -34,25 +34,24 @@ class ModelRunner:
         device: torch.device,
         samples: bool,
         link: StageLink | None = None,
-        adapters: Adapters | None = None,
+        adapters: RankAdapters | None = None,
     ) -> None:
-        """`samples` is true on the one rank whose tokens are used; `link` leads to the other
-        stages, where there are any; `adapters` are those that sequences may name."""
+        """`samples`: true on the one rank whose tokens are used. `link`: to the other pipeline
+        stages, if any. `adapters`: the LoRA adapters that sequences may name."""
         self.model = model
         self.cache = cache
         self.device = device
         self.samples = samples
-        self.graphs: DecodeGraphs | None = None
-        """What computes the steps that it takes, once it is captured."""
+        self.graphs: DecodeGraphs | None = None  # set after they are captured
         self._link = link
         self._adapters = adapters
-        self._turns = MaskTurns()
+        self._masks = MaskScheduler()
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutput:
-        """Writes the batch's KV into the cache and draws the tokens it asks for.
+        """Writes the batch's KV into the cache and samples its tokens.
 
-        All ranks must run the same batches in the same order: each is a chain of collectives.
+        All ranks must run the same batches in the same order, because each contains collectives.
         """
         inputs = flatten(batch.sequences, block_size=self.cache.shape[4])
         lora = None if self._adapters is None else self._adapters.of_step(batch.sequences)
@@ -78,12 +77,12 @@ class ModelRunner:
         )
 
     def _compute(self, inputs: FlatBatch, lora: LoRA | None) -> tuple[torch.Tensor, Scores]:
-        """Logits of the rows that want a token; hidden states where none does, or another stage
-        comes after this one. And what is wanted of prompts."""
+        """Returns (logits of the rows to sample, scores of prompt tokens). In place of the logits
+        hidden states if no row samples or another stage follows."""
         model, batch, hidden = self.model, inputs.attention, None
         if not model.stage.first:
             hidden = self._others().receive(len(inputs.token_ids))
-        graphs = self.graphs if lora is None else None  # they were captured without adapters
+        graphs = self.graphs if lora is None else None  # captured without adapters
         if graphs is not None and graphs.take(batch, len(inputs.sampled)):
             return graphs.run(inputs.token_ids, batch, hidden), ()
         lists = inputs.token_ids, inputs.positions, inputs.last_rows
@@ -101,12 +100,12 @@ class ModelRunner:
     def _draw(
         self, logits: Tensor, rows: list[StepSequence], alone: bool
     ) -> tuple[list[StepSequence], list[SampledToken | FailedRow], list[int]]:
-        """The rows that have a result, these, and the seq_ids of the others, which are deferred.
-        `alone`: nobody else is in the step."""
+        """Returns (rows with a result, their results, seq_ids of the deferred rows). `alone`: the
+        step has no other sequences."""
         if all(row.grammar is None for row in rows):
             return rows, sample(logits, rows), []
-        # A GPU computes meanwhile.
-        masked, deferred = self._turns.take(rows, alone)
+        # A GPU computes the logits meanwhile.
+        masked, deferred = self._masks.take(rows, alone)
         ready = {place: row for place, row in masked.items() if not isinstance(row, FailedRow)}
         where = torch.tensor(list(ready), dtype=torch.int64)
         some = logits.index_select(0, upload(where, self.device))
@@ -115,27 +114,26 @@ class ModelRunner:
         return [rows[place] for place in masked], results, deferred
 
     def _expert_load(self) -> ExpertLoad | None:
-        """Of the step just computed; only the rank that answers tells."""
+        """Returns the last step's expert load on the sampling rank, None on others."""
         loads = self.model.expert_loads() if self.samples else None
         return None if loads is None else summarize_loads(loads, self.model.expert_parallel_size)
 
     def _others(self) -> StageLink:
-        assert self._link is not None, "a stage that is not alone has a link to the others"
+        assert self._link is not None, "a pipeline stage has a link to the others"
         return self._link
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
-        """Runs a dummy step, so that kernels are chosen and memory is taken before the first
-        request. Overwrites the first blocks of the cache: call it while none is held."""
+        """Runs a dummy step, so that kernels are selected and memory is allocated before the first
+        request. Overwrites the first blocks of the cache, so no sequence may hold any."""
         self.run(dummy_batch(num_tokens, num_seqs, block_size=self.cache.shape[4]))
 
 
 class StageLink:
-    """What a pipeline stage gets from the one before it, and gives to the one after it.
+    """Sends hidden states between pipeline stages.
 
-    Rank r of a stage talks to rank r of the next. Hidden states are equal on all ranks of a
-    stage: each sends its share of the columns, and the receivers gather them among themselves,
-    since the ranks of a stage are closer to each other than stages are (as in Megatron-LM,
-    arXiv:2104.04473, section 4.1)."""
+    Rank r of a stage sends to rank r of the next. Hidden states are equal on all ranks of a stage:
+    each sends its share of the columns, and the receivers all-gather them, because links within a
+    stage are faster than between stages (as in Megatron-LM, arXiv:2104.04473, section 4.1)."""
 
     def __init__(self, state: ParallelState, hidden_size: int, dtype: torch.dtype) -> None:
         self._pp = state.pp
@@ -146,13 +144,13 @@ class StageLink:
         self._splits = splits and state.tp.size > 1
 
     def receive(self, num_tokens: int) -> Tensor:
-        """`[num_tokens, hidden]` from the stage before; waits for it."""
+        """Waits for `[num_tokens, hidden]` from the stage before."""
         part = self._pp.recv((num_tokens, self._width), self._dtype, self._pp.rank - 1)
         return self._tp.all_gather(part, dim=-1) if self._splits else part
 
     def send(self, hidden: Tensor) -> None:
-        """To the stage after; returns when that one has begun to take it, so that no stage runs
-        ahead by more than a micro-batch."""
+        """Sends to the stage after; returns when that stage has begun to receive, so that no stage
+        runs ahead by more than one micro-batch."""
         if self._splits:
             start = self._tp.rank * self._width
             hidden = hidden[:, start : start + self._width]
@@ -166,9 +164,9 @@ class FlatBatch:
     token_ids: list[int]
     positions: list[int]
     attention: AttentionBatch
-    sampled: list[StepSequence]  # `StepSequence.rows` of those that draw
-    last_rows: list[int]  # the row of the last token of each of these
-    scored: list[tuple[int, StepSequence]]  # with the first row of each: prompts to be scored
+    sampled: list[StepSequence]  # `StepSequence.rows` of the sequences that sample
+    last_rows: list[int]  # row of the last token of each of `sampled`
+    scored: list[tuple[int, StepSequence]]  # (first row, sequence) of prompts to score
 
 
 def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
@@ -198,9 +196,9 @@ def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
 def verify(
     rows: Sequence[StepSequence], drawn: Sequence[SampledToken | FailedRow]
 ) -> Iterator[tuple[int, SampledToken | FailedRow]]:
-    """Of each sequence what counts of the tokens that its rows drew: those up to the first that is
-    not the draft. A row that failed counts if it is the first: another one's sequence goes on as
-    far as it came, and meets it again."""
+    """Yields (seq_id, token) of the valid tokens: per sequence, those up to and including the first
+    that differs from its draft. A failed row counts only if it is the sequence's first; otherwise
+    the sequence keeps its earlier tokens and fails in a later step."""
     begun: set[int] = set()
     settled: set[int] = set()
     for row, token in zip(rows, drawn, strict=True):
@@ -215,8 +213,8 @@ def verify(
 
 
 def dummy_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:
-    """`num_seqs` prompts of together at least `num_tokens` tokens, all in the same
-    `num_dummy_blocks` blocks: what they compute does not matter."""
+    """Returns `num_seqs` prompts of together at least `num_tokens` tokens, all in the same
+    `num_dummy_blocks` blocks, because their results do not matter."""
     length = -(-num_tokens // num_seqs)
     blocks = tuple(range(num_dummy_blocks(num_tokens, num_seqs, block_size)))
     sequences = (
@@ -234,7 +232,7 @@ def num_dummy_blocks(num_tokens: int, num_seqs: int, block_size: int) -> int:
 
 
 def summarize_loads(loads: Tensor, ep: int) -> ExpertLoad:
-    """`loads`: int64 `[layers, experts]`, tokens that visited each expert; `ep` ranks hold equal
+    """Summarizes `loads` (int64 `[layers, experts]`: tokens per expert); `ep` ranks hold equal
     shares of the experts."""
     by_rank = loads.sum(0).view(ep, -1).sum(1)
     balancedness = loads.float().mean(1) / loads.amax(1).clamp(min=1)

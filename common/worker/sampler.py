@@ -1,17 +1,17 @@
-"""From logits to tokens: one row per sequence, each row independent of its neighbours.
+"""Samples tokens from logits: one row per sequence, independent of the other rows.
 
     logits ─ adjust ─┬─ greedy rows: argmax
                      └─ others: top-k ─ temperature ─ top-p ─ min-p ─ draw
 
-A pure function of its inputs: the random number of a draw is keyed by (seed, position), so the
-same sequence draws the same tokens in any batch, on any rank and any node.
+A pure function: random numbers are keyed by (seed, position), so a sequence draws the same tokens
+in any batch, on any rank and any node.
 
-It is total: whatever logits and parameters are, each row ends as a token of the vocabulary that
-may be chosen, or as a `FailedRow`. All after the model is float64, in which no parameter that fits
-into 32 bits makes a float32 logit overflow; what is NaN or infinite nevertheless stays in its row.
+It is total: for any logits and parameters each row gives an allowed token of the vocabulary or a
+`FailedRow`. It computes in float64, where no float32 parameter makes a float32 logit overflow;
+NaN and infinity do not spread to other rows.
 
-All of it is computed where the logits are, and a GPU's host waits for it once, when everything is
-fetched together: until then no value is looked at and no boolean mask selects.
+It runs on the logits' device, and the host of a GPU waits only once, when it fetches all results:
+nothing before depends on a value (no boolean indexing).
 """
 
 from __future__ import annotations
@@ -24,40 +24,39 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.common.model.staging import fetch
+from pdserve.common.model.staging import column, fetch, indices, select_rows
 from pdserve.common.worker.input_batch import StepSequence
 from pdserve.common.worker.logit_adjust import adjust, adjusts
 from pdserve.common.worker.philox import uniform
-from pdserve.common.worker.rows import column, indices, select_rows
 
 logger = logging.getLogger(__name__)
 
-_TOP_P_WIDTH = 256  # nuclei are nearly always this small: look here before sorting more
+_TOP_P_WIDTH = 256  # tokens sorted first; nuclei are nearly always smaller
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """A row for which there is no token."""
+    """A row without a token."""
 
     reason: str
-    forbidden: bool = False  # by the request's own parameters: the model did its work
+    forbidden: bool = False  # the request's own parameters forbid every token
 
 
 def sample(
     logits: torch.Tensor, sequences: Sequence[StepSequence]
 ) -> list[SampledToken | FailedRow]:
-    """One token per row.
+    """Samples one token per row.
 
     Args:
         logits: `[B, vocab]` float32; not modified.
-        sequences: row i's; all have `sampling`.
+        sequences: the sequence of each row; all have `sampling`.
     """
     try:
         return _sample(logits, sequences)
-    except Exception as error:  # which row it is of, a smaller batch will tell
+    except Exception as error:  # halving the batch finds the row that causes it
         if len(sequences) == 1:
             logger.exception("sequence %d cannot be sampled", sequences[0].seq_id)
-            return [FailedRow(f"its sampling failed with a {type(error).__name__}")]
+            return [FailedRow(f"sampling raised {type(error).__name__}")]
     half = len(sequences) // 2
     return sample(logits[:half], sequences[:half]) + sample(logits[half:], sequences[half:])
 
@@ -96,18 +95,18 @@ def _sample(
 
 
 def _finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Infinite ones as the largest there is. A CPU looks whether there are any, for which a GPU's
-    host would wait."""
+    """Replaces +infinity by the largest float. A CPU skips this if there is none; on a GPU that
+    check would make the host wait."""
     if logits.device.type == "cpu" and not bool((best == math.inf).any()):
         return logits
     return logits.clamp(max=torch.finfo(logits.dtype).max)
 
 
 def _failed(top: float) -> FailedRow:
-    """Of a row whose largest logit is `top`."""
+    """Returns the failure of a row whose largest logit is `top`."""
     if math.isnan(top):
         return FailedRow("the model computed NaN logits")
-    return FailedRow("there is no token that may be chosen", forbidden=top > -math.inf)
+    return FailedRow("no token is allowed", forbidden=top > -math.inf)
 
 
 def params_of(sequence: StepSequence) -> SamplingParams:
@@ -119,8 +118,8 @@ def params_of(sequence: StepSequence) -> SamplingParams:
 def _choose(
     scores: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of float64 `scores`, which are modified: the token, and whether it may be
-    chosen."""
+    """Returns per row of float64 `scores`, which it modifies, the token and whether it is
+    allowed."""
     scores = adjust(scores, sequences, params)
     best, tokens = scores.max(dim=-1)
     allowed = best > -math.inf
@@ -140,30 +139,29 @@ def _choose(
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], sequences: Sequence[StepSequence]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws by inverting the cumulative distribution, in float64 so that its tail counts:
-    the first token whose cumulative probability exceeds the row's random number. Returns the
-    tokens and whether each may be drawn at all."""
+    """Samples by inverting the cumulative distribution (float64, so that its tail counts): the
+    first token whose cumulative probability exceeds the row's random number. Returns the tokens and
+    whether each has a probability above 0."""
     probs = filtered_probs(logits, params)
     cumulative = probs.cumsum(dim=-1)
-    # Positions count from the sequence's start, so a resumed sequence goes on where it was.
+    # Positions count from the sequence's start, so a resumed sequence draws the same numbers.
     numbers = column([uniform(s.seed, s.start + len(s.token_ids)) for s in sequences], cumulative)
     tokens = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
-    tokens.clamp_(max=probs.shape[1] - 1)  # a row of NaN exceeds nothing
+    tokens.clamp_(max=probs.shape[1] - 1)  # a row of NaN gives an index past the end
     return tokens.squeeze(1), probs.gather(1, tokens).squeeze(1) > 0
 
 
 def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """What each token may be drawn with, float64 `[B, vocab]`; rows need not sum to 1.
+    """Returns the sampling weights, float64 `[B, vocab]`; rows need not sum to 1.
 
-    top-k keeps the k most likely tokens, top-p (Holtzman et al., 2019) the fewest of these
-    whose share is at least p, min-p those at least p times as likely as the most likely.
-    Filters are thresholds: tokens exactly as likely as the last one kept stay too, so the
-    result depends on no sorting order. Works in place where `logits` are float64: at their size
-    a copy is not nothing.
+    top-k keeps the k most likely tokens, top-p (Holtzman et al., 2019) the fewest of these whose
+    share is at least p, min-p those at least p times as likely as the most likely one. Filters are
+    thresholds: tokens as likely as the last one kept stay too, so the result does not depend on the
+    sorting order. Works in place if `logits` are float64, to avoid a large copy.
     """
-    # Before anything is rounded: what is to be told apart by it may lie close together.
+    # top-k first: after rounding, close logits could become equal.
     logits = _filter_top_k(logits.double(), params)
-    # The most likely at 0: nothing overflows, whatever the temperature.
+    # Shift the maximum to 0, so that no temperature overflows.
     logits.sub_(logits.amax(dim=-1, keepdim=True))
     logits.div_(column([p.temperature for p in params], logits))
     probs = logits.exp_()
@@ -194,7 +192,8 @@ def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torc
         return probs
     share = column([params[row].top_p for row in rows], probs)
     subset = select_rows(probs, rows)
-    width = _TOP_P_WIDTH if probs.device.type == "cpu" else probs.shape[1]  # a look is a wait
+    # On a GPU the check in the loop would make the host wait, so it sorts everything.
+    width = _TOP_P_WIDTH if probs.device.type == "cpu" else probs.shape[1]
     while True:
         values = subset.topk(min(width, subset.shape[1]), dim=-1).values
         before = values.cumsum(dim=-1) - values
@@ -213,14 +212,14 @@ def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torc
 def _logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the `chosen` tokens `[B]`; then the most likely ones' and which these are, `[B, width]`.
-    Of the model's own distribution, before any adjustment."""
+    """Returns log-probabilities of the model's own distribution, before any adjustment: of the
+    `chosen` tokens `[B]`, and the values and ids of the most likely ones `[B, width]`."""
     logprobs = logits.log_softmax(dim=-1)
     values, tokens = logprobs.topk(width, dim=-1)
     return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), values, tokens
 
 
 def _told(found: tuple[float, list[float], list[int]], params: SamplingParams) -> TokenLogprobs:
-    """A row of `_logprobs`, as far as it was asked for."""
+    """Returns a row of `_logprobs`, cut to the requested number."""
     logprob, values, tokens = found
     return TokenLogprobs(logprob, tuple(zip(tokens, values, strict=True))[: params.logprobs])

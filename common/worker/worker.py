@@ -1,6 +1,6 @@
-"""A rank: device, group, weights, cache, runner and extension, built in this order.
+"""Builds a rank: device, group, weights, cache, runner and extension, in this order.
 
-`build_worker` is what a `WorkerSpec` of the engine names; `worker_specs` makes those specs.
+`worker_specs` makes the specs of a replica's ranks; their factory is `build_worker`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
 from pdserve.common.text.grammar import GrammarTokens
 from pdserve.common.text.tokenizer_file import read_tokenizer_json
-from pdserve.common.worker.adapters import AdapterExtension, Adapters
+from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
 from pdserve.common.worker.drafter import Drafter, load_draft_model
 from pdserve.common.worker.grammar import Grammars
 from pdserve.common.worker.graphs import build_graphs, graph_sizes
@@ -70,7 +70,7 @@ class ExtensionConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """`WorkerSpec.config` of the engine's ranks. `engine.model.model` is a folder's path."""
+    """The `WorkerSpec.config` of the engine's ranks. `engine.model.model` is a folder."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     extension: ExtensionConfig | None = None
@@ -79,8 +79,8 @@ class WorkerConfig:
 def worker_specs(
     config: WorkerConfig, role: str = "node", log: LogConfig | None = None, replica: int = 0
 ) -> list[WorkerSpec]:
-    """One spec per rank of the replica's stages, for `make_executor`. The first rank of the last
-    stage draws the tokens."""
+    """Returns one spec per rank of a replica, for `make_executor`. The first rank of the last stage
+    samples."""
     parallel = config.engine.parallel
     size = parallel.world_size
     return [
@@ -101,12 +101,11 @@ def worker_specs(
 
 
 def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
-    """Builds rank `spec.rank`. Blocks until all ranks are here and weights are loaded.
+    """Builds rank `spec.rank`. Blocks until all ranks have joined and the weights are loaded.
 
     Raises:
         ConfigError: the model, its files or the memory do not allow this configuration.
-        NodeError: another rank did not come, died meanwhile, or has another dtype or context
-            window.
+        NodeError: another rank did not join, died, or has another dtype or context window.
     """
     config = msgspec.convert(spec.config, WorkerConfig)
     engine = config.engine
@@ -117,7 +116,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     _set_threads(engine.parallel.cpu_threads, replicas * environment.local_world_size)
     extension_config = config.extension and resolve_host(config.extension, environment)
     dtype = choose_dtype(engine.model.dtype, model_spec.dtype, device)
-    # Each host chooses by what its CPU can do, and reads its own copy of the folder.
+    # Hosts may choose different dtypes by their CPU, and read their own copies of the folder.
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
@@ -137,7 +136,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
     cache = KVCache.allocate(resized(shape, num_blocks), device, spare)
     samples = spec.rank == spec.output_rank
-    adapters = Adapters(model, engine.lora.max_lora_rank) if engine.lora.enable_lora else None
+    adapters = RankAdapters(model, engine.lora.max_lora_rank) if engine.lora.enable_lora else None
     runner = ModelRunner(model, cache.tensor, device, samples, link, adapters)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.tensor, engine, max_model_len)
@@ -154,7 +153,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
 
 
 class ModelWorker:
-    """One rank, ready to step (see `pdserve.common.distributed.executor.Worker`)."""
+    """One rank of the engine (a `pdserve.common.distributed.executor.Worker`)."""
 
     def __init__(
         self,
@@ -214,22 +213,22 @@ class ModelWorker:
 
 
 def _set_threads(requested: int, local_world_size: int) -> None:
-    """`local_world_size` ranks share the cores that this process may use."""
+    """Sets torch's threads; by default `local_world_size` ranks share the usable cores."""
     torch.set_num_threads(requested or max(1, usable_cores() // local_world_size))
 
 
 def resolve_host(config: ExtensionConfig, environment: DistributedEnvironment) -> ExtensionConfig:
-    """`config` with this rank's address for the host "auto".
+    """Returns `config` with host "auto" replaced by this rank's address.
 
     Raises:
-        ConfigError: only this host could reach the extension, and the ranks are on several.
+        ConfigError: the host is a loopback address, and the ranks are on several hosts.
     """
     if config.host == "auto":
         return replace(config, host=environment.address_for_others)
     if len(set(environment.hosts)) > 1 and is_loopback(config.host):
         raise ConfigError(
-            f"--kv-host {config.host} is reached from its own host only, and this node's ranks are "
-            "on several: pass --kv-host auto"
+            f"--kv-host {config.host} can be reached only from its own host, and this node's ranks "
+            "are on several hosts: pass --kv-host auto"
         )
     return config
 
@@ -255,13 +254,13 @@ def _init_distributed(
 
 
 def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
-    """The model's spec and the context window to serve."""
+    """Returns the model's spec and the context window in tokens."""
     if engine.model.model is None:
         raise ConfigError("--model must name a checkpoint folder")
     if not os.path.isdir(engine.model.model):
         raise ConfigError(
-            f"host {socket.gethostname()} has no folder {engine.model.model}: the model must be "
-            "at the same place on every host of a node"
+            f"host {socket.gethostname()} has no folder {engine.model.model}: every host of a node "
+            "needs the model at the same path"
         )
     spec = ModelSpec.from_folder(engine.model.model)
     max_model_len = engine.model.max_model_len or spec.max_position_embeddings
@@ -270,8 +269,8 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
 
 
 def _read_grammar_tokens(config: ModelConfig, spec: ModelSpec) -> GrammarTokens:
-    """Of the tokenizer that the router uses."""
-    assert config.model is not None, "it was loaded"
+    """Reads the same tokenizer as the router."""
+    assert config.model is not None, "the model was loaded"
     text = read_tokenizer_json(
         config.model, config.tokenizer, spec.vocab_size if config.load_format == "dummy" else None
     )
@@ -279,7 +278,7 @@ def _read_grammar_tokens(config: ModelConfig, spec: ModelSpec) -> GrammarTokens:
 
 
 class _LoadingLog:
-    """Logs loading at each quarter, on rank 0."""
+    """Logs the progress of loading at each quarter, on rank 0."""
 
     def __init__(self, rank: int) -> None:
         self._quiet = rank != 0
@@ -293,14 +292,14 @@ class _LoadingLog:
 
 
 def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
-    """On a GPU with the largest step; a CPU has no kernels to choose: a short one shows that
+    """Runs the largest step on a GPU. On a CPU, which selects no kernels, a short step checks that
     the ranks compute together."""
     if runner.device.type == "cuda":
         runner.warm_up(engine.scheduler.max_num_batched_tokens, engine.max_num_rows)
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
     if engine.compilation.compile:
-        runner.warm_up(num_tokens=1, num_seqs=1)  # which has a kernel of its own
+        runner.warm_up(num_tokens=1, num_seqs=1)  # torch.compile specializes on size 1
 
 
 def _build_extension(

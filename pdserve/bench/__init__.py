@@ -1,1 +1,1 @@
-"""What a step takes, part by part, beside what this machine could do."""
+"""Benchmarks: `pdserve bench step` (engine steps) and `pdserve bench serve` (a server)."""

@@ -1,5 +1,5 @@
-"""`pdserve bench step`: a prefill chunk and decode steps, part by part, beside the least that this
-machine needs for their FLOPs and bytes, all measured in one run."""
+"""`pdserve bench step`: times prefill and decode steps part by part, and compares each part with
+the least time that this machine needs for its FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
 
-LEAST_SHARE = 0.01  # of a step: a floor below that is nothing to compare a part with
+LEAST_SHARE = 0.01  # share of a step below which a part's floor is not shown
 DEFAULT = (
     *(Cell.decode(batch, 128) for batch in (1, 8, 32)),
     Cell.decode(32, 1024),
@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse(
         BenchStepConfig,
         prog="pdserve bench step",
-        description="Measure steps of the engine on this machine, part by part, beside their "
-        "floor: the weights and the KV they read ÷ read bandwidth, or their FLOPs ÷ the speed of "
-        "large products of matrices, whichever is more, both measured in the same run. Repetitions "
-        "take turns, and figures are their medians.",
+        description="Time steps of the engine on this machine, part by part, and compare them with "
+        "their floor: bytes read (weights and KV) ÷ memory bandwidth, or FLOPs ÷ the speed of "
+        "large matrix products, whichever is larger. Both speeds are measured in the same run. "
+        "Cells are measured in turns; figures are medians of the repetitions.",
         argv=argv,
     )
     if config.json and not Path(config.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {config.json}: there is no such folder")
+        raise ConfigError(f"--json {config.json}: its folder does not exist")
     before = _read(config.baseline)
     result = asyncio.run(measure_on_ranks(config, cells(config)))
     _show(result, before, console_of())
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cells(config: BenchStepConfig) -> Sequence[Cell]:
-    """Raises ConfigError for what are not counts."""
+    """Returns the cells to measure; raises ConfigError for a list that is not of counts."""
     if config.batch is None and config.chunk is None:
         return DEFAULT
     pairs = product(
@@ -69,17 +69,17 @@ def _counts(flag: str, text: str) -> list[int]:
 
 
 def _read(file: str | None) -> dict[str, Any]:
-    """Milliseconds by cell and part of an earlier run."""
+    """Returns the rows of an earlier run by cell and part."""
     if file is None:
         return {}
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))["cells"]
         return {name: {**cell["parts"], "step": cell["step"]} for name, cell in found.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--baseline {file} is no result of this command: {error!r}") from error
+        raise ConfigError(f"--baseline {file} is not from this command: {error!r}") from error
 
 
-# ---- for people ----
+# ---- tables ----
 
 
 def _show(result: dict[str, Any], before: dict[str, Any], console: Console) -> None:

@@ -1,7 +1,7 @@
-"""Which part of a step takes how long: clocks around the functions and methods of the model.
+"""Times the parts of a step with clocks around functions and methods of the model.
 
-Not torch's profiler: it sees only torch's operators, and a step also runs kernels that are none.
-A part's time is its own: what another part takes within it counts for that one.
+torch's profiler does not do: it sees only torch operators, and a step also runs other kernels. A
+part's time excludes the parts it calls.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pdserve.common.worker.peaks import Clock
 _CALIBRATION = 2000  # calls
 
 REST = "Python and the rest"
-# A part, and whose functions are it. Of a class all methods that others
-# may call; a name alone is a function or method. `linear` stands for the layer's own name.
+# (part, class or module, names of its functions). No names: all public methods of the class.
+# `linear` is replaced by the layer's own name.
 Owner = Any
 PARTS: tuple[tuple[str, Owner, tuple[str, ...]], ...] = (
     ("inputs", runner, ("flatten",)),
@@ -51,8 +51,8 @@ PARTS: tuple[tuple[str, Owner, tuple[str, ...]], ...] = (
     ("sampling", runner, ("sample",)),
     (REST, runner.ModelRunner, ("run",)),
 )
-# The attention backend's own: methods, and kernels that an instance calls. A kernel that turns
-# positions and writes KV in one counts as KV write.
+# The attention backend's methods, and the kernels that an instance holds. A kernel that applies
+# rotary embedding and writes KV in one call counts as KV write.
 METHODS = {"prepare": "inputs", "attend": "attention", "forward": "attention"}
 KERNELS = {"_rotate_and_cache": "KV write"}
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -63,15 +63,13 @@ ORDER = (
 
 
 class PartTimer:
-    """Seconds by part, in `seconds`, of what runs while `installed`. Of one thread."""
+    """Collects seconds by part in `seconds` while `installed`. For one thread."""
 
     def __init__(self, model: CausalLM, clock: Clock) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._model = model
         self._clock = clock
-        self._inner: list[float] = [
-            0.0
-        ]  # of each part that is being computed: what others took within it
+        self._inner: list[float] = [0.0]  # per part on the stack: seconds of the parts it called
         self._own_cost = 0.0
         self._names = _names_of_linears(model)
         self._calibrate()
@@ -88,7 +86,7 @@ class PartTimer:
                 setattr(owner, name, function)
 
     def _places(self) -> Iterator[tuple[str, Owner, str]]:
-        """Each part's functions: whose, and by which name."""
+        """Yields (part, owner, attribute name) of each function to time."""
         for part, owner, names in PARTS:
             yield from ((part, owner, name) for name in names or _methods(owner))
         backend = self._model.attention
@@ -116,7 +114,7 @@ class PartTimer:
         return timed
 
     def _calibrate(self) -> None:
-        """What a clock costs the part around it, beside the time it reports."""
+        """Measures the overhead that a timed call adds to the part that calls it."""
         nothing = self._timed("nothing", lambda: None)
         started = self._clock()
         for _ in range(_CALIBRATION):
@@ -127,7 +125,7 @@ class PartTimer:
 
 
 def _methods(cls: type) -> tuple[str, ...]:
-    """Those that compute."""
+    """Returns the names of the class's public methods and `__call__`."""
     return tuple(
         name
         for name, value in vars(cls).items()

@@ -1,4 +1,4 @@
-"""The ranks that `pdserve bench step` measures: a node's, whose step is the whole measurement."""
+"""Runs `pdserve bench step` on a node's ranks: a worker whose step is the whole measurement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.bench.report import as_json
-from pdserve.bench.step import Cell, engine_config, measure
+from pdserve.bench.step import Cell, as_json, engine_config, measure
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.executor import Emit, WorkerSpec
@@ -24,10 +23,10 @@ _steps = msgspec.msgpack.Decoder(tuple[BenchStepConfig, tuple[Cell, ...]])
 
 
 async def measure_on_ranks(config: BenchStepConfig, cells: Sequence[Cell]) -> dict[str, Any]:
-    """`as_json` of what rank 0 measured.
+    """Returns `as_json` of rank 0's measurement.
 
     Raises:
-        ConfigError: the model cannot be loaded or split, or has no context of that length.
+        ConfigError: the model cannot be loaded or split, or its context is too short.
         NodeError: a rank died.
     """
     engine = engine_config(config, cells)
@@ -46,7 +45,7 @@ async def measure_on_ranks(config: BenchStepConfig, cells: Sequence[Cell]) -> di
 
 
 class BenchWorker:
-    """See `pdserve.common.distributed.executor.Worker`."""
+    """A `pdserve.common.distributed.executor.Worker`."""
 
     extension = None
 
@@ -54,7 +53,7 @@ class BenchWorker:
         self._worker = worker
         self.ready = worker.ready
         self.close = worker.close
-        worker.runner.cache.normal_()  # memory is there once it was written to
+        worker.runner.cache.normal_()  # the first write maps the pages
 
     def step(self, message: bytes) -> bytes:
         config, cells = _steps.decode(message)

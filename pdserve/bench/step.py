@@ -1,4 +1,4 @@
-"""Steps of a rank as a node runs them: its worker, its runner, its cache."""
+"""Measures steps of one rank with a node's own runner and cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from pdserve.bench.parts import PartTimer
+import torch
+
+from pdserve.bench.parts import ORDER, PartTimer
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
+from pdserve.common.core.host import cpu_name
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.messages import Peaks
@@ -28,11 +32,11 @@ Statistic = Callable[[Iterable[float]], float]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A step to measure: for each sequence the tokens in the cache and those computed now."""
+    """A step to measure."""
 
     name: str
-    chunks: tuple[tuple[int, int], ...]
-    drafts: int = 0  # of the tokens that each computes, guesses to be verified
+    chunks: tuple[tuple[int, int], ...]  # per sequence: (tokens in the cache, tokens to compute)
+    drafts: int = 0  # how many of a sequence's tokens are draft tokens to verify
 
     @classmethod
     def decode(cls, batch: int, context: int, drafts: int = 0) -> Cell:
@@ -52,7 +56,7 @@ class Cell:
         return sum(-(-sum(chunk) // block_size) for chunk in self.chunks)
 
     def batch(self, block_size: int, vocab_size: int) -> StepBatch:
-        """Random tokens in scattered blocks, as in a pool that has been in use."""
+        """Returns the step with random tokens in scattered blocks, as in a used block pool."""
         chance = random.Random(0)
         blocks = chance.sample(range(count := self.num_blocks(block_size)), count)
         sequences = []
@@ -72,8 +76,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds of one cell, by repetition: of the step as it is, and of its parts in another one
-    that has clocks in it."""
+    """Seconds of one cell by repetition: of the step, and by part from a second, timed step."""
 
     steps: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
@@ -81,27 +84,27 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All of one run."""
+    """The measurements of one run."""
 
     runner: ModelRunner
     dtype: str
     cost: StepCost
     peaks: Peaks
     cells: dict[Cell, Samples]
-    of: Statistic  # which of the repetitions counts
+    of: Statistic  # combines the repetitions
 
     def step(self, cell: Cell) -> float:
         """Seconds."""
         return self.of(self.cells[cell].steps)
 
     def parts(self, cell: Cell) -> dict[str, float]:
-        """Seconds by part; what the clocks themselves cost is taken off, which may be too much."""
+        """Seconds by part, less the clocks' own cost; that correction can give 0."""
         found = self.cells[cell].parts
         names = dict.fromkeys(name for each in found for name in each)
         return {name: max(0.0, self.of(each.get(name, 0.0) for each in found)) for name in names}
 
     def floor(self, cost: Cost) -> float:
-        """Seconds that no program on this machine can go below."""
+        """Returns the least seconds that this machine needs for `cost`."""
         return max(cost.flops / self.peaks.flops, cost.bytes / self.peaks.bandwidth)
 
     def bound(self, cost: Cost) -> str:
@@ -110,8 +113,8 @@ class Measured:
 
 
 def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner) -> Measured:
-    """Runs each cell `repetitions` times in turns, without and with clocks in it, and between
-    them measures the machine. All ranks do so together, and each of them for itself."""
+    """Runs each cell `repetitions` times, in turns, with and without part timers, and measures the
+    machine's peaks in between. All ranks call this together; each measures itself."""
     clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
     vocab, block_size = runner.model.spec.vocab_size, config.block_size
     batches = {cell: cell.batch(block_size, vocab) for cell in cells}
@@ -134,7 +137,7 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
 
 
 def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfig:
-    """Of a node with as many blocks as the largest cell needs."""
+    """Returns the options of a node with as many blocks as the largest cell needs."""
     longest = max(sum(chunk) for cell in cells for chunk in cell.chunks)
     blocks = max(cell.num_blocks(config.block_size) for cell in cells)
     return EngineConfig(
@@ -158,7 +161,7 @@ def _seconds(runner: ModelRunner, batch: StepBatch, clock: Clock) -> float:
 
 def _parts(runner: ModelRunner, batch: StepBatch, timer: PartTimer) -> dict[str, float]:
     timer.seconds.clear()
-    graphs, runner.graphs = runner.graphs, None  # a graph's parts have no functions
+    graphs, runner.graphs = runner.graphs, None  # a CUDA graph calls no functions to time
     with timer.installed():
         runner.run(batch)
     runner.graphs = graphs
@@ -167,3 +170,52 @@ def _parts(runner: ModelRunner, batch: StepBatch, timer: PartTimer) -> dict[str,
 
 def _peaks(peaks: Sequence[Peaks], of: Statistic) -> Peaks:
     return Peaks(of(each.flops for each in peaks), of(each.bandwidth for each in peaks))
+
+
+# ---- JSON ----
+
+
+def as_json(config: BenchStepConfig, found: Measured) -> dict[str, Any]:
+    """Returns the measurements as JSON data; times are in milliseconds."""
+    return {
+        "model": config.model.model or "the embedded model",
+        "dtype": found.dtype,
+        "quantization": config.model.quantization,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "threads": torch.get_num_threads(),
+        "clock": config.clock,
+        "statistic": config.statistic,
+        "repetitions": config.repetitions,
+        "device": found.runner.device.type,
+        "cpu": cpu_name(),
+        "torch": torch.__version__,
+        "peak_gflops": found.peaks.flops / 1e9,
+        "read_gb_per_s": found.peaks.bandwidth / 1e9,
+        "cells": {cell.name: _cell(found, cell) for cell in found.cells},
+    }
+
+
+def _cell(found: Measured, cell: Cell) -> dict[str, Any]:
+    costs, step, seconds = found.cost.parts(cell.shape), found.step(cell), found.parts(cell)
+    names = sorted(seconds, key=ORDER.index)
+    parts = {name: _row(found, seconds[name], costs.get(name)) for name in names}
+    total = found.cost.total(cell.shape)
+    return {
+        "step": {**_row(found, step, total), "samples_ms": _ms(found.cells[cell].steps)},
+        "mfu": total.flops / step / found.peaks.flops,
+        "bandwidth_utilisation": total.bytes / step / found.peaks.bandwidth,
+        "parts": parts,
+    }
+
+
+def _row(found: Measured, seconds: float, cost: Cost | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"ms": 1e3 * seconds}
+    if cost is not None:
+        floor = found.floor(cost)
+        row |= {"floor_ms": 1e3 * floor, "ratio": seconds / floor, "bound_by": found.bound(cost)}
+        row |= {"flops": cost.flops, "bytes": cost.bytes}
+    return row
+
+
+def _ms(seconds: Sequence[float]) -> list[float]:
+    return [round(1e3 * each, 3) for each in seconds]

@@ -1,5 +1,7 @@
-"""`pdserve certs`: a trial CA and one certificate that all roles of a cluster may use. It names
-them; that of a client (`--client`) names none."""
+"""`pdserve certs`: makes a trial CA and one certificate that every role of a cluster may use.
+
+The certificate has a `pdserve://role/…` URI for each role; a client's (`--client`) has none.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ ROLE_URI = "pdserve://role/"  # common/rpc/tls.py reads it
 ROLES = ("router", "prefill", "decode", "both")
 HOSTS = ("localhost", "127.0.0.1", "::1")
 VALID = timedelta(days=365)
-SKEW = timedelta(minutes=5)  # by which the clocks of the roles may differ
+SKEW = timedelta(minutes=5)  # clock skew between hosts that a new certificate tolerates
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="NAME",
-        help="name or address under which roles are dialled, beside those of this host "
-        f"({', '.join(HOSTS)}); may be given several times",
+        help="host name or address that peers and clients connect to, in addition to "
+        f"{', '.join(HOSTS)}; may be given several times",
     )
     parser.add_argument(
         "--client",
         action="store_true",
-        help="also make client-cert.pem and client-key.pem, for clients of the gRPC API, who may "
-        "not act as a role",
+        help="also make client-cert.pem and client-key.pem for clients of the gRPC API; this "
+        "certificate cannot act as a role",
     )
     options = parser.parse_args(argv)
     hosts = (*HOSTS, *options.host)
@@ -58,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(folder: Path, hosts: Iterable[str], *, client: bool = False) -> list[str]:
-    """Makes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, and a client's pair
-    if told to; returns the flags that name those of the roles.
+    """Writes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, and with `client`
+    also a client's pair. Returns the --tls-… flags that name the roles' files.
 
     Raises:
-        ConfigError: a host is neither a name nor an address, or the files cannot be written; one
-            that exists is left alone.
+        ConfigError: a host is neither a name nor an address, or a file cannot be written. Existing
+            files are never overwritten.
     """
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _ca(ca_key)
@@ -86,7 +88,7 @@ def write(folder: Path, hosts: Iterable[str], *, client: bool = False) -> list[s
 def _pair(
     prefix: str, names: Sequence[x509.GeneralName], ca: x509.Certificate, ca_key: PrivateKey
 ) -> dict[str, tuple[bytes, int]]:
-    """A certificate with these names, and its key: contents and modes by file name."""
+    """Returns file name → (content, mode) of a new certificate with these names and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     cert = _certificate(key, names, ca, ca_key)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -18,20 +18,20 @@ from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.common.core.printable import printable
 
-HELP = """/reset  forget the conversation
-/system TEXT  the same, with another system prompt (none: without one)
-/quit  leave, as Ctrl-D does; Ctrl-C ends an answer"""
+HELP = """/reset  start a new conversation
+/system TEXT  start a new conversation with this system prompt (no TEXT: without one)
+/quit  leave, like Ctrl-D; Ctrl-C stops the current answer"""
 
 
 @dataclass
-class Answer:
-    """One answer as it comes: its text, and when its first and last parts came (seconds)."""
+class StreamedAnswer:
+    """One streamed answer: its text so far and the `perf_counter` times of its chunks."""
 
     text: str = ""
     sent: float = field(default_factory=perf_counter)
     first: float | None = None
     last: float | None = None
-    tokens: int = 0  # as the server counted at the end
+    tokens: int = 0  # from the usage in the last event
     interrupted: bool = False
 
     def figures(self) -> str:
@@ -46,7 +46,7 @@ class Answer:
 
 
 class Chat:
-    """The conversation so far, and where it goes on."""
+    """A conversation: its turns, its model and its system prompt."""
 
     def __init__(self, options: argparse.Namespace, model: str) -> None:
         self._options = options
@@ -54,14 +54,14 @@ class Chat:
         self.system: str | None = options.system
         self.turns: list[dict[str, str]] = []
 
-    def ask(self, text: str) -> Answer:
-        """Writes the answer as it comes. Interrupted, what has come is the answer.
+    def ask(self, text: str) -> StreamedAnswer:
+        """Asks `text` and prints the answer while it streams. Ctrl-C keeps the part received.
 
         Raises:
-            PdserveError: the server failed; the question is forgotten.
+            PdserveError: the server failed; the question is removed from the conversation.
         """
         self.turns.append({"role": "user", "content": text})
-        answer = Answer()
+        answer = StreamedAnswer()
         try:
             asyncio.run(self._stream(answer))
         except KeyboardInterrupt:
@@ -72,7 +72,7 @@ class Chat:
         self.turns.append({"role": "assistant", "content": answer.text})
         return answer
 
-    async def _stream(self, answer: Answer) -> None:
+    async def _stream(self, answer: StreamedAnswer) -> None:
         async with session_of(self._options) as session:
             server = Server(session, self._options.url)
             async for event in server.stream("/v1/chat/completions", self._body()):
@@ -94,8 +94,8 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 when the server fails to answer what was asked through a pipe or --quick, 130
-    when that was interrupted."""
+    """Returns the exit code: with a pipe or --quick 1 when the server fails and 130 when
+    interrupted, else 0."""
     options = make_parser().parse_args(argv)
     chat = Chat(options, asyncio.run(_model(options)))
     if options.quick is not None:
@@ -108,14 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve chat",
-        description="Talk to a server. Through a pipe, all of standard input is one question, and "
-        "standard output is the answer and nothing else.",
+        description="Chat with a server. When standard input is a pipe, all of it is one question, "
+        "and standard output is only the answer.",
     )
     add_server_options(parser, 600.0)
-    parser.add_argument("--model", "--model-name", help="default: the first the server lists")
+    parser.add_argument("--model", "--model-name", help="default: the first model listed")
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system prompt")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="ask this alone, and leave")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer, at most")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="ask only this, then exit")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
     default = "default: the server's"
     parser.add_argument("--temperature", type=float, metavar="X", help=default)
     parser.add_argument("--top-p", type=float, metavar="X", help=default)
@@ -139,7 +139,7 @@ def _once(chat: Chat, text: str) -> int:
 
 
 def _repl(chat: Chat) -> int:
-    import readline  # noqa: F401  # history and editing; a pipe needs neither
+    import readline  # noqa: F401  # gives input() history and line editing
 
     console = console_of()
     console.print(f"{chat.model}; /help, Ctrl-D to leave", style="dim")
@@ -164,7 +164,7 @@ def _repl(chat: Chat) -> int:
 
 
 def _command(chat: Chat, text: str, console: Console) -> bool:
-    """False to leave."""
+    """Runs one slash command; returns False when the chat should end."""
     name, _, rest = text.partition(" ")
     if name in ("/quit", "/exit"):
         return False
@@ -172,17 +172,17 @@ def _command(chat: Chat, text: str, console: Console) -> bool:
         chat.turns.clear()
         if name == "/system":
             chat.system = rest.strip() or None
-        console.print("a new conversation", style="dim")
+        console.print("new conversation", style="dim")
     else:
         console.print(HELP, style="dim")
     return True
 
 
-def _read(event: dict[str, Any], answer: Answer) -> None:
-    """Shows what an event brings. What a model says must not steer the terminal.
+def _read(event: dict[str, Any], answer: StreamedAnswer) -> None:
+    """Prints the event's text, with control characters escaped, and adds it to `answer`.
 
     Raises:
-        NodeError: the event is none of a chat.
+        NodeError: the event is not a chat completion chunk.
     """
     try:
         if usage := event.get("usage"):
@@ -198,4 +198,4 @@ def _read(event: dict[str, Any], answer: Answer) -> None:
                 sys.stdout.write("".join(c if c in "\n\t" else printable(c) for c in shown))
                 sys.stdout.flush()
     except (LookupError, TypeError, AttributeError) as error:
-        raise NodeError(f"the server sent no event of a chat: {error!r}") from error
+        raise NodeError(f"the server sent an event that is no chat chunk: {error!r}") from error

@@ -1,4 +1,4 @@
-"""One process of a local cluster: its own session, its output forwarded line by line."""
+"""One process of a local cluster, in its own session, with its output forwarded line by line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from functools import partial
 from pdserve.common.core.host import die_with_parent, role_environment
 
 Write = Callable[[str, str], None]
-"""Shows a line of a named process."""
+"""Shows one output line: (process name, line)."""
 
 OUTPUT_GRACE = 2.0  # seconds a pipe may stay open after its process has ended
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `environment` is added to this process's, from which options are left out:
-    children take theirs from flags alone."""
+    """The command of a child process. `environment` is added to this process's environment without
+    its PDSERVE_ options: children get options only from flags."""
 
     name: str
     command: Sequence[str]
@@ -29,8 +29,8 @@ class ChildSpec:
 
 
 class Child:
-    """start → wait → (start again); `terminate` asks the process to drain, `kill` ends it and
-    everything it started."""
+    """A process that can be started again after `wait`. `terminate` asks it to drain; `kill` ends
+    it and everything it started."""
 
     def __init__(self, spec: ChildSpec, write: Write) -> None:
         self.spec = spec
@@ -48,7 +48,7 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Starts the process; the one before, if any, must have been waited for."""
+        """Starts the process. A previous one must have been waited for."""
         self._process = await asyncio.create_subprocess_exec(
             *self.spec.command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -64,13 +64,14 @@ class Child:
         self._output = asyncio.create_task(self._forward(self._process.stdout))
 
     async def wait(self) -> int:
-        """The exit code (negative: the signal), once nothing of the process is left."""
+        """Waits for the process, kills what is left of its group, and returns its exit code
+        (negative: the signal)."""
         if self._process is None or self._output is None:
             return 0
         code = await self._process.wait()
         if not self._cleared:
             self._signal_group(signal.SIGKILL)  # ranks that outlived their node
-            self._cleared = True  # the number may soon name another group
+            self._cleared = True  # the kernel may reuse the group's number
             await asyncio.wait([self._output], timeout=OUTPUT_GRACE)
             self._output.cancel()
         return code
@@ -99,7 +100,7 @@ class Child:
 
 
 def _die_with(parent: int) -> None:
-    """Called in the child before exec."""
+    """Runs in the child before exec: the child ends when `parent` does."""
     die_with_parent()
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent died before the line above
         os.kill(os.getpid(), signal.SIGKILL)

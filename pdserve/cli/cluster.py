@@ -1,13 +1,12 @@
 """A whole cluster on this host: start → ready → serve → drain → stop.
 
-Rule for a process that dies while the cluster serves:
+When a process ends while the cluster serves:
 
-    exit 0   a node that was drained on purpose: the others go on
-    exit 2   its options are wrong: the cluster stops, whatever the rule
-    other    `restart: on-failure`: it is started again at once; if it dies again within a minute
-             after 1, 2, 4, 8 seconds; one that died again and again without ever living for a
-             minute is given up: the others go on if they can do without it. `no`: the cluster
-             stops
+    exit 0   the node was drained on purpose: the others continue
+    exit 2   its options are wrong: the cluster stops
+    other    `--restart on-failure` starts it again: at once, then after 1, 2, 4 and 8 seconds if
+             each run lasts less than a minute. After the fifth such restart it stays down; the
+             cluster continues if it can serve without it. `--restart no`: the cluster stops
 """
 
 from __future__ import annotations
@@ -49,13 +48,14 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
 }
 POLL_INTERVAL = 0.1
 FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled from the second death in a row on
-MAX_RESTARTS = 5  # in a row
-SETTLED = 60.0  # seconds after which a death is not in a row with the one before
+MAX_RESTARTS = 5  # consecutive
+SETTLED = 60.0  # seconds of uptime that reset the count of restarts
 KILL_GRACE = 5.0  # seconds past the drain time-out before SIGKILL
 
 
 class Cluster:
-    """Owns its children: whoever calls `start` calls `stop`, whatever happened between."""
+    """The router and nodes of one cluster as child processes. A caller of `start` must call
+    `stop`, also after a failure."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Cluster:
         write: Write,
         programs: Mapping[str, Sequence[str]] = PROGRAMS,
     ) -> None:
-        """`shares` are in the order of `node_names`."""
+        """`shares` has one entry per name of `node_names`, in its order."""
         self.config = config
         self.shares = shares
         self.write = write
@@ -74,7 +74,7 @@ class Cluster:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
         self._ports_file = Path(config.server.ports_file or f"{self._folder.name}/router.json")
-        self._ports_file.unlink(missing_ok=True)  # it would name an older router's ports
+        self._ports_file.unlink(missing_ok=True)  # an old one has an older router's ports
         self._router: Child | None = None
         self._nodes: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
@@ -82,19 +82,19 @@ class Cluster:
         self._interrupts = 0
 
     async def start(self) -> bool:
-        """Returns once the router can serve, or False when `interrupt` came first.
+        """Returns True once the router can serve, False if `interrupt` was called before.
 
         Raises:
-            NodeError: a process died, and the rule says that the cluster ends.
+            NodeError: a process died and the cluster cannot continue without it.
             ConfigError: a process cannot start as configured.
         """
         return await self.until_ended(self._start())
 
     async def until_ended(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Does the work; False when `interrupt` came first.
+        """Awaits `work` and returns True; cancels it and returns False on `interrupt`.
 
         Raises:
-            NodeError: see `start`; or whatever the work raises.
+            NodeError: as `start` does; and whatever `work` raises.
         """
         task = asyncio.create_task(work)
         try:
@@ -113,7 +113,8 @@ class Cluster:
         return False
 
     def interrupt(self) -> None:
-        """The first time, end serving and drain; the second, stop now; the third, kill."""
+        """First call: stop serving and drain. Second: SIGTERM again, which cuts the drain short.
+        Third: kill."""
         self._interrupts += 1
         if not self.ended.done():
             self.ended.set_result(None)
@@ -126,7 +127,7 @@ class Cluster:
                 child.kill()
 
     async def stop(self) -> None:
-        """Drains the router, which needs the nodes for what is in flight, then the nodes."""
+        """Drains the router, whose requests in flight need the nodes, and then the nodes."""
         watchers = [*self._watchers, self._returning]
         for watcher in watchers:
             watcher.cancel()
@@ -135,7 +136,7 @@ class Cluster:
             await self._end([self._router])
         await self._end(self._nodes)
         if self.ended.done():
-            self.ended.exception()  # seen: whoever wanted it has had it
+            self.ended.exception()  # retrieved, or asyncio logs it as never retrieved
         self._folder.cleanup()
 
     async def _start(self) -> None:
@@ -152,7 +153,7 @@ class Cluster:
         await self._ready()
 
     async def _start_router(self) -> dict[str, int]:
-        """Starts the router and learns its ports; started again, it takes the same ones."""
+        """Starts the router and returns its ports, which a restart of it will use again."""
         self._router = Child(self._router_spec(ports_file=str(self._ports_file)), self.write)
         await self._run(self._router)
         while (ports := read_ports(self._ports_file)) is None:
@@ -160,7 +161,7 @@ class Cluster:
         self._router.spec = self._router_spec(
             port=ports["http"], grpc_port=ports["grpc"], registry_port=ports["registry"]
         )
-        self._folder.cleanup()  # now, so that nothing is left even when this process is killed
+        self._folder.cleanup()  # already here, so that SIGKILL leaves no folder behind
         return ports
 
     def _router_spec(self, **changes: Any) -> ChildSpec:
@@ -215,7 +216,7 @@ class Cluster:
         self._watchers.append(asyncio.create_task(self._watch(child)))
 
     async def _watch(self, child: Child) -> None:
-        """Applies the rule at the top of this file."""
+        """Restarts `child` or ends the cluster, by the table at the top of this file."""
         deaths = 0
         while True:
             since = monotonic()
@@ -232,18 +233,18 @@ class Cluster:
                 return
             deaths = 1 if monotonic() - since >= SETTLED else deaths + 1
             if deaths > MAX_RESTARTS:
-                self._give_up(child, f"{end}, for the {deaths}th time in a row")
+                self._give_up(child, f"{end} {deaths} times in a row")
                 return
             backoff = FIRST_BACKOFF * 2 ** (deaths - 2) if deaths > 1 else 0.0
             when = f"in {backoff:.0f} s" if backoff else "now"
-            self.write("up", f"{child.name}: {describe_exit(code)}; again {when}")
+            self.write("up", f"{child.name}: {describe_exit(code)}; restart {when}")
             ended = monotonic()
             await self._start_again(child, backoff)
             if child is self._router:
                 self._says_when_ready(ended)
 
     async def _start_again(self, child: Child, backoff: float) -> None:
-        """Tries until it runs, whatever the host may be out of."""
+        """Retries until the process runs: the host may be short of memory or process slots."""
         while True:
             await asyncio.sleep(backoff)
             backoff = min(max(2 * backoff, FIRST_BACKOFF), LAST_BACKOFF)
@@ -251,24 +252,24 @@ class Cluster:
                 await child.start()
                 return
             except OSError as error:
-                self.write("up", f"{child.name}: {error.strerror}; again in {backoff:.0f} s")
+                self.write("up", f"{child.name}: {error.strerror}; retry in {backoff:.0f} s")
 
     def _says_when_ready(self, ended: float) -> None:
-        """That the router, which ended then, serves again: nodes have registered with it."""
+        """Logs when the restarted router, whose predecessor ended at `ended`, has nodes again."""
 
         async def say() -> None:
             await self._ready()
             self.write("up", f"router: serving again, {monotonic() - ended:.1f} s after it ended")
 
-        self._returning.cancel()  # it may have died once more before it could serve
-        if self.url:  # before that the start is not over, and says itself when it is
+        self._returning.cancel()  # the router may have died again before it could serve
+        if self.url:  # otherwise `start` is still waiting and reports it
             self._returning = asyncio.create_task(say())
 
     def _give_up(self, child: Child, reason: str) -> None:
-        """The cluster ends with a process that it cannot do without."""
+        """Leaves `child` down; ends the cluster unless the other nodes can serve without it."""
         roles = {role_of(each.name) for each in self._nodes if each.running}
         if child is not self._router and ("both" in roles or roles >= {"prefill", "decode"}):
-            self.write("up", f"{reason}: given up; the others go on")
+            self.write("up", f"{reason}: it stays down; the others continue")
         else:
             self._fail(NodeError(reason))
 
@@ -289,7 +290,7 @@ class Cluster:
                 self.write("up", f"{child.name} did not stop within {limit:.0f} s: killed")
                 child.kill()
         if (await asyncio.wait(waits, timeout=KILL_GRACE))[1]:
-            self.write("up", "some processes are left: the system does not end them")
+            self.write("up", "some processes did not end even after SIGKILL")
 
     def _children(self) -> list[Child]:
         return [*([self._router] if self._router else []), *self._nodes]
@@ -304,19 +305,20 @@ def role_of(name: str) -> str:
 
 
 def _with_key(auth: AuthConfig) -> AuthConfig:
-    """Each cluster has a key of its own, which its processes get in their environment."""
+    """Returns `auth` with a random cluster key unless it has one."""
     return replace(auth, cluster_key=auth.cluster_key or secrets.token_hex(32))
 
 
 def own_session(server: ServerConfig, timeout: float | None = None) -> aiohttp.ClientSession:
-    """A client of our own router on this host, whose certificate need not name this address."""
+    """A client session for our own router on this host. It does not verify the certificate, which
+    need not name this address."""
     keys = server.admin_api_key or server.api_key
     key = keys and keys.split(",")[0].strip()
     return client_session(key, verify=False, timeout=timeout)
 
 
 def connect_host(host: str) -> str:
-    """The address, as a URL has it, at which a server bound to `host` answers on this host."""
+    """Returns the address, in URL form, that reaches a server bound to `host` from this host."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 

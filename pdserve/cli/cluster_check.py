@@ -1,5 +1,5 @@
-"""`pdserve cluster-check`: do the ranks that a node would start reach each other, are their
-collectives right, and how fast are they?"""
+"""`pdserve cluster-check`: checks that a node's ranks reach each other and that their collectives
+are right, and measures them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdserve.client.terminal import console_of, number, positive
 from pdserve.common.config.options import CommandParser
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
-from pdserve.common.distributed.check import CheckConfig, CheckWorker, Report
+from pdserve.common.distributed.check import CheckConfig, CheckReport, CheckWorker
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.distributed.parallel_state import group_layout
@@ -29,11 +29,11 @@ from pdserve.common.distributed.parallel_state import group_layout
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20)
 STOP_TIMEOUT = 5.0  # seconds
 
-_reports = msgspec.msgpack.Decoder(Report)
+_reports = msgspec.msgpack.Decoder(CheckReport)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every collective gave the right result, 1 if not or if a rank was lost."""
+    """Returns 0 if every collective gave the right result, 1 if one did not or a rank was lost."""
     options = _parser().parse_args(argv)
     world = options.world_size or (options.tp or 1) * options.pp
     tp = options.tp or max(world // options.pp, 1)
@@ -59,28 +59,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve cluster-check",
-        description="Start ranks as a node would, check the result of every collective, measure "
-        "latency and bandwidth, and say what to mend. Exit code 1: something is wrong. For several "
-        "hosts start one command for each rank, with --rank, --world-size and --init-method.",
+        description="Start ranks as a node does, check the result of every collective, measure "
+        "latency and bandwidth, and say what to fix. Exit code 1: a check failed. For several "
+        "hosts start one command per rank, with --rank, --world-size and --init-method.",
     )
     add, count = parser.add_argument, number(int, 1)
     add("--tp", "--tensor-parallel-size", type=count, metavar="N", help="default: 1, or all ranks")
     add("--pp", "--pipeline-parallel-size", type=count, default=1, metavar="N")
-    add("--world-size", type=count, metavar="N", help="ranks in all (default: tp times pp)")
-    add("--rank", type=number(int, 0), metavar="R", help="be this rank, and start no others")
+    add("--world-size", type=count, metavar="N", help="number of ranks (default: tp × pp)")
+    add("--rank", type=number(int, 0), metavar="R", help="run only this rank in this process")
     add("--init-method", metavar="tcp://HOST:PORT", help="with --rank: a free port of rank 0")
-    add("--local-rank", type=int, metavar="R", help="with --rank: which GPU (default: the rank)")
+    add("--local-rank", type=int, metavar="R", help="with --rank: GPU index (default: the rank)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--device-communicator", default="auto", metavar="NAME", help="as a node's")
+    add("--device-communicator", default="auto", metavar="NAME", help="same values as a node's")
     add(
         "--timeout",
         type=positive,
         default=30.0,
         metavar="SECONDS",
-        help="after which a rank is lost",
+        help="how long to wait for a rank before it counts as lost",
     )
-    add("--sizes", type=_sizes, default=SIZES, metavar="N,N,...", help="bytes to measure with")
-    add("--seconds", type=positive, default=0.2, help="for each operation and size (default: 0.2)")
+    add("--sizes", type=_sizes, default=SIZES, metavar="N,N,...", help="message sizes in bytes")
+    add("--seconds", type=positive, default=0.2, help="per operation and size (default: 0.2)")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -126,11 +126,11 @@ def _join(config: CheckConfig, world: int, options: argparse.Namespace) -> bytes
 
 
 def _await_rank_0(url: str, timeout: float) -> None:
-    """Returns once something listens at the place where ranks meet. torch alone would fill the
-    screen with its stack.
+    """Returns once something listens at `url`. Without this, torch's own time-out would print a
+    long stack trace.
 
     Raises:
-        NodeError: nothing does.
+        NodeError: nothing listens there within `timeout` seconds.
     """
     place = urlsplit(url)
     deadline = monotonic() + timeout
@@ -153,7 +153,7 @@ def _is_place(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme == "tcp" and bool(parts.hostname and parts.port)
-    except ValueError:  # of the port
+    except ValueError:  # the port is out of range
         return False
 
 
@@ -172,9 +172,9 @@ def _spec(config: CheckConfig, rank: int, world: int, init_method: str = "") -> 
 # ---- report ----
 
 
-def _report(report: Report, options: argparse.Namespace) -> int:
+def _report(report: CheckReport, options: argparse.Namespace) -> int:
     failed = report.failures
-    if options.rank:  # rank 0 speaks for all
+    if options.rank:  # rank 0 reports for all
         print(f"rank {options.rank}: {len(failed)} checks failed; rank 0 has the figures")
     elif options.json:
         print(json.dumps({"ok": not failed, **msgspec.to_builtins(report)}, indent=2))
@@ -183,7 +183,7 @@ def _report(report: Report, options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _print(console: Console, report: Report) -> None:
+def _print(console: Console, report: CheckReport) -> None:
     for name, groups in report.layout.items():
         console.print(f"{name} groups: {' '.join(map(str, groups))}")
     for name, transport in report.transports.items():
@@ -196,12 +196,12 @@ def _print(console: Console, report: Report) -> None:
         where = f"{check.group} group, rank {check.rank}"
         console.print(f"WRONG: {check.operation} of {check.dtype} in the {where}: {check.error}")
     for line in report.advice:
-        console.print(f"to mend: {line}")
+        console.print(f"fix: {line}")
     right = len(report.checks) - len(report.failures)
     console.print(f"{right} of {len(report.checks)} checks passed")
 
 
-def _ranks(report: Report) -> Table:
+def _ranks(report: CheckReport) -> Table:
     table = Table(title="ranks")
     for column in ("rank", "host", "address", "device", "cores", "InfiniBand", "environment"):
         table.add_column(column)
@@ -215,8 +215,8 @@ def _ranks(report: Report) -> Table:
     return table
 
 
-def _figures(report: Report) -> Table:
-    table = Table(title="latency, and bytes of a rank over it")
+def _figures(report: CheckReport) -> Table:
+    table = Table(title="latency, and bytes per rank divided by it")
     for column in ("group", "operation", "bytes", "µs", "GB/s"):
         left = column in ("group", "operation")
         table.add_column(column, justify="left" if left else "right")

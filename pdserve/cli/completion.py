@@ -1,4 +1,4 @@
-"""`pdserve completion bash|zsh|fish`: what a shell needs to complete commands and flags."""
+"""`pdserve completion bash|zsh|fish`: prints a shell's completion script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHELLS = ("bash", "zsh", "fish")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 USAGE = f"""usage: pdserve completion {"|".join(SHELLS)}
 
-Prints the script for a shell; making it takes some seconds, so keep it:
+Prints the completion script for a shell. This takes some seconds, so save the output:
 
   bash  pdserve completion bash > ~/.local/share/bash-completion/completions/pdserve
   zsh   pdserve completion zsh > ~/.pdserve.zsh, and in ~/.zshrc: source ~/.pdserve.zsh
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def words() -> dict[str, list[str]]:
-    """What may follow each command (and nothing: the commands), as its own --help names it."""
+    """Returns command → words that may follow it, from its --help; "" → the commands."""
     commands = {name: target for group in COMMANDS.values() for name, (target, _) in group.items()}
     found = {name: _flags(target) for name, target in commands.items()}
     found["bench"] = list(BENCHES)

@@ -1,5 +1,4 @@
-"""`pdserve demo`: one question to a fresh cluster, the answer as it comes, and where its time
-went."""
+"""`pdserve demo`: starts a cluster, asks one question, streams the answer, prints its timeline."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ from pdserve.common.obs.metrics import time_per_output_token
 class DemoConfig:
     """Demo
 
-    What to ask, and a cluster on free ports that says little.
+    The question, and a quiet cluster on free ports.
     """
 
-    prompt: str = option("Why is the sky blue? Answer in two sentences.", "what to ask")
-    max_tokens: int = option(96, "tokens of the answer at most", minimum=1)
+    prompt: str = option("Why is the sky blue? Answer in two sentences.", "the question")
+    max_tokens: int = option(96, "longest answer in tokens", minimum=1)
     cluster: ClusterConfig = field(
-        default_factory=lambda: private_cluster(restart="no")  # whoever watches wants to know
+        default_factory=lambda: private_cluster(restart="no")  # a crash should be seen
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What is known about a request once its stream has ended."""
+class DemoResult:
+    """The timeline and token counts of a finished request."""
 
     timeline: Timeline
     prompt_tokens: int
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse(
         DemoConfig,
         prog="pdserve demo",
-        description="Start a cluster, ask it one question, show where the time went, stop it.",
+        description="Start a cluster, ask it one question, show the request's timeline, stop.",
         argv=argv,
     )
     console = console_of()
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def demo(config: DemoConfig, console: Console) -> int:
-    """0 when the answer came and the cluster stopped; 1 on any failure; 130 when interrupted."""
+    """Returns 0 after an answer, 1 on a failure, 130 when interrupted. The cluster is stopped."""
     cluster = make_cluster(config.cluster, console)
     try:
         with console.status("starting the cluster; loading weights"):
@@ -76,7 +75,7 @@ async def demo(config: DemoConfig, console: Console) -> int:
 
 
 async def show(url: str, config: DemoConfig, console: Console) -> None:
-    """Asks, prints the answer token by token, then the timeline."""
+    """Asks, prints the answer while it streams, then its timeline."""
     console.print(f"{model_name(config.cluster)} at {url}/v1", style="dim")
     console.print(f"> {config.prompt}", style="bold")
     pieces: list[dict[str, Any]] = []
@@ -89,7 +88,7 @@ async def show(url: str, config: DemoConfig, console: Console) -> None:
 
 
 async def ask(url: str, config: DemoConfig) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed chat completion.
+    """Yields the chunks of a streamed chat completion.
 
     Raises:
         PdserveError: the server answered with an error, before or within the stream.
@@ -108,8 +107,8 @@ async def ask(url: str, config: DemoConfig) -> AsyncIterator[dict[str, Any]]:
             yield chunk
 
 
-def read_answer(chunks: Sequence[dict[str, Any]]) -> Answer:
-    """Usage and timeline, wherever among the last chunks they came.
+def read_answer(chunks: Sequence[dict[str, Any]]) -> DemoResult:
+    """Finds the usage and the timeline among the chunks.
 
     Raises:
         NodeError: the stream ended without them.
@@ -119,21 +118,21 @@ def read_answer(chunks: Sequence[dict[str, Any]]) -> Answer:
         found.update({key: chunk[key] for key in ("usage", "pdserve") if chunk.get(key)})
     if found.keys() != {"usage", "pdserve"}:
         raise NodeError("the stream ended without usage and timeline")
-    return Answer(
+    return DemoResult(
         msgspec.convert(found["pdserve"]["timeline"], Timeline),
         found["usage"]["prompt_tokens"],
         found["usage"]["completion_tokens"],
     )
 
 
-def timeline_table(answer: Answer) -> Table:
-    """Stages in order, with the seconds each took, then the figures they add up to."""
+def timeline_table(answer: DemoResult) -> Table:
+    """The request's stages in order with their times, then TTFT, TPOT and the total."""
     line = answer.timeline
     table = Table("stage", "time", "what happened", title="where the time went")
-    table.add_row("queue", _ms(line.queued), "waited for a place and nodes")
+    table.add_row("queue", _ms(line.queued), "waited for admission and nodes")
     if line.reserved is not None:
         reserve = _ms(_between(line.queued, line.reserved))
-        table.add_row("reserve", reserve, "decode node set blocks aside")
+        table.add_row("reserve", reserve, "decode node reserved blocks")
     prefill = f"{answer.prompt_tokens} tokens, {line.cached_tokens} of them cached"
     since = line.queued if line.reserved is None else line.reserved
     table.add_row("prefill", _ms(_between(since, line.first_token)), prefill)

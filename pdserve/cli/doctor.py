@@ -1,4 +1,4 @@
-"""`pdserve doctor`: what of this host a cluster needs, line by line, and the mend of what fails."""
+"""`pdserve doctor`: checks what a cluster needs of this host and names the fix of each failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -20,7 +21,6 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.finding import Finding, Verdict
 from pdserve.cli.model import check as check_model
 from pdserve.client.terminal import console_of, number
 from pdserve.common.config.options import CommandParser
@@ -28,15 +28,31 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import AMPLE_FILES, bind, memory_left, usable_cores
 
 PORTS = (8000, 8001, 8002)  # the defaults of HTTP, gRPC and the registry
-CONNECT_TIMEOUT = 3.0  # seconds a peer gets
-MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL and Ray are content with
+CONNECT_TIMEOUT = 3.0  # seconds
+MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL and Ray need
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # a cluster serves, but slower or with less
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. `fix` is empty when the verdict is OK."""
+
+    subject: str
+    verdict: Verdict
+    seen: str
+    fix: str = ""
 
 
 Check = Callable[[], Iterator[Finding]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 unless something failed, then 1."""
+    """Returns 1 if a check failed, else 0."""
     options = _parser().parse_args(argv)
     findings = [finding for check in _checks(options) for finding in _run(check)]
     if options.json:
@@ -49,20 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve doctor",
-        description="Check this host: packages, cores, memory, limits, ports; with options also "
-        "GPUs, a model and peers. Exit code 1: something failed.",
+        description="Check this host: packages, cores, memory, limits and ports; with options also "
+        "GPUs, a model and peers. Exit code 1: a check failed.",
     )
     add = parser.add_argument
-    add("--gpu", action="store_true", help="GPUs must be there: compute on each and say what is")
-    add("--model", metavar="FOLDER", help="a checkpoint folder that this user must be able to read")
+    add("--gpu", action="store_true", help="require GPUs, and run a computation on each")
+    add("--model", metavar="FOLDER", help="check that this user can read this checkpoint folder")
     add(
         "--port",
         type=number(int, 0, 65535),
         action="append",
         metavar="N",
-        help="that must be free, again for more",
+        help="check that this port is free; may be given several times (default: 8000 to 8002)",
     )
-    add("--peer", action="append", default=[], metavar="HOST:PORT", help="that must be reached")
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="check that this address accepts connections; may be given several times",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -74,13 +96,13 @@ def _checks(options: argparse.Namespace) -> Iterator[Check]:
         yield partial(model, Path(options.model))
     yield from (partial(reach, peer) for peer in options.peer)
     if options.gpu:
-        from pdserve.cli.doctor_gpu import gpus  # torch, which a router's host may lack
+        from pdserve.cli.doctor_gpu import gpus  # imports torch, which a router's host may lack
 
         yield gpus
 
 
 def _run(check: Check) -> Iterator[Finding]:
-    """A check that breaks is a finding, and the others go on."""
+    """Runs one check; an exception in it becomes a finding, so that the others still run."""
     try:
         yield from check()
     except Exception as error:
@@ -90,10 +112,10 @@ def _run(check: Check) -> Iterator[Finding]:
 
 def _show(findings: Sequence[Finding]) -> None:
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red"}
-    table = Table("", "", "seen", "mend", box=None)
+    table = Table("", "", "seen", "fix", box=None)
     for each in findings:
         colour = colours[each.verdict]
-        table.add_row(Text(each.verdict, colour), *map(Text, (each.subject, each.seen, each.mend)))
+        table.add_row(Text(each.verdict, colour), *map(Text, (each.subject, each.seen, each.fix)))
     console_of().print(table)
 
 
@@ -111,7 +133,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Those that every role needs; torch, which nodes need; what makes GPUs fast."""
+    """Checks the required packages, and those of the extras node, cuda and ray."""
     for line in requires("pdserve") or ():
         wanted = Requirement(line)
         extra = next((e for e in ("", "node", "cuda", "ray") if _applies(wanted, e)), None)
@@ -146,13 +168,13 @@ def _package(wanted: Requirement, extra: str) -> Finding:
 
 def cores() -> Iterator[Finding]:
     usable, there = usable_cores(), os.cpu_count() or 1
-    yield Finding("cores", Verdict.OK, f"{usable} of {there} may be used")
+    yield Finding("cores", Verdict.OK, f"{usable} of {there} usable")
     compiler = shutil.which("g++")
     yield Finding(
         "C++ compiler",
         Verdict.OK if compiler else Verdict.WARNING,
         compiler or "none",
-        "" if compiler else "CPU nodes compute in plain torch, slower: install g++",
+        "" if compiler else "install g++: without it CPU nodes use slower torch operators",
     )
 
 
@@ -170,23 +192,23 @@ def open_files() -> Iterator[Finding]:
         "open files",
         Verdict.OK if ample else Verdict.WARNING,
         "no limit" if hard == resource.RLIM_INFINITY else f"up to {hard}",
-        "" if ample else f"for many connections: ulimit -n {AMPLE_FILES}",
+        "" if ample else f"for many connections run ulimit -n {AMPLE_FILES}",
     )
 
 
 def sealed_memory() -> Iterator[Finding]:
-    """A CPU node's cache is such a file."""
+    """A CPU node keeps its KV cache in a sealed memfd."""
     try:
         os.close(os.memfd_create("pdserve-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except (AttributeError, OSError) as error:
-        mend = "CPU nodes need Linux and a seccomp profile that allows memfd_create"
-        yield Finding("sealed memory files", Verdict.FAILED, str(error), mend)
+        fix = "CPU nodes need Linux and a seccomp profile that allows memfd_create"
+        yield Finding("sealed memory files", Verdict.FAILED, str(error), fix)
     else:
         yield Finding("sealed memory files", Verdict.OK, "can be made")
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Ours has no name there; NCCL's and Ray's has."""
+    """Only NCCL and Ray use /dev/shm; pdserve's own segments are memfds."""
     with suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
         ample = free >= MIN_SHM
@@ -203,7 +225,8 @@ def ports(wanted: Sequence[int]) -> Iterator[Finding]:
         try:
             bind("127.0.0.1", port, "a role", "port").close()
         except ConfigError as error:
-            yield Finding(f"port {port}", Verdict.WARNING, error.message, "end whoever has it")
+            fix = "end the process that has it, or choose another port"
+            yield Finding(f"port {port}", Verdict.WARNING, error.message, fix)
         else:
             yield Finding(f"port {port}", Verdict.OK, "free")
 
@@ -227,7 +250,7 @@ def reach(peer: str) -> Iterator[Finding]:
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except OSError as error:
-        mend = "is it started, bound to more than loopback, and let through the firewall?"
-        yield Finding(subject, Verdict.FAILED, str(error), mend)
+        fix = "check that it runs, listens on more than loopback, and that no firewall blocks it"
+        yield Finding(subject, Verdict.FAILED, str(error), fix)
     else:
         yield Finding(subject, Verdict.OK, "reached")

@@ -1,4 +1,4 @@
-"""Which share of this host each node of a local cluster gets. Pure, but for counting GPUs."""
+"""Divides this host's GPUs and cores among the nodes of a local cluster."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pdserve.common.core.host import usable_cores
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """A node's engine options with its share filled in, and its process environment."""
+    """A node's engine options and environment, with its share of the host filled in."""
 
     engine: EngineConfig
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def node_shares(config: ClusterConfig) -> list[NodeShare]:
-    """Each node's share of this host, in the order of `config.nodes`."""
+    """Returns each node's share of this host, in the order of `config.nodes`."""
     parallel = config.engine.parallel
     roles = {
         "prefill": _parallel(parallel, config.prefill_tp, config.prefill_pp),
@@ -36,7 +36,7 @@ def node_shares(config: ClusterConfig) -> list[NodeShare]:
 
 
 def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:
-    """What a role says, or else what both do."""
+    """Returns `common` with the role's own sizes where it has any."""
     return replace(
         common,
         tensor_parallel_size=tp or common.tensor_parallel_size,
@@ -47,11 +47,11 @@ def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> Paralle
 def share_host(
     engine: EngineConfig, nodes: Sequence[ParallelConfig], *, gpus: Sequence[str], cores: int
 ) -> list[NodeShare]:
-    """One share for each node, which has the ranks of all its replicas.
+    """Returns one share per node; a node has the ranks of all its replicas.
 
-    GPUs are given out in order. When ranks outnumber them they are given out again and each node
-    takes only its part of a GPU's memory. CPU threads are the cores divided by all ranks: where
-    nodes shared the cores instead, each step would wait for a thread that another node keeps out.
+    Ranks get GPUs in order. When there are more ranks than GPUs, several ranks share a GPU and
+    each node uses only its part of the memory. CPU threads are the cores divided by all ranks:
+    if nodes used the same cores, each step would wait for a thread that another node displaced.
     """
     total = sum(node.world_size_across_dp for node in nodes)
     sharers = -(-total // len(gpus)) if gpus else 1
@@ -74,7 +74,7 @@ def share_host(
 
 
 def visible_gpus(device: str) -> list[str]:
-    """Names, as CUDA_VISIBLE_DEVICES has them, of the GPUs nodes may use; none for "cpu"."""
+    """Returns the GPUs nodes may use, in CUDA_VISIBLE_DEVICES's notation; none for "cpu"."""
     if device == "cpu":
         return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

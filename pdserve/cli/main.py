@@ -1,5 +1,8 @@
-"""`pdserve COMMAND …`: one door to all programs. Roles are named as import strings, so that
-`common` depends on no role and a host of routers needs no torch."""
+"""`pdserve COMMAND …`: finds the program of a command and runs it.
+
+Programs are import strings, so that a command imports only what it needs: a router's host has no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,14 @@ from pdserve.common.core.plugins import import_string
 
 COMMANDS = {
     "Whole clusters": {
-        "up": ("pdserve.cli.up:main", "router and nodes on this host, in one readable log"),
-        "serve": (
-            "pdserve.cli.up:serve_main",
-            "the same: pdserve serve MODEL, as vllm serve MODEL",
-        ),
-        "demo": (
-            "pdserve.cli.demo:main",
-            "start a cluster, ask it a question, show the timeline",
-        ),
+        "up": ("pdserve.cli.up:main", "run a router and nodes on this host, with one log"),
+        "serve": ("pdserve.cli.up:serve_main", "up with the model first: pdserve serve MODEL"),
+        "demo": ("pdserve.cli.demo:main", "start a cluster, ask a question, show the timeline"),
     },
     "Clients": {
-        "chat": (
-            "pdserve.cli.chat:main",
-            "talk to a server, here or through pipes",
-        ),
-        "top": ("pdserve.cli.top:main", "the nodes of a cluster, live"),
-        "trace": ("pdserve.cli.trace:main", "where a request is, or where its time went"),
+        "chat": ("pdserve.cli.chat:main", "chat with a server, in a terminal or through pipes"),
+        "top": ("pdserve.cli.top:main", "show the nodes of a cluster and their load, live"),
+        "trace": ("pdserve.cli.trace:main", "show the stages and times of a request"),
         "run-batch": (
             "pdserve.offline.batch:main",
             "answer a file of requests in OpenAI's batch format",
@@ -42,15 +36,15 @@ COMMANDS = {
     "Roles": {
         "router": (
             "pdserve.router.__main__:main",
-            "HTTP and gRPC front that places requests on nodes",
+            "HTTP and gRPC server that places requests on nodes",
         ),
         "prefill": ("pdserve.prefill_node.__main__:main", "node that computes prompts"),
         "decode": ("pdserve.decode_node.__main__:main", "node that generates tokens"),
-        "both": ("pdserve.decode_node.both:main", "node that does both, with nothing handed over"),
+        "both": ("pdserve.decode_node.both:main", "node that does both, without a KV transfer"),
     },
     "Tools": {
-        "doctor": ("pdserve.cli.doctor:main", "what this host lacks, and the mend"),
-        "plan": ("pdserve.cli.plan:main", "what fits on which GPUs: weights, KV, sequences"),
+        "doctor": ("pdserve.cli.doctor:main", "check this host, and name the fixes"),
+        "plan": ("pdserve.cli.plan:main", "compute the memory a model needs on which GPUs"),
         "cluster-check": (
             "pdserve.cli.cluster_check:main",
             "check and measure the collectives between ranks",
@@ -61,38 +55,38 @@ COMMANDS = {
         ),
         "bench": (
             "pdserve.cli.main:bench",
-            "serve: load a server; compare: two results; step: the engine's limits",
+            "serve: load-test a server; compare: two results; step: time engine steps",
         ),
         "model": (
             "pdserve.cli.model:main",
             "unpack the embedded model, download a NAME, or check a FOLDER",
         ),
-        "completion": ("pdserve.cli.completion:main", "of commands and flags, for a shell"),
+        "completion": ("pdserve.cli.completion:main", "print a shell's completion script"),
         "version": ("pdserve.cli.main:show_version", "print the version"),
     },
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit code, or 2 when the command line makes no sense. Where whoever
-    supervises this process would start it again for ever, PDSERVE_CONFIG_EXIT_CODE takes 2's
-    place: a wrong configuration stays wrong."""
-    _mend_streams()
+    """Runs one command and returns its exit code; 2 when the command line or configuration is
+    wrong. PDSERVE_CONFIG_EXIT_CODE replaces the 2, for supervisors that restart on any failure:
+    a restart does not fix a configuration."""
+    _repair_streams()
     try:
         code = _run(argv)
         return 1 if not _written() else _exit_code(code)
-    except BrokenPipeError:  # as of `| head`
+    except BrokenPipeError:  # as with `| head`
         _drop_output()
         return 1
-    except SystemExit as stop:  # of the parser of options
+    except SystemExit as stop:  # from argparse
         if stop.code == 2:
             raise SystemExit(_exit_code(2)) from stop
         raise
 
 
-def _mend_streams() -> None:
-    """Standard streams that whoever started this has closed are empty ones; a character that a
-    stream cannot hold ends nothing."""
+def _repair_streams() -> None:
+    """Opens /dev/null for standard streams that are closed, and has the others replace characters
+    they cannot encode instead of raising."""
     for name, mode, errors in (
         ("stdin", "r", "replace"),
         ("stdout", "w", "backslashreplace"),
@@ -106,7 +100,7 @@ def _mend_streams() -> None:
 
 
 def _written() -> bool:
-    """Whether what was printed is where it belongs; says why not."""
+    """Flushes standard output; prints the error and returns False if that fails."""
     try:
         sys.stdout.flush()
         return True
@@ -119,7 +113,7 @@ def _written() -> bool:
 
 
 def _drop_output() -> None:
-    """What is left in the buffer must not fail again."""
+    """Points standard output at /dev/null, so that the flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -166,17 +160,17 @@ def show_version(argv: Sequence[str] = ()) -> int:
 
 
 BENCHES = {
-    "serve": ("pdserve.bench.serving.main:main", "load a server, and time its answers"),
+    "serve": ("pdserve.bench.serving.main:main", "load-test a server and report its latencies"),
     "compare": (
         "pdserve.bench.serving.compare:main",
-        "two results of bench serve side by side",
+        "compare two results of bench serve",
     ),
-    "step": ("pdserve.bench.main:main", "the engine beside this machine's limit"),
+    "step": ("pdserve.bench.main:main", "time engine steps against this machine's limits"),
 }
 
 
 def bench(argv: Sequence[str]) -> int:
-    """One of `BENCHES`."""
+    """Runs one of `BENCHES`."""
     name, *rest = argv or [""]
     if name in BENCHES:
         return int(import_string(BENCHES[name][0])(rest))

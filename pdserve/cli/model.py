@@ -1,5 +1,4 @@
-"""`pdserve model`: makes the embedded model, or one of the Hub, an ordinary checkpoint folder, or
-checks one."""
+"""`pdserve model`: unpacks the embedded model, downloads one from the Hub, or checks a folder."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from pdserve.demo_model.embedded import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the folder. If it is where the embedded model belongs, that is unpacked first."""
+    """Prints the checkpoint folder, after unpacking or downloading the model if necessary."""
     parser = CommandParser(
         prog="pdserve model",
-        description="Prints the folder of a model that this user can serve. The embedded one is "
-        "unpacked first, below PDSERVE_CACHE (default: ~/.cache/pdserve).",
+        description="Print the checkpoint folder of a model. The embedded model is unpacked to "
+        "PDSERVE_CACHE first (default: ~/.cache/pdserve).",
     )
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a folder, which is checked, or a name (org/name), which is downloaded to the Hub's "
-        "cache (default: the embedded model)",
+        help="a folder to check, or a name (org/name) to download to the Hub's cache (default: the "
+        "embedded model)",
     )
     named = parser.parse_args(argv).model
     folder = embedded_folder()
@@ -48,19 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(folder: Path) -> None:
-    """Raises ConfigError when `folder` is no checkpoint, or this user may not read it."""
+    """Raises ConfigError when `folder` is not a checkpoint or this user may not read it."""
     files = (folder, *folder.iterdir()) if folder.is_dir() else ()
     unreadable = [path for path in files if not os.access(path, os.R_OK)]
     if unreadable:
         raise ConfigError(
-            f"user {os.getuid()}, as whom this runs, may not read {unreadable[0]}: "
+            f"this process (user {os.getuid()}) may not read {unreadable[0]}: "
             f"chmod -R a+rX {folder}"
         )
     ModelSpec.from_folder(folder)
 
 
 def unpack(console: Console) -> Path:
-    """The checkpoint folder, with a progress bar while it is made.
+    """Unpacks the embedded model with a progress bar and returns its checkpoint folder.
 
     Raises:
         ConfigError: the embedded model is not installed.

@@ -1,4 +1,4 @@
-"""`pdserve plan`: what a model needs on which GPUs, before any of them is rented."""
+"""`pdserve plan`: computes the memory a model needs, without a GPU."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
 
 ROLES = ("prefill", "decode")
 FOOTNOTES = """\
-¹ estimate of the peak of a step of --max-num-batched-tokens tokens and --max-num-seqs samples
-² estimate: CUDA context, libraries' workspaces and, with several GPUs, NCCL's buffers"""
+¹ estimated peak of a step with --max-num-batched-tokens tokens and --max-num-seqs samples
+² estimated: CUDA context, library workspaces and, with several GPUs, NCCL buffers"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every role fits, 1 if one does not."""
+    """Returns 0 if every role fits, else 1."""
     config = parse(
         PlanConfig,
         prog="pdserve plan",
-        description="Compute what a model needs on its GPUs: weights, KV cache, activations, and "
-        "how many sequences that leaves room for. Exit code 1: it does not fit. Activations and "
-        "overhead are estimates; a node measures them when it starts.",
+        description="Compute the memory a model needs per GPU (weights, KV cache, activations) and "
+        "how many sequences fit. Exit code 1: it does not fit. Activations and overhead are "
+        "estimates; a node measures them when it starts.",
         argv=argv,
     )
     if config.model is None and not config.topology:
@@ -57,18 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(config: PlanConfig) -> list[RolePlan]:
-    """One plan for each role.
+    """Returns one plan per role.
 
     Raises:
-        ConfigError: the model is of no supported kind, an option is missing, or nodes would
-            refuse what was asked for, whatever their memory.
+        ConfigError: the model is not supported, an option is missing, or a node would refuse
+            these options whatever its memory.
     """
     spec = _read_spec(config.model)
     return [plan_role(role, setup(config, spec, role)) for role in ROLES]
 
 
 def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
-    """A node of the role with the plan's options."""
+    """Returns the setup of a node of this role with the plan's options."""
     if config.gpu_memory is None:
         raise ConfigError("--gpu-memory must say how much memory a GPU has, e.g. 24GiB")
     own_tp, own_pp, own_ep = {
@@ -94,7 +94,7 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
 def as_json(
     config: PlanConfig, plans: Sequence[RolePlan], topology: Topology | None
 ) -> dict[str, Any]:
-    """Sizes in bytes."""
+    """The plan as JSON data; sizes are in bytes."""
     found: dict[str, Any] = {}
     if plans:
         found = {"model": config.model, "roles": {plan.role: asdict(plan) for plan in plans}}
@@ -129,7 +129,7 @@ def _read_spec(model: str | None) -> ModelSpec:
     return ModelSpec.from_file(path) if path.is_file() else ModelSpec.from_folder(path)
 
 
-# ---- for people ----
+# ---- tables ----
 
 
 def _show(console: Console, plans: Sequence[RolePlan], topology: Topology | None) -> None:
@@ -146,27 +146,27 @@ def _show(console: Console, plans: Sequence[RolePlan], topology: Topology | None
 
 
 def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
-    """What stands in a role's column, by row."""
+    """Yields (row name, value) of a role's column."""
     rank, tp, pp = plan.rank, plan.tensor_parallel_size, len(plan.pipeline_partition)
     experts = f", EP {plan.expert_parallel_size}" if plan.expert_parallel_size > 1 else ""
     yield "GPUs", f"{tp * pp} (TP {tp} × PP {pp}{experts})"
     yield "parameters", f"{plan.parameters / 1e9:.2f} B, {plan.dtype}"
     if plan.active_parameters < plan.parameters:
-        yield "parameters a token meets", f"{plan.active_parameters / 1e9:.2f} B"
+        yield "active parameters per token", f"{plan.active_parameters / 1e9:.2f} B"
     if plan.quantization:
         yield f"parameters × {plan.quantization}", _gb(plan.parameter_bytes)
     yield "weights of the model", _gb(plan.weights)
     layers = " + ".join(map(str, plan.pipeline_partition))
     yield "layers", layers if pp == 1 else f"{layers} (below: stage {rank.stage + 1})"
-    yield "one GPU may give", format_bytes(rank.usable)
+    yield "usable memory per GPU", format_bytes(rank.usable)
     yield "− weights", _gb(rank.weights)
     yield "− activations ¹", format_bytes(rank.activations)
     yield "− overhead ²", format_bytes(rank.overhead)
     if rank.adapters:
         yield "− LoRA adapters", format_bytes(rank.adapters)
     yield "= left for KV", format_bytes(rank.left_for_kv)
-    yield "KV of a token, model", format_bytes(plan.kv_per_token)
-    yield "KV of a token, GPU", format_bytes(rank.kv_per_token)
+    yield "KV per token, model", format_bytes(plan.kv_per_token)
+    yield "KV per token, GPU", format_bytes(rank.kv_per_token)
     yield "KV of longest sequence, GPU", format_bytes(rank.kv_per_sequence)
     yield "KV blocks", f"{rank.num_blocks} = {plan.num_tokens} tokens"
     yield "longest sequences at once", str(plan.max_concurrent_sequences)
@@ -176,7 +176,7 @@ def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
 
 
 def _gb(count: int) -> str:
-    """Both units: models are sold by the one, memory by the other."""
+    """Returns both units: model sizes are given in GB, memory in GiB."""
     return f"{format_bytes(count)} = {count / 1e9:.2f} GB"
 
 
@@ -187,9 +187,10 @@ def _traffic(plan: RolePlan, count: int) -> str:
 def _verdict(plan: RolePlan) -> Text:
     if plan.fits:
         return Text.assemble((f"{plan.role}: fits", "green"), f": {plan.reason}")
-    mends = "; or ".join(plan.mends) or "no single change is enough: combine them, or larger GPUs"
-    told = f": {plan.reason}\n  mend: {mends}"
-    return Text.assemble((f"{plan.role}: does not fit", "red"), told)
+    fixes = (
+        "; or ".join(plan.fixes) or "no single change is enough: combine some or use larger GPUs"
+    )
+    return Text.assemble((f"{plan.role}: does not fit", "red"), f": {plan.reason}\n  fix: {fixes}")
 
 
 def _show_topology(console: Console, topology: Topology) -> None:

@@ -1,4 +1,4 @@
-"""`pdserve top`: the nodes of a cluster and what they do, again and again."""
+"""`pdserve top`: shows the nodes of a cluster and their load, live."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ COLUMNS: dict[str, JustifyMethod] = {
 }
 
 
-class Node(msgspec.Struct):
-    """What is shown of a node of /v1/cluster."""
+class NodeState(msgspec.Struct):
+    """The fields of a node in /v1/cluster that the table shows."""
 
     node_id: str
     role: str
@@ -45,8 +45,8 @@ class Node(msgspec.Struct):
     total_blocks: int
 
 
-class State(msgspec.Struct):
-    nodes: list[Node]
+class ClusterState(msgspec.Struct):
+    nodes: list[NodeState]
     ready: bool
     reason: str
     running: int
@@ -54,8 +54,8 @@ class State(msgspec.Struct):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 when the server does not answer at the first time, or with --once is not ready;
-    Ctrl-C ends the table with 0."""
+    """Returns 1 when the first request fails or, with --once, the cluster is not ready; else 0,
+    also after Ctrl-C."""
     options = make_parser().parse_args(argv)
     try:
         return asyncio.run(_watch(options))
@@ -65,14 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="pdserve top", description="The nodes of a cluster, live; once where nobody watches."
+        prog="pdserve top",
+        description="Show the nodes of a cluster, live; once if standard output is no terminal.",
     )
     add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
-        "--interval", type=number(float, 0.05, 3600), default=1.0, help="seconds between two looks"
+        "--interval", type=number(float, 0.05, 3600), default=1.0, help="seconds between updates"
     )
-    parser.add_argument("--once", action="store_true", help="look once")
-    parser.add_argument("--json", action="store_true", help="print JSON, a line for each look")
+    parser.add_argument("--once", action="store_true", help="print the state once, then exit")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per update")
     return parser
 
 
@@ -93,7 +94,7 @@ async def _watch(options: argparse.Namespace) -> int:
                 try:
                     state = _read(await server.get("/v1/cluster"), server)
                     live.update(table(state), refresh=True)
-                except PdserveError as error:  # it may come back
+                except PdserveError as error:  # the server may come back
                     live.update(Text(error.message, style="red"), refresh=True)
 
 
@@ -106,21 +107,21 @@ async def _lines(server: Server, found: Any, options: argparse.Namespace) -> int
         found = await server.get("/v1/cluster")
 
 
-def _read(found: Any, server: Server) -> State:
+def _read(found: Any, server: Server) -> ClusterState:
     try:
-        return msgspec.convert(found, State)
+        return msgspec.convert(found, ClusterState)
     except msgspec.ValidationError as error:
         raise NodeError(f"{server.url} is no router of this version: {error}") from error
 
 
-def table(state: State) -> Table:
-    """The cluster in a line, and a row for each node, in an order that stays."""
+def table(state: ClusterState) -> Table:
+    """A title for the cluster, and a row per node, sorted by role and id."""
     title = f"{state.running} running, {state.waiting} waiting"
     if not state.ready:
         title = f"not ready: {printable(state.reason, 200)}; {title}"
     found = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name, justify in COLUMNS.items():
-        # Reasons are long, and give way: whose they are says which log to read.
+        # Only the long reasons wrap: the node's id must stay readable.
         found.add_column(name, justify=justify, no_wrap=name != "state", overflow="fold")
     for node in sorted(state.nodes, key=lambda node: (node.role, node.node_id)):
         reason = f" ({printable(node.reason, 80)})" if node.reason not in ("", "ok") else ""

@@ -1,8 +1,7 @@
 """How this host's GPUs are connected (NVLink or PCIe), and what that means for parallelism.
 
-Tensor parallelism all-reduces twice in each layer and wants the fastest links; pipeline
-parallelism hands one activation from stage to stage and is content with slow ones
-(arXiv:2104.04473, section 5).
+Tensor parallelism all-reduces twice per layer and needs the fastest links; pipeline parallelism
+sends one activation from stage to stage and tolerates slow ones (arXiv:2104.04473, section 5).
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ NVLINK = "NVLink"
 class Gpu:
     index: int
     name: str
-    memory: int  # bytes in total, as a node sees them
+    memory: int  # bytes in total
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class GpuLink:
     """The best path between two GPUs of the host."""
 
     gpus: tuple[int, int]
-    kind: str  # NVLINK, or how far apart on PCIe
+    kind: str  # NVLINK, or what the PCIe path crosses
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
     gpus: tuple[Gpu, ...]
-    links: tuple[Link, ...]  # of every pair
-    nvlink_groups: tuple[tuple[int, ...], ...]  # every pair of a group has NVLink
+    links: tuple[GpuLink, ...]  # one per pair of GPUs
+    nvlink_groups: tuple[tuple[int, ...], ...]  # NVLink connects every pair of a group
     advice: str
 
 
 def read_topology(nvml: Any = pynvml) -> Topology:
-    """What the driver says; `nvml` has pynvml's functions. Without a driver there is no GPU."""
+    """Asks the driver through `nvml` (pynvml's functions); empty without a driver."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -50,7 +49,7 @@ def read_topology(nvml: Any = pynvml) -> Topology:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         gpus = [_gpu(nvml, index, handle) for index, handle in enumerate(handles)]
         links = [
-            Link((a, b), _kind(nvml, handles[a], handles[b]))
+            GpuLink((a, b), _kind(nvml, handles[a], handles[b]))
             for a, b in combinations(range(len(handles)), 2)
         ]
         return topology_of(gpus, links)
@@ -58,7 +57,7 @@ def read_topology(nvml: Any = pynvml) -> Topology:
         nvml.nvmlShutdown()
 
 
-def topology_of(gpus: Sequence[Gpu], links: Sequence[Link]) -> Topology:
+def topology_of(gpus: Sequence[Gpu], links: Sequence[GpuLink]) -> Topology:
     groups = _nvlink_groups(gpus, links)
     return Topology(tuple(gpus), tuple(links), groups, _advice(groups))
 
@@ -69,10 +68,10 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def _kind(nvml: Any, one: Any, other: Any) -> str:
-    """NVLink directly or through NVSwitch; else what the PCIe path crosses, from near to far."""
+    """Returns NVLINK for a direct or NVSwitch link, else what the PCIe path crosses."""
     try:
         status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    except nvml.NVMLError_NotSupported:  # consumer cards
+    except nvml.NVMLError_NotSupported:  # consumer GPUs
         status = None
     if status == nvml.NVML_P2P_STATUS_OK:
         return NVLINK
@@ -82,8 +81,8 @@ def _kind(nvml: Any, one: Any, other: Any) -> str:
     return "PCIe host bridge" if level <= nvml.NVML_TOPOLOGY_NODE else "between CPU sockets"
 
 
-def _nvlink_groups(gpus: Sequence[Gpu], links: Sequence[Link]) -> tuple[tuple[int, ...], ...]:
-    """Each GPU joins the first group with all of which it has NVLink."""
+def _nvlink_groups(gpus: Sequence[Gpu], links: Sequence[GpuLink]) -> tuple[tuple[int, ...], ...]:
+    """Puts each GPU into the first group to all of whose members it has NVLink."""
     linked = {frozenset(link.gpus) for link in links if link.kind == NVLINK}
     groups: list[list[int]] = []
     for gpu in gpus:
@@ -98,14 +97,12 @@ def _nvlink_groups(gpus: Sequence[Gpu], links: Sequence[Link]) -> tuple[tuple[in
 
 def _advice(groups: Sequence[Sequence[int]]) -> str:
     if not groups:
-        return "this host has no GPU that its driver shows"
+        return "the driver shows no GPU on this host"
     if sum(map(len, groups)) == 1:
         return (
             "one GPU: --tp 1; PP across hosts, or a prefill node here and a decode node elsewhere"
         )
     largest = max(map(len, groups))
     if largest == 1:
-        return (
-            "no NVLink: TP pays for two all-reduces a layer over PCIe; prefer PP across these GPUs"
-        )
+        return "no NVLink: TP does two all-reduces per layer over PCIe; prefer PP across these GPUs"
     return f"TP within a group of NVLink-connected GPUs (--tp up to {largest}), PP across groups"

@@ -1,4 +1,4 @@
-"""`pdserve trace`: where a request is, or where its time went."""
+"""`pdserve trace`: shows the stages of a request, running or finished, and their times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLOURS = {"finished": "green", "running": "yellow", "failed": "red"}
 
 
 class Traced(msgspec.Struct):
-    """One prompt of a request, as the server tells of it."""
+    """One prompt of a request in the answer of /v1/timelines."""
 
     id: str
     status: str
@@ -53,15 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve trace",
-        description="Where a request is, or where its time went, by stages that follow each other. "
-        "A router keeps those of the last requests (--kept-timelines). The nodes tell more of a "
-        "request that asked for its timeline.",
+        description="Show the stages of a request and their times. The router keeps the timelines "
+        "of the last requests (--kept-timelines); they have more detail when the request asked for "
+        "its timeline.",
     )
     add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
         "request_id", metavar="REQUEST_ID", help="its X-Request-Id, or the id of its answer"
     )
-    parser.add_argument("--json", action="store_true", help="print what the server says")
+    parser.add_argument("--json", action="store_true", help="print the server's JSON")
     return parser
 
 
@@ -75,7 +75,7 @@ def _read(found: Any) -> list[Traced]:
     try:
         return msgspec.convert(found, Found).data
     except msgspec.ValidationError as error:
-        raise NodeError(f"the server does not tell of requests: {error}") from error
+        raise NodeError(f"the server's timelines cannot be read: {error}") from error
 
 
 def show(requests: Sequence[Traced], console: Console) -> None:
@@ -94,16 +94,16 @@ def _title(traced: Traced) -> Text:
     if line.first_token is not None:
         parts.append(f"TTFT {1e3 * line.first_token:.1f} ms")
     if line.transfer_bytes:
-        parts.append(f"{line.transfer_bytes / 2**20:.2f} MiB of KV handed over")
+        parts.append(f"{line.transfer_bytes / 2**20:.2f} MiB of KV transferred")
     if line.migrations:
-        parts.append(f"went on elsewhere {line.migrations} times")
+        parts.append(f"migrated {line.migrations} times")
     why = f": {traced.error['message']}" if traced.error else ""
     status = Text(printable(traced.status + why), style=COLOURS.get(traced.status, ""))
     return Text.assemble(printable(traced.id), " ", status, "; ", printable("; ".join(parts)))
 
 
 def _stages(line: Timeline) -> Table:
-    table = Table("stage", "node", "ms", "of the request's time", box=None, pad_edge=False)
+    table = Table("stage", "node", "ms", "share of the request", box=None, pad_edge=False)
     table.columns[2].justify = "right"
     for stage in line.stages:
         table.add_row(
@@ -112,5 +112,5 @@ def _stages(line: Timeline) -> Table:
             f"{1e3 * stage.seconds:.1f}",
             Bar(line.total_seconds, stage.start, stage.start + stage.seconds, width=40),
         )
-    table.add_row("", "", f"{1e3 * line.total_seconds:.1f}", "in all")
+    table.add_row("", "", f"{1e3 * line.total_seconds:.1f}", "total")
     return table

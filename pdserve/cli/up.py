@@ -1,4 +1,4 @@
-"""`pdserve up`: a whole cluster on this host, one readable log, Ctrl-C drains and stops all."""
+"""`pdserve up`: runs a whole cluster on this host with one log. Ctrl-C drains and stops it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve_main(argv: Sequence[str] | None = None) -> int:
-    """The same by the name and with the first word that vLLM's users know."""
+    """`pdserve serve MODEL`: `up` in the form of `vllm serve MODEL`."""
     return _run("pdserve serve", argv, word="model")
 
 
@@ -40,8 +40,8 @@ def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
     config = parse(
         ClusterConfig,
         prog=prog,
-        description="Start a router and nodes on this host: prefill and decode nodes, or such as "
-        "do both.",
+        description="Start a router and nodes on this host: prefill and decode nodes, or nodes "
+        "that do both.",
         argv=argv,
         word=word,
     )
@@ -50,8 +50,8 @@ def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
 
 
 async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
-    """Runs the cluster until a signal (exit code 0), a death that ends it (1) or a process that
-    cannot start as configured (2)."""
+    """Runs the cluster until it ends. Returns 0 after a signal, 1 when a process it needs died, 2
+    when a process cannot start as configured."""
     cluster = make_cluster(config, console)
     try:
         with console.status("starting; loading weights"):
@@ -68,12 +68,11 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
 
 
 class LogStream(io.TextIOBase):
-    """Standard error for the log of all roles: a full disk, or a reader who stands still or has
-    gone, loses lines and nothing else. An error here would end the forwarding of the roles' own
-    lines."""
+    """Standard error for the log of all roles. When it cannot be written (full disk, reader stuck
+    or gone) lines are dropped: an exception here would end the forwarding of the roles' output."""
 
     def __init__(self) -> None:
-        self._writer = LogWriter(STDERR)  # flushed at exit, as every logging handler is
+        self._writer = LogWriter(STDERR)  # a logging handler, so flushed at exit
 
     def write(self, text: str) -> int:
         self._writer.put(text)
@@ -87,7 +86,7 @@ class LogStream(io.TextIOBase):
 
 
 def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
-    """Not started yet; its log goes to the console, and SIGINT and SIGTERM interrupt it."""
+    """Returns a cluster, not started, that logs to `console`; SIGINT and SIGTERM interrupt it."""
     cluster = Cluster(config, node_shares(config), log_writer(config, console))
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -96,9 +95,9 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
 
 
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
-    """The config with a folder in place of a model's name or of none: made ready here, once,
-    before roles start."""
-    # Costs imports that --help does not need.
+    """Returns the config with the model's folder in place of its name. Downloads or unpacks the
+    model once, before any role starts."""
+    # Slow imports, which --help does not need.
     from pdserve.cli.model import unpack
     from pdserve.demo_model.embedded import resolve_model
 
@@ -109,12 +108,12 @@ def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
 
 
 def model_name(config: ClusterConfig) -> str:
-    """What clients ask for; `config` has its model filled in."""
+    """The model name that clients use; `config` comes from `with_model`."""
     return config.engine.model.served_name
 
 
 def log_writer(config: ClusterConfig, console: Console) -> Write:
-    """Shows lines as `name │ line`, a colour for each name; JSON lines stay as they are."""
+    """Returns a writer that prints `name │ line` in a colour per name; JSON lines unchanged."""
     if config.log.log_format == "json":
         return lambda name, line: console.print(Text(line), soft_wrap=True)
     colours: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""What talks to a server from outside: any OpenAI-compatible one, errors typed as ours."""
+"""A client of OpenAI-compatible servers that raises pdserve's errors, and terminal helpers."""

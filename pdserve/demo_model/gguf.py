@@ -1,7 +1,7 @@
-"""A Llama-like GGUF file → a Hugging Face checkpoint folder (safetensors, bfloat16).
+"""Converts a Llama-like GGUF file to a Hugging Face checkpoint folder (safetensors, bfloat16).
 
-Covers what the embedded model's file needs: tensors `gguf` can dequantize, and a byte-level BPE
-tokenizer that splits digits. The names of fields and tensors are those of llama.cpp.
+Supports what the embedded model needs: tensors that `gguf` can dequantize, and a byte-level BPE
+tokenizer that splits digits. Names of fields and tensors are llama.cpp's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 def convert(
     source: Path, folder: Path, on_progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Writes the checkpoint's files into `folder`; progress is (tensors done, in total)."""
+    """Writes the checkpoint's files into `folder`. `on_progress` gets (tensors done, total)."""
     reader = GGUFReader(source)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
     config = _config(metadata)
@@ -95,7 +95,7 @@ def _config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _generation_config(metadata: Metadata) -> dict[str, Any]:
-    """A chat answer ends with one token, a plain completion with another."""
+    """Both end tokens: a chat answer ends with <|im_end|>, a plain completion with the other."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return {"eos_token_id": [tokens.index(IM_END), tokens.index(END_OF_TEXT)]}
 
@@ -105,7 +105,7 @@ def _generation_config(metadata: Metadata) -> dict[str, Any]:
 
 def _checkpoint_tensor(tensor: Any, config: Mapping[str, Any]) -> tuple[str, Tensor]:
     kind, name = _checkpoint_name(tensor.name)
-    # A plain array: slicing gguf's memory map costs seconds.
+    # Copied to a plain array: slicing gguf's memory map takes seconds.
     values = dequantize(np.asarray(tensor.data), tensor.tensor_type)
     weight = torch.tensor(values)
     if kind == "attn_q":
@@ -116,7 +116,7 @@ def _checkpoint_tensor(tensor: Any, config: Mapping[str, Any]) -> tuple[str, Ten
 
 
 def _checkpoint_name(name: str) -> tuple[str, str]:
-    """GGUF's name → (its kind, the checkpoint's): "blk.3.attn_q.weight" →
+    """Returns (kind, checkpoint name) of a GGUF tensor: "blk.3.attn_q.weight" →
     ("attn_q", "model.layers.3.self_attn.q_proj.weight")."""
     parts = name.split(".")
     if parts[0] == "blk":
@@ -125,8 +125,8 @@ def _checkpoint_name(name: str) -> tuple[str, str]:
 
 
 def _half_split(weight: Tensor, heads: int) -> Tensor:
-    """GGUF orders the rows of q and k for a rotary embedding that pairs neighbours; checkpoints
-    pair each row of a head's first half with one of its second half."""
+    """Reorders the rows of q or k from GGUF's rotary layout, which pairs neighbouring rows, to the
+    checkpoint's, which pairs a row of a head's first half with one of its second half."""
     pairs = weight.view(heads, -1, 2, weight.shape[1])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
@@ -140,7 +140,7 @@ def _tokenizer(metadata: Metadata) -> Tokenizer:
     types = metadata["tokenizer.ggml.token_type"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    # GGUF names this pre-tokenizer "smollm": every digit is a token of its own.
+    # GGUF calls this pre-tokenizer "smollm": each digit becomes its own token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

@@ -1,4 +1,4 @@
-"""Models by name: a checkpoint folder from the Hugging Face Hub, by way of its cache."""
+"""Downloads models by name from the Hugging Face Hub into its cache."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pdserve.common.core.printable import printable
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 WEIGHTS = ["*.safetensors"]
 SMALL = ["*.json", "*.jinja", "*.model", "tokenizer*"]
-# Subfolders have other forms of the model, `consolidated` files the same weights once more.
+# Subfolders hold other formats of the model; `consolidated` files are a second copy of the weights.
 IGNORED = ["*/*", "consolidated*", "optimizer*"]
 
 
 def is_name(model: str) -> bool:
-    """Whether `org/name` is meant, and no folder."""
+    """Returns whether `model` is `org/name` and not an existing path."""
     return _NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
 def download_model(config: ModelConfig) -> ModelConfig:
-    """The config with the folder of its model, which is downloaded unless the cache has it. The
-    name is what clients ask for by default. A terminal sees how far it is.
+    """Returns the config with `model` as a folder; downloads it unless the cache has it, with a
+    progress bar in a terminal. By default clients use the model's name.
 
     Raises:
-        ConfigError: the Hub cannot be reached, or does not have or give it.
+        ConfigError: the Hub cannot be reached, or lacks the model or refuses access to it.
     """
     assert config.model is not None
     name = config.model
@@ -45,14 +45,14 @@ def download_model(config: ModelConfig) -> ModelConfig:
 
 
 class _Bar(tqdm):
-    """Of a terminal alone."""
+    """A progress bar that is hidden unless standard error is a terminal."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "disable": None})
 
 
 def _download(name: str, config: ModelConfig) -> str:
-    # Takes a while to import, and folders need none of it.
+    # Slow to import, and not needed for a folder.
     from huggingface_hub import constants, errors, snapshot_download
 
     where = f"{constants.ENDPOINT}/{name}"
@@ -72,19 +72,19 @@ def _download(name: str, config: ModelConfig) -> str:
         raise ConfigError(f"{name} is gated: accept its terms at {where}, set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(
-            f"there is no folder {name}, and {constants.ENDPOINT} shows no such model (a private "
-            "one needs HF_TOKEN)"
+            f"{name} is neither a folder nor a model on {constants.ENDPOINT} (a private model "
+            "needs HF_TOKEN)"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ConfigError(f"{where} has no revision {revision}") from error
     except errors.LocalEntryNotFoundError as error:
         cache = config.download_dir or constants.HF_HUB_CACHE
-        lacking = f"{cache} does not hold all of {name} ({revision})"
+        lacking = f"{cache} lacks files of {name} ({revision})"
         if constants.HF_HUB_OFFLINE:
-            raise ConfigError(f"{lacking}, and HF_HUB_OFFLINE forbids to fetch it") from error
+            raise ConfigError(f"{lacking}, and HF_HUB_OFFLINE forbids the download") from error
         raise ConfigError(
             f"{lacking}, and {constants.ENDPOINT} does not answer: give a folder, or HF_ENDPOINT"
         ) from error
-    except Exception as error:  # of its HTTP client, its locks, the disk: they have no common class
+    except Exception as error:  # HTTP, lock and disk errors have no common class
         reason = printable(str(error) or type(error).__name__, 300)
         raise ConfigError(f"cannot download {name} from {constants.ENDPOINT}: {reason}") from error

@@ -1,1 +1,1 @@
-"""Batches without a server of one's own: `LLM` for programs, `pdserve run-batch` for files."""
+"""Offline inference: `LLM` for programs, `pdserve run-batch` for files."""

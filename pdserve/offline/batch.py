@@ -1,4 +1,4 @@
-"""`pdserve run-batch`: the requests of a file in OpenAI's batch format, answered into another."""
+"""`pdserve run-batch`: answers a file of requests in OpenAI's batch format."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pdserve.common.core.errors import ConfigError, DeadlineExceeded, NodeError,
 from pdserve.offline.batch_file import Item, Output, answered, failed, read_items
 from pdserve.offline.llm import places
 
-TRIES = 6  # of a request that fails for a reason that may pass: some 15 seconds
-CONCURRENCY = 64  # at a server that we know nothing of
-# Of the server or of us, and so of all requests: no answer to this one.
+TRIES = 6  # per request with a retryable failure: about 15 seconds
+CONCURRENCY = 64  # requests at once to a server of unknown size
+# These statuses concern the server or the key, so all requests: they end the run.
 _ENDS_RUN = (401, 403, 429, 503)
 
 INTERRUPTED = "interrupted"
@@ -33,23 +33,23 @@ OnDone = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class BatchSummary:
     requests: int
     answered: int  # with status 200
     failed: int
-    earlier: int  # of all, how many a run before this one has answered
+    earlier: int  # how many an earlier run had answered
     output_file: str
-    ended_by: str | None = None  # why some are missing
+    ended_by: str | None = None  # why the run ended before all were answered
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when all were answered; 1 when some failed, or are missing because the server
-    went away; 130 when it was interrupted. The same command goes on with what is missing."""
+    """Returns 0 when all requests were answered, 1 when some failed or the run ended early, 130
+    when interrupted. Running the same command again answers the missing ones."""
     config = parse(
         BatchConfig,
         prog="pdserve run-batch",
-        description="Answer a file of requests in OpenAI's batch format; interrupted, it goes on "
-        "where it was.",
+        description="Answer a file of requests in OpenAI's batch format. After an interruption the "
+        "same command continues.",
         argv=argv,
     )
     config.check()
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(
     config: BatchConfig, output: Output, count: int, earlier: int, console: Console
 ) -> str | None:
-    """What ended the run before all were answered."""
+    """Answers the missing requests; returns why the run ended early, or None."""
     try:
         with Progress(
             *Progress.get_default_columns(), MofNCompleteColumn(), console=console
@@ -93,7 +93,7 @@ def _answer(
 
 
 async def _run(config: BatchConfig, output: Output, on_done: OnDone, console: Console) -> bool:
-    """False when it was interrupted."""
+    """Answers the missing requests; returns False when interrupted."""
     path = Path(config.input_file or "")
     if config.url is not None:
         limit = config.max_concurrency or CONCURRENCY
@@ -116,10 +116,11 @@ async def _run(config: BatchConfig, output: Output, on_done: OnDone, console: Co
 async def answer_all(
     server: Server, path: Path, output: Output, limit: int, on_done: OnDone
 ) -> None:
-    """Asks for what the output lacks, `limit` at once.
+    """Sends the requests that `output` lacks, `limit` at once.
 
     Raises:
-        PdserveError: the server is away, overloaded for long, wants another key, or is none.
+        PdserveError: the server is away, stays overloaded, refuses the key, or is not a server of
+            this API.
     """
     places = asyncio.Semaphore(limit)
 
@@ -154,9 +155,9 @@ async def _line(server: Server, item: Item) -> dict[str, object]:
     return answered(item, answer)
 
 
-def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> Summary:
+def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> BatchSummary:
     items = list(map(output.done.has, read_items(path)))
-    return Summary(
+    return BatchSummary(
         requests=len(items),
         answered=sum(items) - output.done.failed,
         failed=output.done.failed,
@@ -166,7 +167,7 @@ def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> 
     )
 
 
-def _report(config: BatchConfig, summary: Summary, console: Console) -> None:
+def _report(config: BatchConfig, summary: BatchSummary, console: Console) -> None:
     if config.json:
         fields = {name: getattr(summary, name) for name in summary.__slots__}
         json.dump(fields, sys.stdout, indent=2)
@@ -175,11 +176,11 @@ def _report(config: BatchConfig, summary: Summary, console: Console) -> None:
     missing = summary.requests - summary.answered - summary.failed
     console.print(
         f"{summary.requests} requests: {summary.answered} answered, {summary.failed} failed, "
-        f"{missing} missing ({summary.earlier} were there before); {summary.output_file}",
+        f"{missing} missing ({summary.earlier} from an earlier run); {summary.output_file}",
         soft_wrap=True,
     )
     if summary.ended_by:
         console.print(
-            f"pdserve run-batch: {summary.ended_by}; the same command goes on",
+            f"pdserve run-batch: {summary.ended_by}; run the same command to continue",
             soft_wrap=True,
         )

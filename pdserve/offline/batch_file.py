@@ -1,7 +1,7 @@
-"""The two files of a batch, in OpenAI's format: requests to read, answers to append.
+"""The input and output files of a batch, in OpenAI's format.
 
-An answer is on the disk before it counts as given. A line that was cut off by the end of a run is
-removed by the next one, which asks for it again.
+An answer counts once it is on the disk. If a run ends in the middle of a line, the next run removes
+that line and asks again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_SHOWN = 100  # characters of a bad value
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A line of the input: a request, or why it is none."""
+    """A line of the input: a request, or the error of an invalid line."""
 
     line: int  # from 1
     custom_id: str | None = None
@@ -39,10 +39,10 @@ class Item:
 
 
 def read_items(path: Path) -> Iterator[Item]:
-    """The lines that are not empty, in order; whatever they hold, each gives one item.
+    """Yields one item per line that is not empty, valid or not, in order.
 
     Raises:
-        ConfigError: it is a pipe or a device.
+        ConfigError: `path` is a pipe or a device.
     """
     seen: set[str] = set()
     _check_regular(path)
@@ -53,9 +53,9 @@ def read_items(path: Path) -> Iterator[Item]:
 
 
 def _check_regular(path: Path) -> None:
-    """Of what is read more than once."""
+    """Raises ConfigError for a pipe or device: batch files are read more than once."""
     if stat.S_ISFIFO(mode := path.stat().st_mode) or stat.S_ISCHR(mode):
-        raise ConfigError(f"{path} is a pipe or a device: it is read more than once, give a file")
+        raise ConfigError(f"{path} is a pipe or a device, and is read more than once: give a file")
 
 
 def _item(number: int, line: bytes, seen: set[str]) -> Item:
@@ -94,7 +94,7 @@ def _body(request: Mapping[str, Any]) -> bytes:
     if not isinstance(body, dict):
         raise InvalidRequest("body must be an object", param="body")
     if body.get("stream"):
-        raise InvalidRequest("stream: a batch has whole answers", param="stream")
+        raise InvalidRequest("stream: a batch does not stream", param="stream")
     return encode(body)
 
 
@@ -104,7 +104,7 @@ def _shown(value: object) -> str:
 
 @dataclass(slots=True)
 class Done:
-    """What the output has: requests by custom_id, bad lines by number."""
+    """The items that the output file has: requests by custom_id, invalid lines by number."""
 
     ids: set[str] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
@@ -126,11 +126,11 @@ def succeeded(line: Mapping[str, Any]) -> bool:
 
 
 class Output:
-    """The answers of this run and of those before; one run at a time."""
+    """The output file, with the answers of this and earlier runs. Locked by one run at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when the file has something else or is a device, or another run
-        writes it."""
+        """Raises ConfigError when the file has other content, is a device, or another run writes
+        it."""
         self.path = path
         self.done = Done()
         self._pending: list[Mapping[str, Any]] = []
@@ -147,10 +147,10 @@ class Output:
             raise
 
     async def record(self, line: Mapping[str, Any]) -> None:
-        """Returns once it is on the disk; those that come together get there together.
+        """Appends `line` and returns once it is on the disk. Concurrent calls share one fsync.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self._pending.append(line)
         async with self._turn:
@@ -158,7 +158,7 @@ class Output:
                 await asyncio.to_thread(self._flush)
 
     def close(self) -> None:
-        """Keeps what was answered, however the run ended. Raises OSError as `record`."""
+        """Writes the pending lines and closes the file. Raises OSError like `record`."""
         try:
             self._flush()
         finally:
@@ -171,7 +171,7 @@ class Output:
             try:
                 self._write(data)
             except OSError:
-                os.ftruncate(self._file, self._end)  # or later lines would go on with half a one
+                os.ftruncate(self._file, self._end)  # or the next line would follow half a line
                 raise
             self._end += len(data)
             for line in lines:
@@ -190,7 +190,7 @@ class Output:
             raise ConfigError(f"another run writes {self.path}") from error
 
     def _read(self) -> int:
-        """How many bytes of the file are whole lines."""
+        """Reads the earlier answers; returns how many bytes of the file are whole lines."""
         end = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -200,14 +200,14 @@ class Output:
                     self.done.add(json.loads(line))
                 except (ValueError, LookupError, TypeError, RecursionError) as error:
                     raise ConfigError(
-                        f"{self.path}, line {number}, is no answer of a batch: name another file"
+                        f"{self.path}, line {number}, is not a batch answer: name another file"
                     ) from error
                 end += len(line)
         return end
 
 
 def answered(item: Item, answer: Answer) -> dict[str, Any]:
-    """The line of a request that the server has answered, be it with an error."""
+    """Returns the output line of a request that the server answered, with any status."""
     response = {
         "status_code": answer.status,
         "request_id": answer.request_id,
@@ -217,7 +217,7 @@ def answered(item: Item, answer: Answer) -> dict[str, Any]:
 
 
 def failed(item: Item, error: PdserveError) -> dict[str, Any]:
-    """The line of a request that got no answer."""
+    """Returns the output line of a request without an answer."""
     shown = {
         "code": error.code.lower(),
         "message": error.message,

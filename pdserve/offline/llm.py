@@ -1,4 +1,4 @@
-"""`LLM`: a whole cluster as an object that answers lists of prompts."""
+"""`LLM`: a whole cluster as an object that answers lists of prompts, after vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ TIMELINE = {"X-Pdserve-Timeline": "1"}
 
 
 class LLM:
-    """The processes of `pdserve up` on free ports of this host; `options` are its flags by name.
+    """A cluster as `pdserve up` starts it, on free ports of this host; `options` are its flags.
 
-    Use it as a context manager, or `close` it. Else it ends with this process, however that ends.
+    Use it as a context manager or call `close`; it also ends when this process ends.
 
     >>> with LLM(model="/models/Qwen3-8B", prefill=1, decode=1) as llm:
     ...     outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=20))
 
     Raises:
-        ConfigError: an option is unknown, or the cluster cannot start so.
-        NodeError: a process of it died while it started.
+        ConfigError: an option is unknown, or the cluster cannot start with these options.
+        NodeError: a process of the cluster died during the start.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         if model is not None:
             options["model"] = fspath(model)
         if options.get("enable_lora"):
-            options.setdefault("runtime_lora_dir", "/")  # what the program names it may read
+            options.setdefault("runtime_lora_dir", "/")  # the caller may name any folder
         config = with_values(private_cluster(), options)
         self._adapters = LoadedAdapters(config.engine.lora)
         self._cluster = LocalCluster(config)
         self._places = places(self._cluster.config)
-        # Called at the end of the process, too; not on a thread of ours, which it waits for.
+        # Also runs at interpreter exit, on the main thread: `close` joins the cluster's thread.
         self._end = weakref.finalize(self, self._cluster.close)
 
     @property
     def url(self) -> str:
-        """Of the cluster's HTTP API (/v1); its key is the option `api_key`."""
+        """The URL of the cluster's HTTP API (without /v1); its key is the option `api_key`."""
         return self._cluster.server.url
 
     def __enter__(self) -> LLM:
@@ -76,11 +76,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Adapter | Sequence[Adapter] = None,
     ) -> list[RequestOutput]:
-        """An output for each prompt, in their order. `sampling_params` and `lora_request`: for
-        all, or one each.
+        """Returns one output per prompt, in order. `sampling_params` and `lora_request`: one for
+        all prompts, or one per prompt.
 
         Raises:
-            InvalidRequest: a prompt or a parameter that the model does not take; all are ended.
+            InvalidRequest: the model does not accept a prompt or parameter; all prompts are
+                cancelled.
             PdserveError: the cluster failed.
         """
         given = [_prompt(each) for each in _listed(prompts)]
@@ -94,8 +95,8 @@ class LLM:
         lora_request: Adapter | Sequence[Adapter] = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """As `generate`, of one conversation or a list of them. `template`: fields of chat bodies
-        that say how messages become a prompt, such as `continue_final_message`."""
+        """Like `generate`, for one conversation or a list of them. `template`: fields of chat
+        bodies that control the chat template, such as `continue_final_message`."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         given = [{**template, "messages": each} for each in ([messages] if single else messages)]
         return self._all(given, sampling_params, lora_request, self._converse, use_tqdm)
@@ -148,7 +149,7 @@ class LLM:
     async def _converse(
         self, body: Mapping[str, Any], params: SamplingParams, adapter: LoRARequest | None
     ) -> RequestOutput:
-        """The template's words are shown as the prompt."""
+        """Answers a conversation; the output's prompt is the text of the chat template."""
         server = self._cluster.server
         token_ids = (await server.post("/tokenize", body, tries=TRIES))["tokens"]
         text = (await server.post("/detokenize", {"tokens": token_ids}, tries=TRIES))["prompt"]
@@ -171,7 +172,7 @@ class LLM:
 
 
 class _Progress:
-    """The bar, with how many tokens a second there were."""
+    """The progress bar with input and output tokens per second."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
@@ -187,7 +188,7 @@ class _Progress:
 
 
 def places(config: ClusterConfig) -> int:
-    """How many answers are asked for at once: those of a step, and as many that wait for it."""
+    """Returns how many requests to send at once: twice what the decode steps hold."""
     engine, nodes = config.engine, config.nodes
     steps = (nodes["decode"] + nodes["both"]) * engine.parallel.data_parallel_size
     wanted = 2 * steps * engine.scheduler.max_num_seqs
@@ -195,7 +196,7 @@ def places(config: ClusterConfig) -> int:
 
 
 async def _in_order(one: Callable[[int], Coroutine[Any, Any, T]], count: int) -> list[T]:
-    """All results; the first failure ends the others."""
+    """Returns all results in order; the first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(number)) for number in range(count)]
@@ -205,7 +206,7 @@ async def _in_order(one: Callable[[int], Coroutine[Any, Any, T]], count: int) ->
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt is a list of one; a list of numbers is one prompt."""
+    """Returns a list of prompts; a single prompt may be a string, a mapping or a list of ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     single = len(prompts) > 0 and isinstance(prompts[0], Integral)  # numpy's, too

@@ -1,4 +1,4 @@
-"""A cluster of one's own, beside a program that knows nothing of event loops."""
+"""Runs a local cluster in a background thread, for synchronous programs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from pdserve.common.core.errors import NodeError, PdserveError
 
 T = TypeVar("T")
 
-LOOK_UP = 0.2  # seconds
-TRIES = 5  # of a request to it that fails for a reason that may pass
+LOOK_UP = 0.2  # seconds between checks for signals
+TRIES = 5  # per request with a retryable failure
 
 
 class LocalCluster:
-    """The processes of `pdserve up`, supervised by a thread of this process, with which they
-    end. Whoever makes one closes it."""
+    """The processes of `pdserve up`, supervised by a thread of this process. They end with this
+    process. The owner must call `close`."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """Returns once the cluster can serve; nothing is left of one that cannot.
+        """Returns once the cluster can serve; a failed start leaves no process behind.
 
         Raises:
             ConfigError: it cannot start as configured.
-            NodeError: a process of it died.
+            NodeError: one of its processes died.
         """
         console = console_of(stderr=True)
         config = replace(config, server=with_keys(config.server))
@@ -61,7 +61,8 @@ class LocalCluster:
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result. Interrupted, it cancels the work and goes on being of use.
+        """Runs `work` on the cluster's event loop and returns its result. An interrupt cancels the
+        work; the cluster stays usable.
 
         Raises:
             NodeError: the cluster has ended.
@@ -69,7 +70,7 @@ class LocalCluster:
         return self._wait(self._until_ended(work))
 
     def close(self) -> None:
-        """Ends all processes; at once when it is interrupted. Later calls do nothing."""
+        """Drains and ends all processes; kills them when interrupted. Later calls do nothing."""
         if not self._thread.is_alive():
             return
         ending = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
@@ -119,7 +120,7 @@ class LocalCluster:
         return results[0]
 
     async def _stop(self) -> None:
-        for task in self._tasks:  # one may be starting a process, which it ends when cancelled once
+        for task in self._tasks:  # a second cancel would interrupt the cleanup after the first
             if not task.cancelling():
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -140,16 +141,16 @@ class LocalCluster:
 
 
 def _result(running: Future[T]) -> T:
-    """Looks up now and then: a signal that comes just before this thread waits, or that the system
-    gives to another one, does not wake it."""
+    """Waits with a short time-out in a loop: a signal that arrives just before the wait, or on
+    another thread, would not wake it."""
     while not wait([running], timeout=LOOK_UP).done:
         pass
     return running.result()
 
 
 def with_keys(server: ServerConfig) -> ServerConfig:
-    """With a key, so that others on this host do not use it, and where there are several, with an
-    admin key: of several keys none may load adapters."""
+    """Returns `server` with a random API key, against use by others on this host, unless it has
+    one. With several API keys it also gets an admin key, which loading adapters then needs."""
     key = server.api_key or secrets.token_hex(16)
     admin_key = server.admin_api_key or (secrets.token_hex(16) if "," in key else None)
     return replace(server, api_key=key, admin_api_key=admin_key)

@@ -1,4 +1,4 @@
-"""LoRA adapters of an `LLM`: `LoRARequest` as vLLM has it, and what its server has loaded."""
+"""LoRA adapters of an `LLM`: vLLM's `LoRARequest`, and loading adapters on demand."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pdserve.offline.local import TRIES
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by its name, and its folder unless it is loaded already."""
+    """An adapter's name and its folder; the folder may be left out if it is loaded already."""
 
     lora_name: str
-    lora_int_id: int = 0  # vLLM's; here the name alone says which adapter it is
+    lora_int_id: int = 0  # accepted for vLLM's programs; the name identifies the adapter
     lora_path: str | PathLike[str] = ""
 
 
 Adapter = str | LoRARequest | None
-"""A name, or what may be loaded under it; None: the model alone."""
+"""The name of a loaded adapter, or a request to load one; None: the base model."""
 
 
 def listed(given: Adapter | Sequence[Adapter], count: int) -> list[LoRARequest | None]:
-    """One for each of `count` prompts.
+    """Returns one entry per prompt.
 
     Raises:
-        InvalidRequest: there are more or fewer, or one is of another type.
+        InvalidRequest: the number of adapters is not `count`, or one has another type.
     """
     each = [given] * count if given is None or isinstance(given, (str, LoRARequest)) else [*given]
     if len(each) != count:
@@ -44,23 +44,23 @@ def listed(given: Adapter | Sequence[Adapter], count: int) -> list[LoRARequest |
 
 
 class LoadedAdapters:
-    """What `LoRARequest`s have brought to a server: the one that was used the longest ago makes
-    room. What is there is asked of the server, which may have started anew."""
+    """Loads the adapters of `LoRARequest`s into a server and unloads the least recently used ones
+    to make room. It asks the server what is loaded, because the server may have restarted."""
 
     def __init__(self, config: LoRAConfig) -> None:
         self._config = config
-        self._brought: dict[str, None] = {}  # names, the one used the longest ago first
-        self._in_use: Counter[str] = Counter()  # by how many calls
+        self._brought: dict[str, None] = {}  # names loaded here, least recently used first
+        self._in_use: Counter[str] = Counter()  # calls per adapter
         self._changing = asyncio.Lock()
 
     @asynccontextmanager
     async def using(
         self, server: Server, requests: Iterable[LoRARequest | None]
     ) -> AsyncIterator[None]:
-        """The server has them inside.
+        """Keeps the requests' adapters loaded inside the `async with` block.
 
         Raises:
-            PdserveError: it cannot load one, or not so many at once.
+            PdserveError: the server cannot load one, or not that many at once.
         """
         wanted = _paths(filter(None, requests))
         if wanted and not self._config.enable_lora:
@@ -75,7 +75,7 @@ class LoadedAdapters:
             self._in_use -= Counter(wanted.keys())
 
     async def _bring(self, server: Server, wanted: Mapping[str, str]) -> None:
-        """Each call may be made again: the router may be starting, or an answer may be lost."""
+        """Loads what is missing. All calls are idempotent, so they are retried."""
         cards = (await server.get("/v1/models", tries=TRIES))["data"]
         served = {card["id"]: card["root"] for card in cards if card["parent"] is not None}
         for name, path in wanted.items():
@@ -100,7 +100,7 @@ class LoadedAdapters:
 
 
 def _paths(requests: Iterable[LoRARequest]) -> dict[str, str]:
-    """By name; empty: it is to be there."""
+    """Returns name → folder; "" for an adapter that must be loaded already."""
     found: dict[str, str] = {}
     for each in requests:
         path = realpath(each.lora_path) if each.lora_path else ""

@@ -1,4 +1,4 @@
-"""What generations leave behind, in the shapes of vLLM's offline outputs."""
+"""The outputs of `LLM.generate`, in the form of vLLM's offline outputs."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ _BY_ID = "token_id:"
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Of one token at one place: natural logarithm, and 1 for the most likely one."""
+    """A token's log-probability (natural logarithm) and rank (1: the most likely token)."""
 
     logprob: float
-    rank: int | None = None  # None: beyond those that were asked for
+    rank: int | None = None  # None: below the number of logprobs requested
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of a prompt's `n` answers."""
+    """One of the `n` answers to a prompt."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str  # "stop" or "length"
     stop_reason: str | int | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # of each token: the chosen one first
+    logprobs: list[dict[int, Logprob]] | None = None  # per token; the chosen token comes first
     cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its answers. `timeline` says where the time went: docs/clients.md."""
+    """A prompt and its answers. docs/clients.md describes `timeline`."""
 
     request_id: str
-    prompt: str | None  # None: it was given as token ids
+    prompt: str | None  # None if given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     timeline: dict[str, Any]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     finished: bool = True
 
 
 def read_output(body: Any, prompt: str | None, num_logprobs: int | None) -> RequestOutput:
-    """Of a completion's body, which has token ids and a timeline; `num_logprobs` were asked for.
+    """Builds the output from the body of a completion with token ids, a timeline and
+    `num_logprobs` logprobs per token.
 
     Raises:
-        NodeError: it has another form.
+        NodeError: the body has another form.
     """
     try:
         choices = sorted(body["choices"], key=lambda choice: choice["index"])
@@ -80,7 +81,8 @@ def _completion(choice: dict[str, Any], num_logprobs: int | None) -> CompletionO
 
 
 def _logprobs(found: dict[str, Any], count: int) -> list[dict[int, Logprob]]:
-    """The server names the most likely ones in order, then the chosen one if it is not of them."""
+    """Returns the logprobs per token. The server lists the `count` most likely tokens in order,
+    then the chosen one if it is not among them."""
     places = []
     for token, top in zip(found["tokens"], found["top_logprobs"], strict=True):
         ranked = {

@@ -1,4 +1,4 @@
-"""The parameters of a generation, as a program gives them."""
+"""`SamplingParams`, the parameters of `LLM.generate`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.common.core.parameters import PARAMETERS
 
-# What is about the request and its answer's form.
+# Parameters of a request that are not about sampling.
 _OURS = {"model", "stream", "stream_options", "user", "return_token_ids"}
 _OURS |= {"return_tokens_as_token_ids", "timeline"}
 _NAMES = [each.name for each in PARAMETERS.values() if each.http and each.name not in _OURS]
@@ -22,11 +22,11 @@ _Fields: Any = make_dataclass(
 
 
 class SamplingParams(_Fields):
-    """The parameters of docs/clients.md by their names, and `logprobs`: so many of the most likely
-    tokens beside each. None takes the server's default; the server says what it does not take.
+    """The sampling parameters of docs/clients.md, and `logprobs`: how many of the most likely
+    tokens to return per token. None takes the server's default. The server checks the values.
 
     Raises:
-        TypeError: there is no such parameter.
+        TypeError: the parameter does not exist.
     """
 
     def __repr__(self) -> str:
@@ -34,7 +34,7 @@ class SamplingParams(_Fields):
         return f"SamplingParams({given})"
 
     def body(self) -> dict[str, Any]:
-        """As fields of a completion's body."""
+        """Returns the parameters as fields of a completion request."""
         found = dict(self._given())
         if self.logprobs is not None:
             found["return_tokens_as_token_ids"] = True

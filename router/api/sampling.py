@@ -12,8 +12,8 @@ from pdserve.common.core.parameters import (
     MAX_STOP_TEXT,
     MAX_TOKENS_NAMED,
     PARAMETERS,
-    Kind,
     Parameter,
+    ParamType,
     check_range,
 )
 from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
@@ -72,11 +72,11 @@ def _for_nodes(parameter: Parameter, value: Any) -> Any:
     """The value as SamplingParams holds it."""
     if isinstance(value, Collection) and not isinstance(value, str):
         parameter.check_count(value)  # first: there may be millions
-    if parameter.kind is Kind.TOKEN_IDS:
+    if parameter.kind is ParamType.TOKEN_IDS:
         return tuple(value)
-    if parameter.kind is Kind.TOKEN_ID_LISTS:  # lists over HTTP, messages over gRPC
+    if parameter.kind is ParamType.TOKEN_ID_LISTS:  # lists over HTTP, messages over gRPC
         return tuple(tuple(getattr(each, "ids", each)) for each in value)
-    if parameter.kind is Kind.BIASES:
+    if parameter.kind is ParamType.BIASES:
         try:
             return {int(key): bias for key, bias in value.items()}
         except ValueError as error:

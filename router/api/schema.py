@@ -23,7 +23,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
+from pdserve.common.core.parameters import PARAMETERS, Parameter, ParamType
 
 
 def _no_boolean(value: Any) -> Any:
@@ -73,31 +73,31 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-TYPES: dict[Kind, Any] = {
-    Kind.INTEGER: Integer,
-    Kind.NUMBER: Number,
-    Kind.BOOLEAN: bool,
-    Kind.TEXT: str,
-    Kind.TEXT_OR_TEXTS: str | Texts,
-    Kind.TEXTS: Texts,
-    Kind.TOKEN_IDS: TokenIds,
-    Kind.TOKEN_ID_LISTS: Prompts,
-    Kind.BIASES: dict[str, Number],
-    Kind.OBJECT: dict[str, Any],
-    Kind.OBJECT_OR_TEXT: dict[str, Any] | str,
+TYPES: dict[ParamType, Any] = {
+    ParamType.INTEGER: Integer,
+    ParamType.NUMBER: Number,
+    ParamType.BOOLEAN: bool,
+    ParamType.TEXT: str,
+    ParamType.TEXT_OR_TEXTS: str | Texts,
+    ParamType.TEXTS: Texts,
+    ParamType.TOKEN_IDS: TokenIds,
+    ParamType.TOKEN_ID_LISTS: Prompts,
+    ParamType.BIASES: dict[str, Number],
+    ParamType.OBJECT: dict[str, Any],
+    ParamType.OBJECT_OR_TEXT: dict[str, Any] | str,
 }
 
 
 def _json_schema(each: Parameter) -> dict[str, Any]:
     """A parameter's bounds and meaning in JSON Schema."""
     numbers = {"minimum": each.low, "maximum": each.high} if each.kind in NUMBERS else {}
-    lists = {"maxItems": each.most} if each.most and each.kind is not Kind.BIASES else {}
+    lists = {"maxItems": each.most} if each.most and each.kind is not ParamType.BIASES else {}
     texts = {"maxLength": each.longest} if each.longest else {}
     found = {**numbers, **lists, **texts, "description": each.meaning}
     return {name: value for name, value in found.items() if value not in (None, "")}
 
 
-NUMBERS = (Kind.INTEGER, Kind.NUMBER)
+NUMBERS = (ParamType.INTEGER, ParamType.NUMBER)
 FIELDS: dict[str, Any] = {
     each.name: (TYPES[each.kind] | None, Field(None, json_schema_extra=_json_schema(each)))
     for each in PARAMETERS.values()

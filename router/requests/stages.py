@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from time import monotonic
 
-from pdserve.common.core.request import Stage
+from pdserve.common.core.request import TimelineStage
 
 ROUTER = "router"
 
@@ -112,15 +112,15 @@ class Stages:
         if last.phase is not Phase.MIGRATION:
             self._enter(Phase.MIGRATION, ROUTER, last.told_at or last.start)
 
-    def stages(self, end: float) -> tuple[Stage, ...]:
+    def stages(self, end: float) -> tuple[TimelineStage, ...]:
         """The stages of some length until `end` (monotonic), each from where the last one ends."""
-        found: list[Stage] = []
+        found: list[TimelineStage] = []
         for name, node, start, seconds in self._parts(end):
             last = found[-1] if found else None
             if last is not None and (last.name, last.node) == (name, node):
-                found[-1] = Stage(name, node, last.start, last.seconds + seconds)
+                found[-1] = TimelineStage(name, node, last.start, last.seconds + seconds)
             elif seconds > 0.0:
-                found.append(Stage(name, node, start - self.start, seconds))
+                found.append(TimelineStage(name, node, start - self.start, seconds))
         return tuple(found)
 
     def _enter(self, phase: Phase, node: str, at: float) -> None:

@@ -15,7 +15,6 @@ from aiohttp import web
 
 from pdserve.bench.serving import compare
 from pdserve.bench.serving import main as serve
-from pdserve.bench.serving.arrivals import gamma_arrivals
 from pdserve.bench.serving.capacity import MAX_RUNS, Step, find_capacity
 from pdserve.bench.serving.client import Chunk, Client, Record, Usage
 from pdserve.bench.serving.datasets import (
@@ -29,7 +28,7 @@ from pdserve.bench.serving.datasets import (
     sharegpt_prompts,
     trace_prompts,
 )
-from pdserve.bench.serving.load import run_load
+from pdserve.bench.serving.load import gamma_arrivals, run_load
 from pdserve.bench.serving.metrics import measure, summarize
 from pdserve.bench.serving.options import fit_lengths, parse_args
 from pdserve.common.core.errors import ConfigError
@@ -115,7 +114,7 @@ def test_azure_trace(tmp_path: Path) -> None:
             "t.jsonl",
             '{"timestamp":9,"input_length":1,"output_length":1}\n'
             '{"timestamp":8,"input_length":1,"output_length":1}',
-            "descend",
+            "not in order",
         ),
     ],
 )
@@ -523,14 +522,14 @@ async def test_c15_default_lengths_fit_the_servers_window(
         server.seen.clear()
         argv = ["--base-url", server.url, *fast(*more)]
         assert await asyncio.to_thread(serve.main, argv) == 0, capsys.readouterr().out
-        assert "the server's window is 256 tokens: --" in capsys.readouterr().out
+        assert "the server's context is 256 tokens, so: --" in capsys.readouterr().out
         longest = max(len(body["prompt"]) + body["max_tokens"] for body in server.seen)
         assert 100 < longest <= 256
     argv = ["--base-url", server.url, *fast("--json", "--random-prefix-len", "100")]
     assert await asyncio.to_thread(serve.main, argv) == 0
     out = capsys.readouterr()
     assert json.loads(out.out)["config"]["random_input_len"] < 100
-    assert "the server's window is 256 tokens" in out.err
+    assert "the server's context is 256 tokens" in out.err
 
 
 async def test_c15_the_first_refusals_reasons_are_shown(

@@ -74,7 +74,7 @@ def test_a_model_split_over_ranks_is_compared_with_the_whole(
         (["--chunk=1,,2"], "not a list of counts"),
         (["--chunk=1000000"], "exceeds the model's"),
         (["--clock=cpu", "--threads=2"], "pass --threads 1"),
-        (["--baseline=/nowhere.json"], "no result of this command"),
+        (["--baseline=/nowhere.json"], "is not from this command"),
         (["--json=/nowhere/x.json", "--chunk=4"], "/nowhere/x.json"),
     ],
 )

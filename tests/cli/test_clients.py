@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli.chat import Answer, Chat
+from pdserve.cli.chat import Chat, StreamedAnswer
 from pdserve.cli.main import main
 from pdserve.cli.top import make_parser
 from pdserve.client.server import LOOK_TIMEOUT, Server, client_session
@@ -65,7 +65,7 @@ def test_a_console_shows_text_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", [["top"], ["bench", "serve"], ["trace", "x"]])
 def test_what_is_no_url(command: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--url", url]) == 2
-    assert f"{url!r} is no URL of a server" in capsys.readouterr().err
+    assert f"{url!r} is not the URL of a server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["top", "chat", "bench"])
@@ -74,7 +74,7 @@ def test_what_is_no_key(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "one\r\ntwo\n")
     assert main([command, "serve"] if command == "bench" else [command]) == 2
-    assert "OPENAI_API_KEY has a character" in capsys.readouterr().err
+    assert "OPENAI_API_KEY contains a character" in capsys.readouterr().err
 
 
 def test_top_shows_whose_log_to_read_on_a_usual_terminal(
@@ -103,7 +103,7 @@ def test_top_shows_whose_log_to_read_on_a_usual_terminal(
 def test_an_interrupted_answer_to_a_pipe_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def stream(_: Chat, answer: Answer) -> None:
+    async def stream(_: Chat, answer: StreamedAnswer) -> None:
         sys.stdout.write("Once")
         raise KeyboardInterrupt
 
@@ -194,8 +194,8 @@ async def test_c15_why_a_connection_is_lost_is_a_sentence(closed_port: int) -> N
                 f"http://localhost:{closed_port}",
                 f"nothing listens on port {closed_port} of localhost",
             ),
-            ("http://no-such-host.invalid", "there is no host no-such-host.invalid"),
-            (f"http://127.0.0.1:{port}", "it closed the connection"),
+            ("http://no-such-host.invalid", "the host no-such-host.invalid is unknown"),
+            (f"http://127.0.0.1:{port}", "the server closed the connection"),
         ):
             async with client_session(timeout=20) as session:
                 with pytest.raises(Unavailable) as caught:
@@ -215,5 +215,5 @@ async def test_c15_tls_where_there_is_none_is_a_sentence() -> None:
             with pytest.raises(Unavailable) as caught:
                 await Server(session, url).get("/v1/models")
     assert caught.value.message == (
-        f"{url} does not answer: TLS failed there; is it an address of http:// ?"
+        f"{url} does not answer: TLS failed; if the server has no TLS, use http://"
     )

@@ -131,7 +131,7 @@ class Mortal(GlooCommunicator):
 def test_a_wrong_result_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--tp=2", f"--device-communicator={__name__}:WrongSums"]) == 1
     text = capsys.readouterr().out
-    assert "WRONG: all_reduce of float16 in the tp group, rank 1: 1 of 24 numbers" in text
+    assert "WRONG: all_reduce of float16 in the tp group, rank 1: 1 of 24 elements" in text
     assert "│ tp " not in text  # what is wrong is not measured
 
 
@@ -218,11 +218,11 @@ GPU = "cuda:0 (H100)"
         ([replace(HOST, device=GPU), replace(OTHER, infiniband=["x"])], "a: no InfiniBand"),
         ([HOST] * 5, "5 ranks share 4 cores"),
         ([replace(HOST, variables={"OMP_NUM_THREADS": "4"})] * 2, "set it to 2"),
-        ([replace(HOST, variables={"GLOO_SOCKET_IFNAME": "ib0"})], "there are: lo, eth0"),
+        ([replace(HOST, variables={"GLOO_SOCKET_IFNAME": "ib0"})], "it has: lo, eth0"),
         ([replace(HOST, variables={"NCCL_SOCKET_IFNAME": "=et,ens"})], "=et,ens names no"),
-        ([replace(HOST, infiniband=["x"], variables={"NCCL_IB_DISABLE": "1"})], "leaves x idle"),
+        ([replace(HOST, infiniband=["x"], variables={"NCCL_IB_DISABLE": "1"})], "disables x"),
     ],
 )
-def test_what_to_mend(ranks: list[Any], hint: str) -> None:
+def test_what_to_fix(ranks: list[Any], hint: str) -> None:
     (line,) = advice(ranks)
     assert hint in line

@@ -34,10 +34,10 @@ def test_a_host_that_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     for subject in ("torch", "aiohttp", "model", f"peer {address}", f"port {free}"):
         assert seen[subject]["verdict"] == "ok", seen[subject]
-        assert not seen[subject]["mend"]
+        assert not seen[subject]["fix"]
 
 
-def test_each_fault_has_its_mend(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_each_fault_has_its_fix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         peers = ("127.0.0.1:1", "x", "x:99999")
@@ -48,7 +48,7 @@ def test_each_fault_has_its_mend(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert set(faults) == {*(f"peer {peer}" for peer in peers), "model"}
     assert seen[f"port {port}"]["verdict"] == "warning"
     assert all(
-        each["mend"] not in ("", "report this") for each in seen.values() if each["verdict"] != "ok"
+        each["fix"] not in ("", "report this") for each in seen.values() if each["verdict"] != "ok"
     )
 
 
@@ -64,10 +64,10 @@ def test_a_package_that_lacks_or_is_too_old(
     monkeypatch.setattr(doctor, "requires", lambda _: lines)
     code, seen = run(capsys)
     assert code == 1
-    assert seen["aiohttp"]["mend"] == "pip install 'aiohttp>=99'"
+    assert seen["aiohttp"]["fix"] == "pip install 'aiohttp>=99'"
     assert seen["no-such-package"]["verdict"] == "failed"
     assert seen["no-such-torch"]["verdict"] == "warning"
-    assert seen["no-such-torch"]["mend"] == "for nodes: pip install 'pdserve[node]'"
+    assert seen["no-such-torch"]["fix"] == "for nodes: pip install 'pdserve[node]'"
     assert "x" not in seen
 
 
@@ -84,7 +84,7 @@ def test_a_check_that_breaks_stops_no_other(
 
 
 def test_gpus_that_are_not_there_are_said_so() -> None:
-    """As a command: a table, its mends whole, without colours in a pipe."""
+    """As a command: a table, its fixes whole, without colours in a pipe."""
     pdserve = Path(sys.executable).with_name("pdserve")
     done = subprocess.run(
         [pdserve, "doctor", "--gpu"],

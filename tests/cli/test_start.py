@@ -80,7 +80,7 @@ def test_every_role_says_which_option_it_refuses(tmp_path: Path) -> None:
             ("decode", "--kv-connector=shared", "shared was removed: use shm, or .* --both"),
             ("router", f"--port={port}", f"cannot listen on 127.0.0.1:{port}: .*in use"),
             ("router", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
-            ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: make it first"),
+            ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: create it first"),
         ]
         commands = [[MODULES[role], *arguments(role, flag)] for role, flag, _ in cases]
         found = [last_line(*ended) for ended in run_roles(tmp_path, commands)]
@@ -112,20 +112,20 @@ def test_a_shell_s_usual_limit_of_files_is_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "mend"),
+    ("number", "fix"),
     [
         (errno.ENOSPC, "free some space"),
         (errno.EROFS, "a volume or a tmpfs"),
-        (errno.EACCES, f"runs as user {os.getuid()}: let that user in"),
+        (errno.EACCES, f"give user {os.getuid()}, which this process runs as, access"),
         (errno.EMFILE, "ulimit -n"),
         (errno.EAGAIN, "pids limit"),
     ],
 )
-def test_a_refusal_of_the_host_says_the_mend(number: int, mend: str) -> None:
+def test_a_refusal_of_the_host_says_the_fix(number: int, fix: str) -> None:
     with pytest.raises(ConfigError) as raised, host_errors_as_config_errors():
         raise OSError(number, os.strerror(number), "/models/x/config.json")
     assert raised.value.message.startswith("/models/x/config.json: ")
-    assert mend in raised.value.message
+    assert fix in raised.value.message
 
 
 def test_a_log_on_a_full_disk_stops_no_role(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_full_disk_under_the_ports_file(small_disk: Path) -> None:
 
 def test_no_room_for_the_embedded_model(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "find_gguf", lambda: Path("/unused"))
-    with pytest.raises(ConfigError, match=r"takes 264 MiB .*PDSERVE_CACHE"):
+    with pytest.raises(ConfigError, match=r"264 MiB.*PDSERVE_CACHE"):
         embedded.ensure_embedded_model(small_disk)
 
 
@@ -193,7 +193,7 @@ def test_c15_what_no_checkpoint_is_is_named(
     (folder / "tiny-Q4.gguf").touch()
     assert f"{file} is a GGUF file; pdserve serves safetensors checkpoints" in says(file)
     assert f"{folder} has no config.json, but GGUF; pdserve serves safetensors" in says(folder)
-    assert f"{text} is a file, and no checkpoint folder" in says(text)
+    assert f"{text} is a file, not a checkpoint folder" in says(text)
 
 
 def test_c15_a_path_that_is_not_there_names_the_nearest(
@@ -207,13 +207,13 @@ def test_c15_a_path_that_is_not_there_names_the_nearest(
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "models" / "SmolLM2" / "config.json").touch()
     models = tmp_path / "models"
-    lacks = f"there is no folder {models}"
-    assert says(models / "qwen3-8b") == f"{lacks}/qwen3-8b; {models} has: Qwen3-8B"
-    assert says(models / "other") == f"{lacks}/other; {models} has: SmolLM2"
+    missing = f"the folder {models}"
+    assert says(models / "qwen3-8b") == f"{missing}/qwen3-8b does not exist; {models} has: Qwen3-8B"
+    assert says(models / "other") == f"{missing}/other does not exist; {models} has: SmolLM2"
     wrong = tmp_path / "modles" / "Qwen3-8B"
     near = f"{tmp_path} lacks modles; {tmp_path} has: models"
-    assert says(wrong) == f"there is no folder {wrong}; {near}"
-    assert says("/nowhere/at/all") == "there is no folder /nowhere/at/all; / lacks nowhere"
+    assert says(wrong) == f"the folder {wrong} does not exist; {near}"
+    assert says("/nowhere/at/all") == "the folder /nowhere/at/all does not exist; / lacks nowhere"
 
 
 def test_a_model_that_this_user_may_not_read(
@@ -226,7 +226,7 @@ def test_a_model_that_this_user_may_not_read(
         os, "access", lambda path, mode: path != tmp_path / "config.json" and allowed(path, mode)
     )
     assert main(["model", str(tmp_path)]) == 2
-    assert f"user {os.getuid()}, as whom this runs, may not read" in capsys.readouterr().err
+    assert f"this process (user {os.getuid()}) may not read" in capsys.readouterr().err
 
 
 # ---- addresses -------------------------------------------------------------------------------
@@ -255,12 +255,12 @@ def test_without_a_default_route_the_host_s_name_says_its_address(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mend"),
+    ("dtype", "fix"),
     [(torch.float32, "--dtype bfloat16"), (torch.bfloat16, "pip install 'pdserve.cuda.'")],
 )
 def test_slower_attention_on_a_gpu_is_a_warning(
     dtype: torch.dtype,
-    mend: str,
+    fix: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -271,7 +271,7 @@ def test_slower_attention_on_a_gpu_is_a_warning(
     device.make_backend(shape, torch.device("cuda", 0), dtype)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert re.search(mend, record.getMessage())
+    assert re.search(fix, record.getMessage())
 
 
 # ---- stopping --------------------------------------------------------------------------------

@@ -129,11 +129,11 @@ async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -
     lines = Lines()
     cluster = make(lines)
     try:
-        with pytest.raises(NodeError, match=r"ended with exit code 3, for the 6th time in a row"):
+        with pytest.raises(NodeError, match=r"ended with exit code 3 6 times in a row"):
             await cluster.start()
     finally:
         await cluster.stop()
-    again = [line for line in lines.of("up") if "; again " in line]
+    again = [line for line in lines.of("up") if "; restart " in line]
     assert len(again) == cluster_module.MAX_RESTARTS
 
 
@@ -155,7 +155,7 @@ async def test_the_others_go_on_without_a_node_in_a_restart_loop(
             while len(starts := lines.starts(name)) < number:
                 await asyncio.sleep(0.01)
             os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
-        while "given up" not in lines.of("up")[-1]:
+        while "stays down" not in lines.of("up")[-1]:
             await asyncio.sleep(0.01)
         assert not cluster.ended.done() and alive(lines.pid("decode-0"))
     finally:
@@ -191,7 +191,7 @@ async def test_up_says_when_a_killed_router_serves_again() -> None:
         os.kill(lines.pid("router"), signal.SIGKILL)
         while len(lines.starts("router")) < 2:
             await asyncio.sleep(0.02)
-        assert lines.of("up") == ["router: signal 9; again now"]
+        assert lines.of("up") == ["router: signal 9; restart now"]
         host, _, port = lines.flags("decode-0")["router"].rpartition(":")
         while len(again) < 2:  # the fake nodes do not register again themselves
             with suppress(ConnectionRefusedError):
@@ -355,7 +355,7 @@ async def test_a_host_that_cannot_start_a_process_now_is_asked_again(
             await asyncio.sleep(0.02)
     finally:
         await cluster.stop()
-    assert any("decode-0: Too many open files; again in " in line for line in lines.of("up"))
+    assert any("decode-0: Too many open files; retry in " in line for line in lines.of("up"))
 
 
 def test_children_die_with_a_killed_up() -> None:

@@ -73,7 +73,7 @@ def test_the_cache_serves_without_a_network(
     assert resolve_model(config) == fetched
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model(config) == fetched
-    with pytest.raises(ConfigError, match=r"does not hold all of tiny/llama.*HF_HUB_OFFLINE"):
+    with pytest.raises(ConfigError, match=r"lacks files of tiny/llama.*HF_HUB_OFFLINE"):
         resolve_model(ModelConfig(model="tiny/llama"))
 
 
@@ -88,11 +88,11 @@ def test_gated_models_want_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (ModelConfig(model="tiny/lama"), "no folder tiny/lama, and http.* shows no such model"),
+        (ModelConfig(model="tiny/lama"), "tiny/lama is neither a folder nor a model on http"),
         (ModelConfig(model="tiny/llama", revision="v9"), "tiny/llama has no revision v9"),
         (ModelConfig(model="tiny/--x"), "cannot download tiny/--x"),
-        (ModelConfig(revision="main"), "--revision and --download-dir are for a model by name"),
-        (ModelConfig(model=str(MODELS), revision="main"), "are for a model by name"),
+        (ModelConfig(revision="main"), "--revision and --download-dir need --model"),
+        (ModelConfig(model=str(MODELS), revision="main"), "need --model to be a name"),
     ],
 )
 def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, config: ModelConfig, reason: str) -> None:
@@ -103,7 +103,7 @@ def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, config: ModelConfig, r
 
 def test_without_a_network_it_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"does not hold all of tiny/llama.*does not answer"):
+    with pytest.raises(ConfigError, match=r"lacks files of tiny/llama.*does not answer"):
         resolve_model(ModelConfig(model="tiny/llama"))
 
 

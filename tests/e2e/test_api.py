@@ -516,7 +516,7 @@ def test_bad_words_with_other_parameters(cluster: Cluster) -> None:
     # Nothing is left to come: the client's mistake, found out with the second token.
     nothing = {**options, "bad_words": ["a", "bb"], "logprobs": 1}
     error = check_error(cluster.post("/v1/completions", prompt=PET, **nothing), 400, None)
-    assert "no token that may be chosen" in error["message"]
+    assert "no token is allowed" in error["message"]
     events = cluster.post("/v1/completions", prompt=PET, **nothing, stream=True).text
     assert '"text":"b"' in events and '"type":"invalid_request_error"' in events
     assert all(node["state"] == "ready" for node in cluster.nodes())
@@ -540,7 +540,7 @@ def test_what_is_allowed_with_other_parameters(cluster: Cluster) -> None:
     assert text(stopped) == "a" * 5 and stopped["choices"][0]["stop_reason"] == b
     # Before so many tokens the end may not come, and nothing else is allowed.
     ends = cluster.post("/v1/completions", prompt=PET, allowed_token_ids=[IM_END], min_tokens=2)
-    assert "no token that may be chosen" in check_error(ends, 400, None)["message"]
+    assert "no token is allowed" in check_error(ends, 400, None)["message"]
     # The end may come where it is allowed.
     end = {**options, "allowed_token_ids": [a, IM_END]}
     assert text(cluster.complete(PET, **end, logit_bias={str(IM_END): 100}, min_tokens=3)) == "aaa"

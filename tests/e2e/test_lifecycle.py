@@ -165,7 +165,7 @@ def test_a_second_signal_stops_at_once(roles: WarmCluster) -> None:
         os.kill(pid, signal.SIGTERM)
         assert stream.error()["code"] == "no_node"
     assert ended(roles, pid) == 0
-    assert "stopping with work in flight: told twice" in roles.log()
+    assert "stopping with work in flight: second signal" in roles.log()
 
 
 def test_all_leave_in_order(roles: WarmCluster) -> None:

@@ -305,9 +305,9 @@ def test_a_full_disk_ends_the_run_and_spoils_nothing(url: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "code", "reason"),
     [
-        (["-i", "in.jsonl"], 2, "-i and -o are needed"),
+        (["-i", "in.jsonl"], 2, "are required"),
         (["-i", "nowhere.jsonl", "-o", "out.jsonl", "--url", "URL"], 2, "No such file"),
-        (["-i", "in.jsonl", "-o", "in.jsonl", "--url", "URL"], 2, "is no answer of a batch"),
+        (["-i", "in.jsonl", "-o", "in.jsonl", "--url", "URL"], 2, "is not a batch answer"),
         (["-i", "in.jsonl", "-o", "/dev/zero", "--url", "URL"], 2, "/dev/zero is a pipe or a dev"),
         (["-i", "/dev/null", "-o", "out.jsonl", "--url", "URL"], 2, "give a file"),
         (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL", "--decode=2"], 2, "do not fit"),

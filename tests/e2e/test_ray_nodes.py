@@ -88,6 +88,6 @@ def test_a_host_of_a_decode_node_dies(split_decode: WarmCluster, raylets: Raylet
     cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
     assert time.monotonic() - started < 25  # sooner than by --distributed-timeout
     assert cluster.exit_code(pid) == 1
-    assert re.search(r"rank \d \(host .*\) was lost: its host, or the raylet", cluster.log())
+    assert re.search(r"rank \d \(host .*\) was lost: its host or the raylet", cluster.log())
     assert "error" in list(stream)[-1]
     assert "decode" in cluster.get("/ready").text

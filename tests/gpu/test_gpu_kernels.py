@@ -7,8 +7,7 @@ import torch
 
 from pdserve.common.model.attention import AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
-from pdserve.common.model.kernels.compiled import CompiledKernels
-from pdserve.common.model.kernels.ops import TorchKernels
+from pdserve.common.model.kernels.ops import CompiledKernels, TorchKernels
 from pdserve.common.model.moe import grouped_linear
 
 BLOCK_SIZE = 16

@@ -16,7 +16,7 @@ import pytest
 from fake_nodes import FakeCluster, FakeNode, fails, fake_cluster
 from pdserve.common.core.errors import Blame, NodeError, Unavailable
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
-from pdserve.common.core.request import Stage, Timeline
+from pdserve.common.core.request import Timeline, TimelineStage
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -195,7 +195,7 @@ def test_what_a_node_tells_never_exceeds_its_phase() -> None:
     stages.enter(Phase.PREFILL, "p")
     stages.told(Phase.PREFILL, prefill_queue=-1.0, prefill_compute=float(10**9))
     (end,) = (stages.spans[-1].start + 2.0,)
-    assert Stage("prefill_compute", "p", pytest.approx(0, abs=0.1), pytest.approx(2.0)) in (
+    assert TimelineStage("prefill_compute", "p", pytest.approx(0, abs=0.1), pytest.approx(2.0)) in (
         stages.stages(end)
     )
 

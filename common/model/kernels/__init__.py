@@ -1,2 +1,2 @@
-"""What a decoder layer does beside its matrix products, on a CPU: in C++ built on the user's
-machine at first use, and in plain torch."""
+"""Kernels of a decoder layer: in C++ for CPUs, compiled on the user's machine at first use, and in
+torch."""

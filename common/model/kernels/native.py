@@ -1,7 +1,13 @@
-"""The C++ kernels, called through their C interface."""
+"""The C++ kernels: compiled for this machine at first use, called through their C interface.
+
+They do not use torch's headers, which take half a minute to compile. They are linked with the
+OpenMP library that torch has loaded: a second one would have a second thread pool, which would
+compete for the cores.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
@@ -10,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdserve.common.core import native
 from pdserve.common.core.host import cpu_flags
-from pdserve.common.model.kernels.build import load_library
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.kernels.packed import Packer
 
+# No -ffast-math: NaN and infinity must be kept. No contraction: results must round like torch's;
+# the source names fused multiply-adds where they are wanted.
+FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `DType` of vec.h
 
-# Arguments of each function, after its dtype and how many threads it may use: P a pointer, I an
-# integer, D a double.
+# Arguments of each function after dtype and number of threads: P pointer, I integer, D double.
 SIGNATURES = {
     "rms_norm": "IIPIPDP",
     "add_rms_norm": "IIPPPDPP",
@@ -34,12 +43,12 @@ _TYPES: dict[str, Any] = {"P": c_void_p, "I": c_int64, "D": c_double}
 
 
 class NativeKernels(Kernels):
-    """See `Kernels`. On the CPU, with as many threads as torch has."""
+    """The kernels in C++, for CPUs, with torch's number of threads."""
 
     name = "native"
 
     def __init__(self, cache_dir: Path | None = None) -> None:
-        """Builds them at first use on this machine. Raises BuildError."""
+        """Compiles the library at first use on this machine. Raises BuildError."""
         self._library = load_library(cache_dir)
         self._rms_norm = self.function("rms_norm")
         self._add_rms_norm = self.function("add_rms_norm")
@@ -47,7 +56,7 @@ class NativeKernels(Kernels):
         self.packer = Packer(self.function, amx="amx_bf16" in cpu_flags())
 
     def function(self, name: str) -> Callable[..., None]:
-        """One of `SIGNATURES`. It neither holds the GIL nor checks what it is given."""
+        """Returns a function of `SIGNATURES`. It releases the GIL and does not check arguments."""
         function = self._library[name]
         function.argtypes = [c_int64, c_int64, *(_TYPES[kind] for kind in SIGNATURES[name])]
         function.restype = None
@@ -84,5 +93,26 @@ class NativeKernels(Kernels):
 
 
 def call_of(x: Tensor) -> tuple[int, int]:
-    """What each function is told first: the dtype, and the threads it may use."""
+    """Returns the first arguments of every function: dtype and number of threads."""
     return DTYPES[x.dtype], torch.get_num_threads()
+
+
+def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
+    """Compiles, if necessary, and loads the kernels.
+
+    Raises:
+        BuildError: they cannot be compiled on this machine.
+    """
+    openmp = _loaded_openmp()
+    linked = () if openmp is None else (openmp,)
+    made_of = native.Library("kernels", Path(__file__).parent, FLAGS, linked, (torch.__version__,))
+    return native.load_library(made_of, cache_dir)
+
+
+def _loaded_openmp() -> str | None:
+    """Returns the path of the OpenMP runtime that torch has loaded, None if it has none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if path and Path(path).name.startswith(("libgomp", "libiomp5")):
+            return f"/{path}"
+    return None

@@ -1,9 +1,12 @@
-"""The operations between a layer's matrix products: the interface, and plain torch."""
+"""The operations between a layer's matrix products: the interface, torch, and torch.compile."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,31 +14,30 @@ from pdserve.common.model.kernels.packed import Packer
 
 
 class Kernels(ABC):
-    """Implementations round where torch does: sums in float32, each result once to the dtype.
-    Inputs are float32, bfloat16 or float16; none is changed."""
+    """The interface. Implementations round like torch: sums in float32, each result once to the
+    dtype. Inputs are float32, bfloat16 or float16, and are not modified."""
 
     name: str
     packer: Packer | None = None
-    """Of the matrices that layers multiply by; None: torch multiplies them as they are."""
+    """Packs the matrices of linear layers; None: torch multiplies by them directly."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm (arXiv:1910.07467) of `x` [..., size] over the last dimension;
-        `weight` [size]."""
+        """Returns the RMS norm (arXiv:1910.07467) of `x` [..., size]; `weight` is [size]."""
 
     @abstractmethod
     def add_rms_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`residual + x` [T, size], and its norm."""
+        """Returns (`residual + x` [T, size], its norm)."""
 
     @abstractmethod
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU's product (arXiv:2002.05202): [T, 2 · size] → silu(left half) · right half."""
+        """Returns SwiGLU's product (arXiv:2002.05202) of [T, 2 · size]: silu(left) · right half."""
 
 
 class TorchKernels(Kernels):
-    """For every device."""
+    """The kernels in torch, for every device."""
 
     name = "torch"
 
@@ -51,3 +53,33 @@ class TorchKernels(Kernels):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+# Round like the uncompiled operations, as far as inductor can.
+OPTIONS = {"emulate_precision_casts": True}
+
+
+class CompiledKernels(Kernels):
+    """`TorchKernels` compiled by torch.compile, one kernel per operation for any number of tokens.
+    Compiles at the first call, and once more for a single token."""
+
+    name = "compiled"
+
+    def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """`backend`: torch.compile's."""
+        plain, options = TorchKernels(), OPTIONS if backend == "inductor" else None
+        how: dict[str, Any] = {"dynamic": True, "backend": backend, "options": options}
+        self._rms_norm = torch.compile(plain.rms_norm, **how)
+        self._add_rms_norm = torch.compile(plain.add_rms_norm, **how)
+        self._silu_and_mul = torch.compile(plain.silu_and_mul, **how)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._add_rms_norm(residual, x, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._silu_and_mul(gate_up)

@@ -1,4 +1,4 @@
-"""Matrices of linear layers as `linear.cpp` multiplies them: packed in their place."""
+"""Packs matrices of linear layers in place, in the order in which `linear.cpp` reads them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ROWS = 32  # what a packed matrix's rows are a multiple of: two of the widest vectors
-MAX_INT8_INPUTS = 1 << 16  # beyond which sums of products might leave 32 bits
-FLIPPED = 0x80808080  # packed int8 are stored with 128 added to each
-AMX_TOKENS = 16  # beyond which a CPU with AMX multiplies faster by it
+ROWS = 32  # rows of a packed matrix are a multiple of this: two of the widest vectors
+MAX_INT8_INPUTS = 1 << 16  # above this, sums of products could exceed 32 bits
+FLIPPED = 0x80808080  # packed int8 values are stored with 128 added
+AMX_TOKENS = 16  # above this, a CPU with AMX is faster with it
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -18,22 +18,22 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 class Packer:
     """Packs matrices and multiplies by them.
 
-    A packed matrix is a tensor of the old shape, dtype and memory in another order: float32 and
-    bfloat16 as the tokens are, or int8. The result is in the dtype of the tokens; sums are in
-    float32, or with int8 and bfloat16 in integers, for which each token is rounded to 16 bits. It
-    depends on nothing but the token and the matrix.
+    A packed matrix keeps its shape, dtype and memory but has another order: float32 or bfloat16
+    like the tokens, or int8. The result has the tokens' dtype. Sums are in float32; for int8 with
+    bfloat16 they are in integers, with each token rounded to 16 bits. A token's result does not
+    depend on other tokens.
     """
 
     def __init__(self, function: Callable[[str], Callable[..., None]], amx: bool) -> None:
-        """`function` finds one in the library by its name. `amx`: this CPU multiplies bfloat16 in
-        tiles, of which torch makes use."""
+        """`function`: looks up a library function. `amx`: whether this CPU has bfloat16 AMX, which
+        torch uses."""
         self._linear = function("linear")
         self._pack = function("pack_rows")
         self._unpack = function("unpack_rows")
         self._amx = amx
 
     def takes(self, matrix: Tensor) -> bool:
-        """Whether `matrix` `[..., out, in]` can be packed, and multiplied faster for it."""
+        """Returns whether `matrix` `[..., out, in]` can be packed and is then faster."""
         if not matrix.is_contiguous() or matrix.device.type != "cpu":
             return False
         rows, inputs = matrix.shape[-2:]
@@ -44,16 +44,16 @@ class Packer:
         return right and rows % ROWS == 0 and inputs * matrix.itemsize % 4 == 0
 
     def pack(self, matrix: Tensor) -> None:
-        """In its place."""
+        """Packs the matrix in place."""
         words = _words(matrix)
         rows = matrix.numel() // matrix.shape[-1]
         self._pack(0, torch.get_num_threads(), rows, words, _flip(matrix), matrix.data_ptr())
 
     def unpack(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Rows of a packed `[out, in]` as they were; all, or those of int64 `rows`.
+        """Returns rows of a packed `[out, in]` in the original order: all, or int64 `rows`.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: a row does not exist.
         """
         if rows is None:
             rows = torch.arange(len(matrix))
@@ -74,8 +74,8 @@ class Packer:
         scales: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`x` `[T, in]` times a packed `[out, in]`: `[T, out]`, contiguous. With int8 there are
-        `scales` `[out]`."""
+        """Multiplies `x` `[T, in]` by a packed `[out, in]`; returns contiguous `[T, out]`. int8
+        needs `scales` `[out]`."""
         x = x if x.stride(1) == 1 else x.contiguous()
         out = x.new_empty(len(x), len(matrix)) if out is None else out
         self._linear(
@@ -86,14 +86,14 @@ class Packer:
         return out
 
     def wins(self, tokens: int, dtype: torch.dtype) -> bool:
-        """Whether int8 is multiplied as it is faster than in the dtype."""
+        """Returns whether multiplying by int8 directly is faster than dequantizing it."""
         return dtype in _DTYPES and not (
             self._amx and dtype == torch.bfloat16 and tokens > AMX_TOKENS
         )
 
 
 def _words(matrix: Tensor) -> int:
-    """Of four bytes, in a row."""
+    """Returns the 32-bit words per row."""
     return matrix.shape[-1] * matrix.itemsize // 4
 
 

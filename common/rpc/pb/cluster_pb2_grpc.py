@@ -28,7 +28,7 @@ if _version_not_supported:
 class RegistryStub:
     """---------------------------------------------------------------- registration (on the router)
 
-    On a port of its own. Who may call which method of this file: common/rpc/auth.py.
+    On its own port. common/rpc/auth.py lists which role may call which method of this file.
     """
 
     def __init__(self, channel):
@@ -57,25 +57,25 @@ class RegistryStub:
 class RegistryServicer:
     """---------------------------------------------------------------- registration (on the router)
 
-    On a port of its own. Who may call which method of this file: common/rpc/auth.py.
+    On its own port. common/rpc/auth.py lists which role may call which method of this file.
     """
 
     def Register(self, request, context):
-        """A node introduces itself; also the way back after a router restart.
+        """Registers a node, also after a router restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Every heartbeat carries the load, so placement never asks.
+        """Reports the node's load, so that placement needs no extra call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Deregister(self, request, context):
-        """The node takes no new work from now on.
+        """The node takes no new work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,7 +110,7 @@ def add_RegistryServicer_to_server(servicer, server):
 class Registry:
     """---------------------------------------------------------------- registration (on the router)
 
-    On a port of its own. Who may call which method of this file: common/rpc/auth.py.
+    On its own port. common/rpc/auth.py lists which role may call which method of this file.
     """
 
     @staticmethod
@@ -219,8 +219,8 @@ class AdaptersServicer:
     """
 
     def Set(self, request, context):
-        """Adapters that jobs are to name. The node answers when it has them; others that it has give way
-        only where there is no place, and none that a job has.
+        """Loads the adapters that jobs will name; answers when they are loaded. Unloads others only for
+        lack of room, and never one that a job uses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -295,7 +295,7 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Run(self, request, context):
-        """Computes the prompt, streams the first token, then reports the hand-off.
+        """Computes the prompt, streams the first token, then reports the transfer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -349,7 +349,7 @@ class Prefill:
 
 
 class DecodeStub:
-    """On decode nodes, and on nodes of both roles, which take `local_prefill` alone.
+    """On decode nodes, and on nodes of both roles, which accept only `local_prefill`.
     """
 
     def __init__(self, channel):
@@ -376,7 +376,7 @@ class DecodeStub:
 
 
 class DecodeServicer:
-    """On decode nodes, and on nodes of both roles, which take `local_prefill` alone.
+    """On decode nodes, and on nodes of both roles, which accept only `local_prefill`.
     """
 
     def Run(self, request, context):
@@ -433,7 +433,7 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode:
-    """On decode nodes, and on nodes of both roles, which take `local_prefill` alone.
+    """On decode nodes, and on nodes of both roles, which accept only `local_prefill`.
     """
 
     @staticmethod
@@ -519,7 +519,7 @@ class Decode:
 
 
 class KVTransferStub:
-    """---------------------------------------------------------------- the hand-off (on the decode node)
+    """---------------------------------------------------------------- KV transfer (on the decode node)
 
     """
 
@@ -552,7 +552,7 @@ class KVTransferStub:
 
 
 class KVTransferServicer:
-    """---------------------------------------------------------------- the hand-off (on the decode node)
+    """---------------------------------------------------------------- KV transfer (on the decode node)
 
     """
 
@@ -566,15 +566,15 @@ class KVTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Nothing to send yet (queued, computing), but the work goes on: renews the lease.
+        """Renews the lease while there is nothing to send yet (queued, computing).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """The prefill node gives up; the decode node keeps the blocks for another one, for as long
-        as the lease.
+        """The prefill node gives up; the decode node keeps the blocks for another one until the lease
+        expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -620,7 +620,7 @@ def add_KVTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVTransfer:
-    """---------------------------------------------------------------- the hand-off (on the decode node)
+    """---------------------------------------------------------------- KV transfer (on the decode node)
 
     """
 

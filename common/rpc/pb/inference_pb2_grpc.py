@@ -60,8 +60,8 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams tokens as they are made. Errors are gRPC statuses with google.rpc.Status details; the
-        trailing metadata `pdserve-error-code`, `pdserve-blame`, `pdserve-retryable` carry the same.
+        """Streams tokens as they are generated. Errors are gRPC statuses with google.rpc.Status details, and
+        trailing metadata `pdserve-error-code`, `pdserve-blame`, `pdserve-retryable`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

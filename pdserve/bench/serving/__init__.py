@@ -1,1 +1,1 @@
-"""`pdserve bench serve`: when requests arrive, what they ask, how they are timed."""
+"""`pdserve bench serve`: a load generator for OpenAI-compatible servers."""

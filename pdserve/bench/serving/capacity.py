@@ -1,5 +1,5 @@
-"""The highest rate of requests at which enough of them meet the limits of a service: goodput's
-knee, as DistServe measures it (arXiv:2401.09670). Pure, but for the runs that it asks for."""
+"""Searches the highest request rate at which enough requests meet the latency limits: goodput as
+DistServe defines it (arXiv:2401.09670)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_RUNS = 24
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One run: requests a second, and the share of them that met the limits."""
+    """One run: requests per second, and the share of them that met the limits."""
 
     rate: float
     share: float
@@ -23,9 +23,9 @@ Measure = Callable[[float], Awaitable[float]]
 async def find_capacity(
     measure: Measure, start: float, enough: float, precision: float
 ) -> tuple[float, list[Step]]:
-    """The highest rate found whose share is at least `enough`, and all runs in order; 0.0 if none
-    was low enough. Rates double (or halve) from `start` until the capacity is between two of them,
-    which are then brought within `precision` of each other (1.1: 10 %)."""
+    """Returns (the highest rate whose share was at least `enough`, all runs in order); the rate is
+    0.0 if none was. Doubles or halves the rate from `start` until two rates bracket the capacity,
+    then bisects until their ratio is at most `precision` (1.1: 10 %)."""
     steps: list[Step] = []
 
     async def meets(rate: float) -> bool:

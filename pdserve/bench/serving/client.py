@@ -1,4 +1,4 @@
-"""One streaming request to an OpenAI-compatible server, timed at every chunk."""
+"""Sends streaming requests to an OpenAI-compatible server and records the time of each chunk."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdserve.bench.serving.datasets import Prompt
 from pdserve.client.server import why_lost
 from pdserve.common.core.printable import printable
 
-MAX_REFUSAL = 64 * 1024  # bytes of a refusal that are read
-MAX_REASON = 300  # characters of what it says that are kept
+MAX_REFUSAL = 64 * 1024  # bytes of an error response that are read
+MAX_REASON = 300  # characters of its message that are kept
 
-# ---- the parts of a stream event that are read ----
+# ---- the fields of a stream event that are read ----
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -36,7 +36,7 @@ class Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class StreamChoice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     token_ids: list[int] | None = None  # some servers send them on request
@@ -44,14 +44,14 @@ class Choice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether generated tokens came with it. The first chat chunk (a role and an empty
-        text) and the closing one carry none."""
+        """Whether the choice has generated tokens. The first chat chunk (a role and an empty
+        text) and the last one have none."""
         delta = self.delta or Delta()
         return bool(self.text or self.token_ids or delta.content or delta.reasoning_content)
 
 
 class Event(msgspec.Struct):
-    choices: list[Choice] = []
+    choices: list[StreamChoice] = []
     usage: Usage | None = None
     error: Any = None
 
@@ -59,7 +59,7 @@ class Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(Event).decode
 
 
-# ---- what one request leaves behind ----
+# ---- the record of one request ----
 
 
 @dataclass(slots=True)
@@ -80,12 +80,12 @@ class Record:
     finished: float | None = None  # the last event that carried a choice
     finish_reason: str | None = None
     usage: Usage | None = None
-    error: str | None = None  # its kind; None: completed
-    reason: str | None = None  # of the error, as the server or the connection said it
+    error: str | None = None  # the kind of failure; None: completed
+    reason: str | None = None  # the message of the server or the connection
 
 
 class RequestFailed(Exception):
-    """The request failed; `kind` is what failures are counted by, `reason` what was said."""
+    """The request failed. `kind` groups failures in the summary; `reason` is the message."""
 
     def __init__(self, kind: str, reason: str | None = None) -> None:
         super().__init__(kind)
@@ -95,8 +95,8 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Sends prompts to one endpoint. `body` is merged into every request. Without `says_done` a
-    stream may end without `[DONE]`, as some servers' do."""
+    """Sends prompts to one endpoint. `body` is merged into every request. Set `says_done=False` for
+    servers that end a stream without `[DONE]`."""
 
     session: aiohttp.ClientSession
     url: str
@@ -105,8 +105,8 @@ class Client:
     says_done: bool = True
 
     async def send(self, prompt: Prompt, arrival: float | None = None) -> Record:
-        """Runs one request to its end; failures are recorded, never raised. Without
-        `arrival` the request arrives when it is sent."""
+        """Runs one request and returns its record; a failure is recorded, not raised. Without
+        `arrival` the arrival is the time of sending."""
         sent = time.perf_counter()
         record = Record(arrival=sent if arrival is None else arrival, sent=sent)
         try:
@@ -144,7 +144,7 @@ class Client:
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
-    """The reason that a refusal gives."""
+    """Returns the message of an error response."""
     try:
         body = msgspec.json.decode(await response.content.read(MAX_REFUSAL))
     except msgspec.DecodeError:
@@ -153,16 +153,16 @@ async def _refusal(response: aiohttp.ClientResponse) -> str:
 
 
 def _message(error: Any) -> str:
-    """OpenAI's errors are objects, others' may be texts."""
+    """Returns an error's message. OpenAI's errors are objects, other servers' may be strings."""
     found = error.get("message") if isinstance(error, dict) else error
     return printable(str(found or ""), MAX_REASON)
 
 
 async def _events(response: aiohttp.ClientResponse, says_done: bool) -> AsyncIterator[Event]:
-    """The events of a server-sent event stream, up to `[DONE]`.
+    """Yields the events of a server-sent event stream up to `[DONE]`.
 
     Raises:
-        RequestFailed: an event is not what the API defines, or there is no `[DONE]`.
+        RequestFailed: an event does not match the API, or `[DONE]` is missing.
     """
     while line := await _read_line(response.content):
         if not line.startswith(b"data:"):
@@ -179,7 +179,7 @@ async def _events(response: aiohttp.ClientResponse, says_done: bool) -> AsyncIte
 
 
 async def _read_line(content: aiohttp.StreamReader) -> bytes:
-    """The next line; b"" at the end."""
+    """Returns the next line, b"" at the end."""
     try:
         return await content.readline()
     except (LineTooLong, ValueError) as error:  # ValueError: older aiohttp

@@ -1,4 +1,4 @@
-"""`pdserve bench compare A.json B.json`: two saved results side by side."""
+"""`pdserve bench compare A.json B.json`: compares two saved results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LATENCIES = [
     for statistic in ("median", "p99")
 ]
 ROWS = ("capacity", "completed", "failed", *RATES, *LATENCIES)
-# What may differ without making the two another experiment.
+# Options that do not change what is measured.
 _FREE = {"base_url", "save_result", "plot", "json", "model", "timeout"}
 
 
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="pdserve bench compare",
-        description="Two results of `pdserve bench serve --save-result` side by side.",
+        description="Compare two results of `pdserve bench serve --save-result`.",
     )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Each figure that both have, and how many times the first the second is."""
+    """Returns, per figure that both have, the two values and the ratio after / before."""
     rows = {}
     for name in ROWS:
         one, two = before.get(name), after.get(name)
@@ -61,7 +61,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
-    """The load's options that are not the same in both."""
+    """Returns the options of the load that differ, as name → [before, after]."""
     one, two = before.get("config", {}), after.get("config", {})
     names = sorted((one.keys() | two.keys()) - _FREE)
     return {
@@ -77,7 +77,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
-        raise ConfigError(f"{path} is no result of pdserve bench serve --save-result")
+        raise ConfigError(f"{path} was not written by pdserve bench serve --save-result")
     return found
 
 

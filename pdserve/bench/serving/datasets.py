@@ -1,7 +1,7 @@
-"""What requests ask: synthetic prompts of given lengths, or the lengths of a published trace.
+"""Prompts for `bench serve`: synthetic ones of given lengths, or with the lengths of a trace.
 
-A prompt is a list of token ids, whose length is exact, or text of as many common words, whose
-length in tokens is near. Chat endpoints take only text.
+A prompt is a list of token ids, which has the exact length, or that many common words, which have
+about that many tokens. Chat endpoints accept only text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 # Ids below this are special tokens in some vocabularies.
 FIRST_TOKEN_ID = 64
-# Tokens that one hash id of a Mooncake trace stands for.
+# Tokens per hash id in a Mooncake trace.
 TRACE_BLOCK = 512
 SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA = 161.0, 338.0, 1.0
 
@@ -60,7 +60,7 @@ class RandomSpec:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """How prompts are written: token ids in `[64, size)`, or words."""
+    """Draws prompts as token ids in `[64, size)` or as words."""
 
     as_ids: bool
     size: int = 512
@@ -77,7 +77,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSpec:
-    """Lengths of prompts that share a prefix with every `num_prefixes`th other."""
+    """Lengths of prompts with `num_prefixes` different prefixes."""
 
     prefix_len: int
     suffix_len: int
@@ -112,7 +112,7 @@ def _lengths(rng: np.random.Generator, middle: int, ratio: float, count: int) ->
 
 
 def prefix_prompts(spec: PrefixSpec, count: int, vocabulary: Vocabulary, seed: int) -> list[Prompt]:
-    """`count` prompts, their prefixes in turns."""
+    """Returns `count` prompts; prompt i has prefix i % num_prefixes."""
     rng = np.random.default_rng(seed)
     prefixes = [vocabulary.draw(rng, spec.prefix_len) for _ in range(spec.num_prefixes)]
     return [
@@ -126,8 +126,8 @@ def prefix_prompts(spec: PrefixSpec, count: int, vocabulary: Vocabulary, seed: i
 
 
 def sharegpt_prompts(count: int, vocabulary: Vocabulary, seed: int, longest: int) -> list[Prompt]:
-    """Random prompts with lengths as those of ShareGPT's conversations: log-normal around the means
-    that are published of them (arXiv:2309.06180, section 6.1), 4 … `longest` tokens."""
+    """Returns random prompts with ShareGPT-like lengths: log-normal with the published means
+    (arXiv:2309.06180, section 6.1), clipped to 4 … `longest` tokens."""
     rng = np.random.default_rng(seed)
     sigma = SHAREGPT_SIGMA
     inputs, outputs = (
@@ -141,10 +141,10 @@ def sharegpt_prompts(count: int, vocabulary: Vocabulary, seed: int, longest: int
 
 
 def read_trace(path: Path, limit: int) -> list[TraceRow]:
-    """The first `limit` requests of a Mooncake JSONL or an Azure CSV trace.
+    """Returns the first `limit` requests of a Mooncake JSONL or Azure CSV trace.
 
     Raises:
-        DatasetError: the file has another form, or its timestamps descend.
+        DatasetError: the file has another format, or its timestamps are not in order.
     """
     reader = _azure_rows if path.suffix == ".csv" else _mooncake_rows
     rows: list[TraceRow] = []
@@ -158,7 +158,7 @@ def read_trace(path: Path, limit: int) -> list[TraceRow]:
     if not rows:
         raise DatasetError(f"{path} holds no requests")
     if any(a.timestamp > b.timestamp for a, b in pairwise(rows)):
-        raise DatasetError(f"{path}: timestamps descend; sort the trace by time")
+        raise DatasetError(f"{path}: timestamps are not in order; sort the trace by time")
     return rows
 
 
@@ -177,7 +177,7 @@ def _mooncake_rows(path: Path) -> Iterator[TraceRow]:
 def _azure_rows(path: Path) -> Iterator[TraceRow]:
     with path.open(encoding="utf-8", newline="") as lines:
         for row in csv.DictReader(lines):
-            # The traces write seven digits of a second; datetime takes six.
+            # The traces have seven decimals of a second; datetime parses six.
             stamp = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             yield TraceRow(stamp, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
 
@@ -185,8 +185,8 @@ def _azure_rows(path: Path) -> Iterator[TraceRow]:
 def trace_prompts(
     rows: list[TraceRow], scale: float, vocabulary: Vocabulary, seed: int
 ) -> list[Prompt]:
-    """Prompts with the trace's lengths times `scale`. Equal hash ids become equal tokens, so
-    prefixes are shared where the traced requests shared them."""
+    """Returns prompts with the trace's lengths times `scale`. Equal hash ids become equal tokens,
+    so prompts share prefixes where the traced requests did."""
     blocks: dict[int, list[Any]] = {}
     block_len = max(1, round(TRACE_BLOCK * scale))
     rng = np.random.default_rng(seed)

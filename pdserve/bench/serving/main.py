@@ -1,9 +1,9 @@
-"""`pdserve bench serve`: the load generator, for any OpenAI-compatible server.
+"""`pdserve bench serve`: a load generator for any OpenAI-compatible server.
 
 A finite --request-rate is an open loop: requests arrive by a random process whether or not
-earlier ones are answered. --max-concurrency alone is a closed loop: a new request for each
-answered one. With --slo-… runs follow each other at other rates: `capacity.py`. Flags and JSON keys
-follow `vllm bench serve` where it has them; what the latencies mean is written in `metrics.py`.
+earlier ones are answered. --max-concurrency alone is a closed loop: each answer starts the next
+request. With --slo-… it searches the capacity with runs at several rates (`capacity.py`). Flags and
+JSON keys follow `vllm bench serve`; `metrics.py` defines the latencies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import aiohttp
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from pdserve.bench.serving.arrivals import gamma_arrivals, trace_arrivals
 from pdserve.bench.serving.capacity import find_capacity
 from pdserve.bench.serving.client import Client, Record
 from pdserve.bench.serving.datasets import (
@@ -37,7 +36,7 @@ from pdserve.bench.serving.datasets import (
     sharegpt_prompts,
     trace_prompts,
 )
-from pdserve.bench.serving.load import run_load
+from pdserve.bench.serving.load import gamma_arrivals, run_load, trace_arrivals
 from pdserve.bench.serving.metrics import summarize
 from pdserve.bench.serving.options import fit_lengths, limits, parse_args, seeks_capacity
 from pdserve.bench.serving.report import as_json, plot, print_tables, warn_if_late
@@ -47,7 +46,7 @@ from pdserve.common.core.errors import ConfigError, PdserveError
 
 
 def load_prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | None]:
-    """The prompts and when they are due; None is a closed loop."""
+    """Returns (prompts, arrival times in seconds); without arrival times it is a closed loop."""
     vocabulary = _vocabulary(args)
     offsets = None
     if args.dataset_name == "trace":
@@ -85,13 +84,13 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary:
 
 
 async def measure_server(args: argparse.Namespace, console: Console) -> tuple[list[Record], Found]:
-    """Warms the server up, then runs the load, or loads until the capacity is found: the records of
-    the (last good) run, and what was found."""
+    """Warms the server up and runs the load, or searches the capacity. Returns the records of the
+    (last good) run and, after a search, its result."""
     async with _session(args) as session:
         client = await _client(session, args)
         window = await _window(Server(session, args.base_url), client)
         if fitted := fit_lengths(args, window):
-            console.print(f"the server's window is {window} tokens: {' '.join(fitted)}")
+            console.print(f"the server's context is {window} tokens, so: {' '.join(fitted)}")
         prompts, offsets = load_prompts(args)
         first = RandomSpec(prompts[0].input_len, prompts[0].output_len)
         warmups = random_prompts(first, args.num_warmups, _vocabulary(args), args.seed + 1)
@@ -127,7 +126,7 @@ async def _run(
 async def _seek(
     client: Client, args: argparse.Namespace, console: Console
 ) -> tuple[list[Record], Found]:
-    """Each run has prompts of its own, so that no prefix cache knows them."""
+    """Searches the capacity. Each run draws new prompts, so that none hits the prefix cache."""
     runs: dict[float, list[Record]] = {}
 
     async def measure(rate: float) -> float:
@@ -169,11 +168,11 @@ async def _client(session: aiohttp.ClientSession, args: argparse.Namespace) -> C
 
 
 async def _window(server: Server, client: Client) -> int | None:
-    """Tokens of prompt and answer together, where the server tells."""
+    """Returns the server's max_model_len in tokens, or None if it does not say."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT):
             cards = await server.models()
-    except (PdserveError, TimeoutError):  # it may have no such path
+    except (PdserveError, TimeoutError):  # some servers have no /v1/models
         return None
     mine = [card for card in cards if card["id"] == client.body["model"]]
     found = (*mine, *cards)[0].get("max_model_len")
@@ -181,7 +180,7 @@ async def _window(server: Server, client: Client) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when every request completed, 1 when one failed or no rate meets the limits."""
+    """Returns 0 when every request completed, 1 when one failed or no rate meets the limits."""
     args = parse_args(argv)
     console = console_of(stderr=args.json)
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -207,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """The options as JSON; JSON has no infinity."""
+    """Returns the options as JSON data; infinity becomes "inf"."""
     config = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()}
     if args.request_rate is not None and math.isinf(args.request_rate):
         config["request_rate"] = "inf"

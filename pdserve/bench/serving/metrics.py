@@ -4,15 +4,14 @@
        └──────────── TTFT ────────────────┘
        └──────────── E2EL ────────────────────────────────────────────┘
 
-TTFT and E2EL start at the *scheduled arrival*: a request the client could not send in time,
-because all places were taken or because the client itself was late, is as slow for its user
-as one the server kept waiting. Measured from the send, the slowest moments of a server would
-drop out of the statistics ("coordinated omission"). The `_sent` variants start at the send.
-In a closed loop both are the same.
+TTFT and E2EL start at the *scheduled arrival*, also when the client sent the request later because
+of --max-concurrency or its own delay: the user waits all the same. Measured from the send, the
+server's slowest moments would drop out of the statistics ("coordinated omission"). The `_sent`
+variants start at the send. In a closed loop both are equal.
 
-TPOT is (finished − first chunk) / (tokens − 1). ITL is the time between two chunks divided
-by the tokens of the later one, counted once for each of them. GAP is that time undivided:
-what a reader sees as a pause.
+TPOT is (finished − first chunk) / (tokens − 1). ITL is the time between two chunks divided by the
+tokens of the later one, counted once per token. GAP is that time undivided: the pause a reader
+sees.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ class Timing:
     gap: tuple[float, ...]
 
     def meets(self, slo: Mapping[str, float]) -> bool:
-        """Whether every limit holds; a metric the request does not have cannot be missed."""
+        """Returns whether the request is within every limit; a metric it lacks counts as met."""
         values = ((getattr(self, name), limit) for name, limit in slo.items())
         return all(value is None or value <= limit for value, limit in values)
 
 
 def measure(record: Record) -> Timing:
-    """The timing of a completed request."""
+    """Returns the timing of a completed request."""
     if record.finished is None:
         raise ValueError("the request did not complete")
-    # A request whose tokens all have empty text shows its first one when it ends.
+    # Without any text there is no chunk: the first token counts as seen at the end.
     first = record.chunks[0].time if record.chunks else record.finished
     usage = record.usage
     tokens = usage.completion_tokens if usage else _said(record.chunks)
@@ -91,10 +90,9 @@ def _gaps(chunks: Sequence[Chunk]) -> list[float]:
 
 
 def tokens_per_chunk(chunks: Sequence[Chunk], total: int) -> list[int]:
-    """Tokens of each chunk: what the server said, else one, and the tokens that are then
-    missing from `total` shared evenly by the chunks the server said nothing of, the earlier
-    ones first. (Servers hold text back at UTF-8 and stop-string borders and may send several
-    tokens at once.)"""
+    """Returns the token count of each chunk: the server's, else one. The rest of `total` is spread
+    evenly over the chunks without a count, earlier ones first. (Servers hold text back at UTF-8
+    and stop-string borders and may then send several tokens at once.)"""
     unsaid = [i for i, chunk in enumerate(chunks) if chunk.tokens is None]
     counts = [chunk.tokens or 1 for chunk in chunks]
     each, rest = divmod(max(0, total - sum(counts)), len(unsaid)) if unsaid else (0, 0)
@@ -118,7 +116,7 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """None when there are no values."""
+    """Returns the distribution of the values, None if there are none."""
     array = np.fromiter(values, dtype=float)
     if array.size == 0:
         return None
@@ -128,14 +126,14 @@ def distribution(values: Iterable[float]) -> Distribution | None:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. Rates are per second of `duration`, which is the time from the first
-    arrival to the last answer."""
+    """The figures of a run. Rates are per second of `duration`, the time from the first arrival to
+    the last answer."""
 
     duration: float
     completed: int
     failed: int
     errors: dict[str, int]  # kind -> count
-    reasons: dict[str, str]  # kind -> what the first one of it was told
+    reasons: dict[str, str]  # kind -> message of the first such error
     total_input_tokens: int
     total_output_tokens: int
     total_cached_tokens: int
@@ -150,7 +148,7 @@ class Summary:
 
 
 def summarize(records: Sequence[Record], slo: Mapping[str, float]) -> tuple[Summary, list[Timing]]:
-    """The summary of a run and the timings it was made of."""
+    """Returns the summary of a run and the timings of its completed requests."""
     timings = [measure(record) for record in records if record.error is None]
     errors = Counter(record.error for record in records if record.error is not None)
     duration = _duration(records)

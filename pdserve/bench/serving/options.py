@@ -15,7 +15,7 @@ from pdserve.client.terminal import json_object, number, positive
 from pdserve.common.config.options import CommandParser
 
 DATASETS = ("random", "sharegpt", "prefix_repetition", "trace")
-# What lengths are unless they are given or the server's window is too small for them.
+# Default lengths in tokens; `fit_lengths` lowers them if the server's context is too short.
 LENGTHS = {
     "random_input_len": 1024,
     "random_output_len": 128,
@@ -24,13 +24,13 @@ LENGTHS = {
     "prefix_repetition_suffix_len": 256,
     "prefix_repetition_output_len": 128,
 }
-# Which of them a request of a data set has together, and how many times.
+# Per data set: the lengths that add up to a request, and how often each counts.
 _TOGETHER = {
     "random": {"random_input_len": 1, "random_output_len": 1},
     "sharegpt": {"sharegpt_max_len": 2},
     "prefix_repetition": dict.fromkeys([each for each in LENGTHS if each.startswith("prefix")], 1),
 }
-CHAT_TEMPLATE = 64  # tokens of a window that are left for what a chat's template adds
+CHAT_TEMPLATE = 64  # tokens of the context that are reserved for the chat template
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,8 +50,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def fit_lengths(args: argparse.Namespace, window: int | None) -> list[str]:
-    """Fills in the lengths that are not given: the defaults, or less where a request would not fit
-    the server's `window` (tokens; None: not known). Those that became less, as flags."""
+    """Fills in the lengths that were not given, with less than the defaults where a request would
+    exceed `window` (the server's context in tokens; None: unknown). Returns the lowered ones as
+    flags."""
     open_lengths = [name for name in LENGTHS if getattr(args, name) is None]
     for name in open_lengths:
         setattr(args, name, LENGTHS[name])
@@ -71,17 +72,17 @@ def fit_lengths(args: argparse.Namespace, window: int | None) -> list[str]:
 
 
 def _fitted(name: str) -> str:
-    return f"default: {LENGTHS[name]}, or what fits the server's window"
+    return f"default: {LENGTHS[name]}, or less if the server's context is shorter"
 
 
 def _server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--base-url", "--url", default=DEFAULT_URL, help=URL_HELP)
     add("--backend", choices=("openai", "openai-chat"), default="openai", help="endpoint to call")
-    add("--model", help="default: the first the server lists")
+    add("--model", help="default: the first model listed")
     add("--timeout", type=positive, default=600.0, help="seconds for one request")
     add("--temperature", type=number(float), default=0.0)
-    add("--ignore-eos", action="store_true", help="every answer has its full length")
+    add("--ignore-eos", action="store_true", help="generate every answer to its full length")
     add("--extra-body", type=json_object, default={}, help="JSON merged into every request")
 
 
@@ -97,7 +98,7 @@ def _load_options(parser: argparse.ArgumentParser) -> None:
         "--burstiness",
         type=positive,
         default=1.0,
-        help="shape of the gaps' gamma distribution: 1 Poisson, less is burstier",
+        help="shape of the gamma distribution of gaps: 1 is Poisson, less is burstier",
     )
     add("--max-concurrency", type=number(int, 1), help="requests in flight at once")
     add(
@@ -108,20 +109,20 @@ def _load_options(parser: argparse.ArgumentParser) -> None:
 
 def _capacity_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
-        "capacity", "with a limit: find the highest rate at which enough requests meet it"
+        "capacity", "with a limit: find the highest request rate at which enough requests meet it"
     ).add_argument
-    add("--slo-ttft-ms", type=positive, help="limit of the time to the first token")
+    add("--slo-ttft-ms", type=positive, help="limit of the time to first token")
     add(
         "--slo-itl-ms",
         type=positive,
-        help="limit of the mean time between a request's tokens (its TPOT)",
+        help="limit of a request's mean time between tokens (TPOT)",
     )
-    add("--slo-attainment", type=_share, default=0.9, help="share of requests that is enough")
+    add("--slo-attainment", type=_share, default=0.9, help="share that must meet the limits")
     add(
         "--capacity-precision",
         type=positive,
         default=0.1,
-        help="share by which the rate found may be too low",
+        help="relative precision of the rate found",
     )
 
 
@@ -131,22 +132,22 @@ def _dataset_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-format",
         choices=("ids", "words"),
-        help="token ids or text of as many words (default: ids; words for chat)",
+        help="token ids, or text with that many words (default: ids; words for chat)",
     )
-    add("--vocab-size", type=int, default=512, help=f"ids are drawn from [{FIRST_TOKEN_ID}, this)")
+    add("--vocab-size", type=int, default=512, help=f"draw ids from [{FIRST_TOKEN_ID}, this)")
     add("--random-input-len", type=number(int, 1), help=_fitted("random_input_len"))
     add("--random-output-len", type=number(int, 1), help=_fitted("random_output_len"))
-    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by ± this share")
+    add("--random-range-ratio", type=float, default=0.0, help="vary lengths by ± this share")
     add("--random-prefix-len", type=number(int, 0), default=0, help="tokens that all prompts share")
-    longest = f"longest input and output ({_fitted('sharegpt_max_len')})"
+    longest = f"longest input and longest output ({_fitted('sharegpt_max_len')})"
     add("--sharegpt-max-len", type=number(int, 1), help=longest)
     for name in ("prefix", "suffix", "output"):
         help = _fitted(f"prefix_repetition_{name}_len")
         add(f"--prefix-repetition-{name}-len", type=number(int, 1), help=help)
     add("--prefix-repetition-num-prefixes", type=number(int, 1), default=10)
-    add("--dataset-path", type=Path, help="trace: Mooncake's JSONL or Azure's CSV")
-    add("--trace-speedup", type=positive, default=1.0, help="replay this much faster")
-    add("--trace-length-scale", type=positive, default=1.0, help="times the lengths")
+    add("--dataset-path", type=Path, help="trace file: Mooncake's JSONL or Azure's CSV")
+    add("--trace-speedup", type=positive, default=1.0, help="replay the trace this much faster")
+    add("--trace-length-scale", type=positive, default=1.0, help="multiply the trace's lengths")
 
 
 def _result_options(parser: argparse.ArgumentParser) -> None:
@@ -179,26 +180,26 @@ def _slo(text: str) -> tuple[str, float]:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Options that do not fit together."""
+    """Reports options that exclude each other."""
     chat = args.backend == "openai-chat"
     if chat and args.prompt_format == "ids":
-        parser.error("chat takes no token ids: use --prompt-format words")
+        parser.error("chat endpoints take no token ids: use --prompt-format words")
     if args.dataset_name == "trace" and args.dataset_path is None:
         parser.error("--dataset-name trace needs --dataset-path")
     if seeks_capacity(args):
         if args.dataset_name == "trace" or args.max_concurrency is not None:
-            parser.error("the capacity is sought in an open loop of drawn arrivals, uncapped")
+            parser.error("--slo-… excludes --dataset-name trace and --max-concurrency")
         if args.request_rate is not None and math.isinf(args.request_rate):
-            parser.error("--request-rate is where the search for the capacity starts: finite")
+            parser.error("--slo-… starts its search at --request-rate, which must be finite")
         if args.goodput:
-            parser.error("--goodput and --slo-… are the same limits: give one kind")
+            parser.error("--goodput and --slo-… set the same limits: give only one of them")
     if not 0 <= args.random_range_ratio < 1:
         parser.error("--random-range-ratio must be in [0, 1)")
     if args.vocab_size <= FIRST_TOKEN_ID:
         parser.error(f"--vocab-size must be greater than {FIRST_TOKEN_ID}")
     for flag, path in (("--save-result", args.save_result), ("--plot", args.plot)):
         if path is not None and not path.resolve().parent.is_dir():
-            parser.error(f"{flag} {path}: there is no such folder")
+            parser.error(f"{flag} {path}: its folder does not exist")
     if args.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'pdserve[bench]'")
 
@@ -208,6 +209,6 @@ def seeks_capacity(args: argparse.Namespace) -> bool:
 
 
 def limits(args: argparse.Namespace) -> dict[str, float]:
-    """What a good request keeps: metric → milliseconds."""
+    """Returns the limits of a good request: metric → milliseconds."""
     slo = {"ttft": args.slo_ttft_ms, "tpot": args.slo_itl_ms}
     return dict(args.goodput) | {name: limit for name, limit in slo.items() if limit is not None}

@@ -1,4 +1,4 @@
-"""A run's summary as a table, as JSON with the keys of `vllm bench serve`, and as a plot."""
+"""Shows a run's summary as tables, as JSON with the keys of `vllm bench serve`, and as a plot."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TITLES = {
     "e2el_sent": "E2EL from the send",
     "delay": "delay of the send",
 }
-# Later than this without a concurrency cap, the load generator itself is the bottleneck.
+# Above this delay, without a concurrency limit, the load generator itself is the bottleneck.
 LATE_MS = 20.0
 
 
 def as_json(summary: Summary, config: Mapping[str, Any], date: str) -> dict[str, Any]:
-    """One flat object: `mean_ttft_ms`, `p99_itl_ms`, `request_throughput`, …"""
+    """Returns one flat object: `mean_ttft_ms`, `p99_itl_ms`, `request_throughput`, …"""
     result = {"date": date, "config": dict(config), **asdict(summary)}
     for name, latency in result.pop("latencies").items():
         for statistic in (field.name for field in fields(Distribution)):
@@ -43,8 +43,8 @@ def print_tables(summary: Summary, console: Console) -> None:
         console.print(f"{kind}: {reason}", style="red")
     if summary.estimated:
         console.print(
-            f"{summary.estimated} answers had no usage: their output tokens are a count "
-            "of chunks and may be too low, their input tokens count as 0.",
+            f"{summary.estimated} answers had no usage: their chunks count as output tokens, which "
+            "may be too low, and their input tokens as 0.",
             style="yellow",
         )
 
@@ -53,8 +53,8 @@ def warn_if_late(summary: Summary, console: Console) -> None:
     delay = summary.latencies["delay"]
     if delay is not None and delay.p99 > LATE_MS:
         console.print(
-            f"Requests were sent up to {delay.p99:.0f} ms (p99) after they were due: this "
-            "load generator was too slow. Lower the rate or run several.",
+            f"Requests were sent {delay.p99:.0f} ms (p99) after they were due: this load "
+            "generator was too slow. Lower the rate, or run several generators.",
             style="yellow",
         )
 
@@ -67,7 +67,7 @@ def _totals(summary: Summary) -> Table:
         *((f"  {kind}", str(count)) for kind, count in summary.errors.items()),
         ("duration", f"{summary.duration:.2f} s"),
         ("input tokens", str(summary.total_input_tokens)),
-        ("  of them cached", str(summary.total_cached_tokens)),
+        ("  cached", str(summary.total_cached_tokens)),
         ("output tokens", str(summary.total_output_tokens)),
         ("request throughput", f"{summary.request_throughput:.2f} /s"),
         ("output token throughput", f"{summary.output_throughput:.1f} /s"),
@@ -94,7 +94,7 @@ def _latencies(summary: Summary) -> Table:
 
 
 def plot(timings: Sequence[Timing], slo: Mapping[str, float], path: Path) -> None:
-    """Cumulative distributions of TTFT, TPOT and E2EL with their limits, as a PNG."""
+    """Writes a PNG with the cumulative distributions of TTFT, TPOT and E2EL and their limits."""
     # Slow to import and absent without the `bench` extra.
     from matplotlib.figure import Figure
 

@@ -131,7 +131,7 @@ def test_what_lies_below_a_folder_of_others_is_not_executed(
     change(list(cache.parents)[depth - 2] if depth > 1 else cache)
     with pytest.raises(native.BuildError, match=r"others may write|another user") as caught:
         native.load_library(toy, cache)
-    assert "PDSERVE_CACHE names another folder" in str(caught.value)
+    assert "set PDSERVE_CACHE to another folder" in str(caught.value)
 
 
 @needs_compiler
@@ -164,7 +164,7 @@ def test_what_another_may_write_to_is_not_executed(tmp_path: Path, toy: Library)
         native.load_library(toy, tmp_path)
     made.unlink()
     made.symlink_to("/dev/null")
-    with pytest.raises(native.BuildError, match="no plain file"):
+    with pytest.raises(native.BuildError, match="not a regular file"):
         native.load_library(toy, tmp_path)
 
 
@@ -209,17 +209,17 @@ def test_a_full_folder_is_noticed_before_anything_is_compiled(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (native.ROOM_NBYTES // 2, limits[1]))
     try:
-        with pytest.raises(native.BuildError, match="no room for the 16 MiB") as caught:
+        with pytest.raises(native.BuildError, match="needs 16 MiB of disk") as caught:
             native.load_library(toy, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(tmp_path) in str(caught.value) and "make room" in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and "free some space" in str(caught.value)
     assert "-c" not in compiler.read_text()
     assert [path.name for path in (tmp_path / "toys").iterdir()] == ["lock"]
 
 
 @needs_compiler
-def test_a_cache_that_is_no_folder_is_an_error_with_a_mend(tmp_path: Path, toy: Library) -> None:
+def test_a_cache_that_is_no_folder_is_an_error_with_a_fix(tmp_path: Path, toy: Library) -> None:
     (tmp_path / "toys").write_text("")
     with pytest.raises(native.BuildError, match="PDSERVE_CACHE"):
         native.load_library(toy, tmp_path)
@@ -233,6 +233,6 @@ def test_a_build_that_never_ends_is_not_waited_for_for_ever(
     (tmp_path / "toys").mkdir(mode=0o700)
     with (
         native._locked(tmp_path / "toys" / "lock"),
-        pytest.raises(native.BuildError, match="another process holds"),
+        pytest.raises(native.BuildError, match="another process has held"),
     ):
         native.load_library(toy, tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.parameters import PARAMETERS, Kind, Parameter
+from pdserve.common.core.parameters import PARAMETERS, Parameter, ParamType
 from pdserve.common.core.sampling import SAMPLING_PARAMETERS, SamplingParams, check_sampling
 from pdserve.common.rpc.convert import fields_set, sampling_from_pb, sampling_to_pb
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -20,31 +20,31 @@ VOCAB = 512
 WIRE = pb.SamplingParams.DESCRIPTOR
 CARRIED = [each for each in PARAMETERS.values() if each.number is not None]
 # One value of each kind that every parameter of it takes, and one that none does.
-GOOD: dict[Kind, Any] = {
-    Kind.INTEGER: 1,
-    Kind.NUMBER: 0.5,
-    Kind.BOOLEAN: True,
-    Kind.TEXT: "x",
-    Kind.TEXT_OR_TEXTS: ["x"],
-    Kind.TEXTS: ["x"],
-    Kind.TOKEN_IDS: [3, 4],
-    Kind.TOKEN_ID_LISTS: [[3], [4, 5]],
-    Kind.BIASES: {"3": 0.5},
-    Kind.OBJECT: {},
-    Kind.OBJECT_OR_TEXT: "x",
+GOOD: dict[ParamType, Any] = {
+    ParamType.INTEGER: 1,
+    ParamType.NUMBER: 0.5,
+    ParamType.BOOLEAN: True,
+    ParamType.TEXT: "x",
+    ParamType.TEXT_OR_TEXTS: ["x"],
+    ParamType.TEXTS: ["x"],
+    ParamType.TOKEN_IDS: [3, 4],
+    ParamType.TOKEN_ID_LISTS: [[3], [4, 5]],
+    ParamType.BIASES: {"3": 0.5},
+    ParamType.OBJECT: {},
+    ParamType.OBJECT_OR_TEXT: "x",
 }
-FOREIGN: dict[Kind, Any] = {
-    Kind.INTEGER: "one",
-    Kind.NUMBER: True,
-    Kind.BOOLEAN: 1,
-    Kind.TEXT: 1,
-    Kind.TEXT_OR_TEXTS: [1],
-    Kind.TEXTS: "x",
-    Kind.TOKEN_IDS: ["3"],
-    Kind.TOKEN_ID_LISTS: [3],
-    Kind.BIASES: [3],
-    Kind.OBJECT: [],
-    Kind.OBJECT_OR_TEXT: 1,
+FOREIGN: dict[ParamType, Any] = {
+    ParamType.INTEGER: "one",
+    ParamType.NUMBER: True,
+    ParamType.BOOLEAN: 1,
+    ParamType.TEXT: 1,
+    ParamType.TEXT_OR_TEXTS: [1],
+    ParamType.TEXTS: "x",
+    ParamType.TOKEN_IDS: ["3"],
+    ParamType.TOKEN_ID_LISTS: [3],
+    ParamType.BIASES: [3],
+    ParamType.OBJECT: [],
+    ParamType.OBJECT_OR_TEXT: 1,
 }
 
 
@@ -74,18 +74,18 @@ def out_of_range(parameter: Parameter) -> list[Any]:
     numbers = [] if None in bounds else [parameter.low - 1, parameter.high + 1]  # type: ignore[operator]
     numbers += [0] if parameter.positive else []
     match parameter.kind:
-        case Kind.INTEGER | Kind.NUMBER:
+        case ParamType.INTEGER | ParamType.NUMBER:
             assert numbers, "a number without bounds"
             return numbers
-        case Kind.TOKEN_IDS:
+        case ParamType.TOKEN_IDS:
             return [(VOCAB,), (-1,), (1,) * (parameter.most + 1)]
-        case Kind.BIASES:
+        case ParamType.BIASES:
             many = dict.fromkeys(range(parameter.most + 1), 0.0)
             return [{VOCAB: 0.0}, {-1: 0.0}, many, *({1: float(n)} for n in numbers)]
-        case Kind.TOKEN_ID_LISTS:
+        case ParamType.TOKEN_ID_LISTS:
             long = (1,) * (parameter.longest + 1)
             return [((VOCAB,),), ((1,), (-1,)), ((),), (long,), ((1,),) * (parameter.most + 1)]
-        case Kind.TEXT:
+        case ParamType.TEXT:
             return ["x" * (parameter.longest + 1)]
         case _:
             return []

@@ -258,7 +258,7 @@ async def test_a_stop_ends_though_zeromq_does_not(
     try:
         async with asyncio.timeout(30):
             await executor.shutdown(deadline=5.0)
-        assert "ZeroMQ has not ended after 1 s; its threads are left" in caplog.text
+        assert "ZeroMQ did not stop within 1 s; its threads remain" in caplog.text
         assert not any(map(alive, pids))
     finally:
         stuck.set()
@@ -283,8 +283,8 @@ async def test_a_stop_ends_though_a_rank_does_not(
     await executor.call(0, b"x")  # the step is on its way
     async with asyncio.timeout(30):
         await executor.shutdown(deadline=0.1)
-    assert "ranks have not ended 1 s after they were killed" in caplog.text
-    assert "places were not given back" in caplog.text
+    assert "ranks are still running 1 s after they were killed" in caplog.text
+    assert "resources were not freed" in caplog.text
     with pytest.raises(NodeError):
         await step
     kill()
@@ -340,9 +340,9 @@ class ThisRank:
         self.rank.set_hwm(0)
         self.rank.connect("inproc://node")
         for link in wire.Link:
-            self.send(wire.Kind.RESULT, wire.start_number(0, link))
+            self.send(wire.RankMessage.RESULT, wire.start_number(0, link))
 
-    def send(self, kind: wire.Kind, number: int = 0) -> None:
+    def send(self, kind: wire.RankMessage, number: int = 0) -> None:
         self.rank.send_multipart([wire.HEADER.pack(0, kind, number), b""])
 
     async def launch(self, spec: WorkerSpec) -> None:
@@ -373,7 +373,7 @@ async def test_a_rank_that_sends_without_a_pause_starves_nobody() -> None:
     async with running(executor):
         executor.on_event(lambda rank, event: taken.update([turns]))
         for _ in range(many := 10 * fanout.MAX_BURST):
-            launcher.send(wire.Kind.EVENT)
+            launcher.send(wire.RankMessage.EVENT)
         while taken.total() < many:
             await asyncio.sleep(0)
             turns += 1

@@ -272,7 +272,7 @@ def test_a_silent_peer_is_an_error_after_the_timeout(tmp_path: Path) -> None:
 
     silent, message = on_threads(tmp_path, 2, work, ep=2)
     assert silent == "silent"
-    assert message.startswith("RANK_LOST") and "rank 0 did not come in time" in message
+    assert message.startswith("RANK_LOST") and "rank 0 did not arrive in time" in message
 
 
 def _until_lost(state: ParallelState) -> tuple[str, str, float]:

@@ -306,7 +306,7 @@ async def test_ranks_die_with_their_node(node: Node) -> None:
 
 @pytest.mark.slow
 async def test_a_dead_raylet(raylets: Raylets, node: Node) -> None:
-    await check_death(node, lambda: raylets.kill(1), "was lost: its host, or the raylet")
+    await check_death(node, lambda: raylets.kill(1), "was lost: its host or the raylet")
 
 
 @pytest.mark.slow

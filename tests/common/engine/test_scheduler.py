@@ -9,8 +9,8 @@ import pytest
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.fair_queue import share_budget
 from pdserve.common.engine.messages import StepDelta
-from pdserve.common.engine.prompt_budget import share_budget
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence, Status
 

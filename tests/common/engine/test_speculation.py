@@ -56,7 +56,7 @@ def test_what_is_left_out_is_as_in_vllm(given: str, found: tuple[int, int]) -> N
         ('{"method":"ngram","num_speculative_tokens":0}', "from 1 to 32"),
         ('{"method":"ngram","num_speculative_tokens":true}', "from 1 to 32"),
         ('{"method":"ngram","num_speculative_tokens":1e9}', "from 1 to 32"),
-        ('{"method":"ngram","num_speculative_token":3}', "there is num_speculative_tokens"),
+        ('{"method":"ngram","num_speculative_token":3}', "did you mean num_speculative_tokens"),
         ('{"method":"ngram","num_speculative_tokens":3,"model":"x"}', "has no model"),
         (
             '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_min":5,'
@@ -64,7 +64,7 @@ def test_what_is_left_out_is_as_in_vllm(given: str, found: tuple[int, int]) -> N
             "prompt_lookup_min 5 is more than prompt_lookup_max 4",
         ),
         ('{"method":"draft_model","num_speculative_tokens":3}', "needs a model"),
-        ('{"model":"x","num_speculative_tokens":3,"prompt_lookup_min":5}', "is of method ngram"),
+        ('{"model":"x","num_speculative_tokens":3,"prompt_lookup_min":5}', "is for method ngram"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

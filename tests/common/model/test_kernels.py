@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.common.core import native
+from pdserve.common.core import native as compiler
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.model import device
-from pdserve.common.model.kernels import build
-from pdserve.common.model.kernels.compiled import CompiledKernels
+from pdserve.common.model.kernels import native
 from pdserve.common.model.kernels.native import NativeKernels
-from pdserve.common.model.kernels.ops import Kernels, TorchKernels
+from pdserve.common.model.kernels.ops import CompiledKernels, Kernels, TorchKernels
 from tiny_engine import CPU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -36,7 +35,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 @needs_compiler
 def test_the_library_shares_torchs_pool_of_threads() -> None:
-    build.load_library()
+    native.load_library()
     lines = Path("/proc/self/maps").read_text().splitlines()
     names = {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}
     assert len(names) <= 1
@@ -45,7 +44,7 @@ def test_the_library_shares_torchs_pool_of_threads() -> None:
 def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
     assert device.choose_kernels("auto", CPU, rank=1).name == "torch"
     assert not caplog.records

@@ -23,13 +23,13 @@ from paths import MODELS
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.lora import AdapterFile, read_adapter
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.engine.adapter_calls import LOADED, DropAdapter, LoadAdapter, encode_call
+from pdserve.common.engine.messages import LOADED, DropAdapter, LoadAdapter, encode_adapter_call
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.layers import LoRA
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.worker import adapters as worker_adapters
-from pdserve.common.worker.adapters import AdapterExtension, Adapters
+from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
 from pdserve.common.worker.input_batch import StepSequence
 from slow_quantization import dequantized_folder
 from tiny_engine import BLOCK_SIZE, load, new_cache, single_threaded_inference, some_tokens
@@ -62,8 +62,8 @@ def of_peft(model: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
         return adapted(torch.tensor([tokens])).logits[0].clone()
 
 
-def loaded(model: CausalLM, *folders: Path) -> tuple[Adapters, list[str]]:
-    adapters = Adapters(model, max_rank=16)
+def loaded(model: CausalLM, *folders: Path) -> tuple[RankAdapters, list[str]]:
+    adapters = RankAdapters(model, max_rank=16)
     digests = [read_adapter(each, model.spec, 16).digest for each in folders]
     for digest, folder in zip(digests, folders, strict=True):
         load_it = LoadAdapter(digest, str(folder))
@@ -73,7 +73,7 @@ def loaded(model: CausalLM, *folders: Path) -> tuple[Adapters, list[str]]:
     return adapters, digests
 
 
-def of_step(adapters: Adapters, parts: list[list[int]], digests: list[str]) -> LoRA | None:
+def of_step(adapters: RankAdapters, parts: list[list[int]], digests: list[str]) -> LoRA | None:
     sequences = [
         StepSequence(i, tuple(part), 0, (), adapter=digest)
         for i, (part, digest) in enumerate(zip(parts, digests, strict=True))
@@ -173,9 +173,9 @@ def test_calls_load_and_drop_and_others_pass(
         return read_adapter(*args)
 
     monkeypatch.setattr(worker_adapters, "read_adapter", read)
-    adapters = Adapters(model, max_rank=16)
+    adapters = RankAdapters(model, max_rank=16)
     extension = AdapterExtension(adapters, None)
-    load_it, drop_it = encode_call(LoadAdapter(digest, str(folder))), DropAdapter(digest)
+    load_it, drop_it = encode_adapter_call(LoadAdapter(digest, str(folder))), DropAdapter(digest)
     assert extension.handle_at_once(load_it) is None
     assert extension.handle(load_it) == extension.handle(load_it) == b""
     with pytest.raises(NodeError, match="no extension"):
@@ -187,13 +187,13 @@ def test_calls_load_and_drop_and_others_pass(
     wait(adapters._loading.values())
     assert extension.handle(load_it) == extension.handle(load_it) == LOADED
     assert of_step(adapters, [tokens], [digest]) is not None
-    assert extension.handle(encode_call(drop_it)) == b""
+    assert extension.handle(encode_adapter_call(drop_it)) == b""
     with pytest.raises(NodeError, match="is not loaded"):
         of_step(adapters, [tokens], [digest])
-    wrong = encode_call(LoadAdapter("0" * 32, str(folder)))
+    wrong = encode_adapter_call(LoadAdapter("0" * 32, str(folder)))
     extension.handle(wrong)
     wait(adapters._loading.values())
-    with pytest.raises(ConfigError, match="another one on this host"):
+    with pytest.raises(ConfigError, match="differs on this host"):
         extension.handle(wrong)
     assert extension.handle(wrong) == b""  # another try
     extension.close(1.0)
@@ -253,19 +253,19 @@ WEIGHTS = "adapter_model.safetensors"
         (raw("adapter_config.json", b"[]"), "does not hold a JSON object"),
         (raw("adapter_config.json", b"{"), "is not JSON"),
         (raw("adapter_config.json", b"[" * 100_000), "is not JSON"),
-        (raw("adapter_config.json", None), "there is no adapter_config.json"),
+        (raw("adapter_config.json", None), "adapter_config.json is missing"),
         (raw(WEIGHTS, None), "only safetensors weights are read"),
         (raw(WEIGHTS, b"\x80\x02"), "is not a safetensors file"),
         (raw(WEIGHTS, b"\xff" * 64), "is not a safetensors file"),
         (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"[]"), "is not a safetensors file"),
-        (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"{}"), "it changes nothing"),
+        (raw(WEIGHTS, b"\x02" + b"\0" * 7 + b"{}"), "it has no tensors"),
         (weights(lambda t: t.pop(Q_B)), "it lacks .*q_proj.lora_B"),
         (weights(lambda t: t.update({Q_A: t[Q_A].double()})), "has the dtype F64"),
         (
             weights(lambda t: t.update({"lm_head.lora_A.weight": t[Q_A].clone()})),
             "it has lm_head.lora_A",
         ),
-        (weights(lambda t: t.update({Q_A.replace("0", "9"): t[Q_A].clone()})), "of 4 layers"),
+        (weights(lambda t: t.update({Q_A.replace("0", "9"): t[Q_A].clone()})), "in 4 layers"),
     ],
 )
 def test_what_cannot_be_served_is_refused(spoil: Any, says: str, tmp_path: Path) -> None:

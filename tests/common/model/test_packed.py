@@ -21,11 +21,10 @@ from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 from pdserve.common.model.kernels.packed import AMX_TOKENS, MAX_INT8_INPUTS, Packer
 from pdserve.common.model.loader import load_model
-from pdserve.common.model.matrix import WeightMatrix
 from pdserve.common.model.moe import MoE
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-from pdserve.common.model.weights import Int8Weight, MatrixPart, make_weight
+from pdserve.common.model.weights import Int8Weight, MatrixPart, WeightMatrix, make_weight
 from tiny_engine import CPU, new_cache, single_threaded_inference, some_tokens, step
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")

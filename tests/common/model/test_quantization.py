@@ -329,7 +329,7 @@ def test_one_product_is_quantized_alike() -> None:
 def test_numbers_fill_words_and_bytes() -> None:
     spec = ModelSpec.from_folder(LLAMA).quantized("int4")
     ranks: Any = SimpleNamespace(rank=0, size=4)
-    with pytest.raises(ConfigError, match="not packed in whole 32-bit words"):
+    with pytest.raises(ConfigError, match="does not fill whole 32-bit words"):
         CausalLM(
             replace(spec, intermediate_size=324),
             Sharding(GroupCoordinator(), CPU, torch.float32),

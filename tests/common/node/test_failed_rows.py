@@ -85,7 +85,7 @@ async def test_a_request_that_forbids_every_token_is_its_clients_mistake(
     _, channel = node
     but_the_end = tuple(token for token in range(512) if token not in (0, 2))
     sampling = replace(PARAMS, min_tokens=3, stop_token_ids=but_the_end)
-    with pytest.raises(InvalidRequest, match="no token that may be chosen") as caught:
+    with pytest.raises(InvalidRequest, match="no token is allowed") as caught:
         await run(channel, replace(GOOD, sampling=sampling))
     assert (caught.value.blame, caught.value.retryable) == (Blame.CLIENT, False)
 

@@ -13,7 +13,7 @@ from paths import MODELS
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import Blame, ConfigError, NodeError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.engine.adapter_calls import LOADED, DropAdapter, LoadAdapter, decode_call
+from pdserve.common.engine.messages import LOADED, DropAdapter, LoadAdapter, decode_adapter_call
 from pdserve.common.node import adapters
 from pdserve.common.node.adapters import NodeAdapters
 
@@ -27,7 +27,7 @@ class Rank:
         self.loading: set[str] = set()
 
     async def __call__(self, message: bytes) -> bytes:
-        match decode_call(message):
+        match decode_adapter_call(message):
             case LoadAdapter(digest, path):
                 assert digest not in self.has
                 if digest not in self.loading:

@@ -18,15 +18,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_node import decode_node, eventually, generate
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import Blame, NodeError, TransferError
-from pdserve.common.engine.adapter_calls import LOADED, AdapterCall
 from pdserve.common.engine.core import EngineProgress
+from pdserve.common.engine.messages import LOADED, AdapterCall
 from pdserve.common.node.replica import Watchdog
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import serving
-from pdserve.common.worker.adapters import Adapters
+from pdserve.common.worker.adapters import RankAdapters
 from pdserve.decode_node.node import DecodeNode
 from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.control.sink_client import (
@@ -312,11 +312,11 @@ async def test_a_rank_that_stands_still_over_an_adapter_is_seen(
 ) -> None:
     goes_on = threading.Event()
 
-    def serve(ranks: Adapters, call: AdapterCall) -> bytes:
+    def serve(ranks: RankAdapters, call: AdapterCall) -> bytes:
         goes_on.wait(30.0)
         return LOADED
 
-    monkeypatch.setattr(Adapters, "serve", serve)
+    monkeypatch.setattr(RankAdapters, "serve", serve)
     async with decode_node(stall=STALL, lora=LoRAConfig(enable_lora=True)) as (node, _, _):
         setting = asyncio.create_task(node.adapters.set({"a": "/a"}))
         try:

@@ -416,5 +416,5 @@ def test_a_process_that_does_not_stop_says_where_it_hangs_and_exits(log_format: 
     )
     (line,) = process.stderr.splitlines()
     assert process.returncode == 1
-    assert "did not stop within 0 s, exits by force" in line
+    assert "did not stop within 0 s, exiting" in line
     assert re.search(r"rank-0-steps in <string>:\d+ step_for_ever", line)

@@ -105,11 +105,11 @@ def test_two_cards_hold_them_and_some_69_000_tokens(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_mend_mends(qwen: Path, option: str) -> None:
+def test_a_fix_fixes(qwen: Path, option: str) -> None:
     assert qwen_plan(qwen, **{option: 2}).fits
     shorter = qwen_plan(qwen, quantization="int8", max_model_len=32768)
     assert not shorter.fits
-    length = int(next(m for m in shorter.mends if "max-model-len" in m).split()[1])
+    length = int(next(m for m in shorter.fixes if "max-model-len" in m).split()[1])
     assert qwen_plan(qwen, quantization="int8", max_model_len=length).fits
     assert not qwen_plan(qwen, quantization="int8", max_model_len=length + 1).fits
 
@@ -117,7 +117,7 @@ def test_a_mend_mends(qwen: Path, option: str) -> None:
 def test_kv_memory_beyond_what_is_left_does_not_fit(qwen: Path) -> None:
     found = qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="7GiB")
     assert not found.fits
-    assert "leave out --kv-cache-memory" in found.mends
+    assert "leave out --kv-cache-memory" in found.fixes
     assert qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="6GiB").fits
 
 
@@ -424,8 +424,8 @@ def test_the_table(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {cells[0]: cells[1:] for cells in map(cells_of, text.splitlines()) if cells}
     assert rows["weights of the model"] == ["27.51 GiB = 29.54 GB"] * 2
     assert rows["layers"] == ["24 + 24 (below: stage 2)", "48"]
-    assert rows["KV of a token, model"] == ["192 KiB", "192 KiB"]
-    assert rows["KV of a token, GPU"] == ["48 KiB", "96 KiB"]
+    assert rows["KV per token, model"] == ["192 KiB", "192 KiB"]
+    assert rows["KV per token, GPU"] == ["48 KiB", "96 KiB"]
     assert rows["all-reduce per token"] == ["960 KiB", "960 KiB"]
     assert "decode: fits" in text and "− LoRA adapters" not in rows
     lora = ["--enable-lora", "--max-lora-rank", "64", "--max-loras", "4"]
@@ -446,7 +446,7 @@ def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture
     assert main(["plan", f"--model={qwen}", "--gpu-memory=24GiB", "--max-model-len=16384"]) == 1
     text = capsys.readouterr().out
     assert "prefill: does not fit" in text
-    assert "mend: --tp 2; or --pp 2; or --quantization int8" in text
+    assert "fix: --tp 2; or --pp 2; or --quantization int8" in text
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture
         ([], "--model must name"),
         (["--model={qwen}"], "--gpu-memory must say"),
         (["--model={qwen}", "--gpu-memory=lots"], "--gpu-memory 'lots' is not a size"),
-        (["--model=/nowhere", "--gpu-memory=1GiB"], "there is no folder /nowhere"),
+        (["--model=/nowhere", "--gpu-memory=1GiB"], "the folder /nowhere does not exist"),
         (["--model=README.md", "--gpu-memory=1GiB"], "README.md is not JSON"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--tp=3"], "does not divide"),
         (["--model={qwen}", "--gpu-memory=1GiB", "--tp=2", "--ep=2"], "has no experts"),

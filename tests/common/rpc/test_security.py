@@ -167,10 +167,10 @@ def test_all_three_files_or_none(
         ({"tls_key": "/nowhere.pem"}, "--tls-key /nowhere.pem cannot be read: No such file"),
         ({"tls_cert": "/nowhere.pem"}, "--tls-cert /nowhere.pem cannot be read: No such file"),
         ({"tls_ca": "/nowhere.pem"}, "--tls-ca /nowhere.pem: No such file"),
-        ({"tls_key": "theirs/key.pem"}, "are no certificate and its unencrypted key"),
-        ({"tls_cert": "ours/key.pem"}, "are no certificate and its unencrypted key"),
+        ({"tls_key": "theirs/key.pem"}, "are not a certificate and its unencrypted key"),
+        ({"tls_cert": "ours/key.pem"}, "are not a certificate and its unencrypted key"),
         ({"tls_ca": "ours/key.pem"}, "no certificate or crl found"),
-        ({"tls_ca": "theirs/ca.pem"}, "would be refused by peers"),
+        ({"tls_ca": "theirs/ca.pem"}, "would reject --tls-cert"),
     ],
 )
 def test_files_that_do_not_fit_are_told_at_start(
@@ -440,7 +440,7 @@ async def test_https(tokenizer: Tokenizer, certs: Path) -> None:
     [
         ({"ssl_certfile": "/nowhere.pem"}, "--ssl-certfile /nowhere.pem cannot be read"),
         ({"ssl_keyfile": "theirs/key.pem"}, "--ssl-certfile .* and --ssl-keyfile .*theirs"),
-        ({"ssl_keyfile": None}, "are no certificate and its unencrypted key"),
+        ({"ssl_keyfile": None}, "are not a certificate and its unencrypted key"),
     ],
 )
 def test_bad_https_files(certs: Path, changes: dict[str, str | None], says: str) -> None:

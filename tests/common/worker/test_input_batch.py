@@ -221,7 +221,7 @@ FIRST = SequenceDelta(0, (1, 2, 3, 4), 0, 0, (7,), True, NEW)
             SequenceDelta(
                 0, (5,), 4, 0, (1, 2), True, NewSequence(SamplingParams(**PENALTIES), 4, 0)
             ),
-            "without its history",
+            "came without it",
         ),
     ],
 )

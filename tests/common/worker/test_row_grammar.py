@@ -24,7 +24,7 @@ from pdserve.common.worker import grammar as rank_grammar
 from pdserve.common.worker import masks
 from pdserve.common.worker.grammar import MAX_COMPILED, Grammars, Mask, RowGrammar
 from pdserve.common.worker.input_batch import InputBatch, StepSequence
-from pdserve.common.worker.masks import MaskTurns
+from pdserve.common.worker.masks import MaskScheduler
 from pdserve.common.worker.sampler import FailedRow, sample
 
 VOCAB, EOS = 512, (0, 2)
@@ -82,10 +82,10 @@ def test_one_that_could_not_be_compiled_is_tried_again(tokens: GrammarTokens) ->
         return answer
 
     grammars = Grammars(load)
-    (failed,) = MaskTurns().take([row(ready(grammars, "a"))], alone=True)[0].values()
+    (failed,) = MaskScheduler().take([row(ready(grammars, "a"))], alone=True)[0].values()
     assert isinstance(failed, FailedRow) and "no tokenizer here" in failed.reason
     assert not failed.forbidden, "the node's fault"
-    (good,) = MaskTurns().take([row(ready(grammars, "a"))], alone=True)[0].values()
+    (good,) = MaskScheduler().take([row(ready(grammars, "a"))], alone=True)[0].values()
     assert isinstance(good, StepSequence)
 
 
@@ -176,10 +176,10 @@ def test_tokens_that_are_not_its_end_a_row(grammars: Grammars, tokens: GrammarTo
     """As of a node with another tokenizer."""
     mine = ready(grammars, "ab")
     mine.advance(tokens.library.tokenize_str("x"))
-    assert MaskTurns().take([row(mine)], alone=True) == ({}, [1])
+    assert MaskScheduler().take([row(mine)], alone=True) == ({}, [1])
     assert mine.waits_for is not None
     mine.waits_for.exception(timeout=120)
-    (failed,) = MaskTurns().take([row(mine)], alone=True)[0].values()
+    (failed,) = MaskScheduler().take([row(mine)], alone=True)[0].values()
     assert isinstance(failed, FailedRow) and failed.forbidden
 
 
@@ -195,7 +195,7 @@ def test_a_long_output_is_replayed_in_pieces(
     short.advance([a])
     deferred = 0
     while (mask := mine.mask()) is None:
-        assert mine.waits_for is None and mine.last_seconds > masks.DEAR
+        assert mine.waits_for is None and mine.last_seconds > masks.SLOW
         deferred += 1
     expected = short.mask()
     assert expected is not None and (mask == expected).all()
@@ -219,7 +219,7 @@ def test_rows_that_are_not_ready_are_deferred(grammars: Grammars) -> None:
     waiting = RowGrammar(grammars, regex("a"))
     waiting._compiling = Future()
     free, good = row(seq_id=1), row(ready(grammars, "b"), seq_id=3)
-    done, deferred = MaskTurns().take([free, row(waiting, seq_id=2), good], alone=False)
+    done, deferred = MaskScheduler().take([free, row(waiting, seq_id=2), good], alone=False)
     assert (list(done), deferred) == ([0, 2], [2])
     assert done[0] is free
     assert isinstance(done[2], StepSequence) and done[2].mask is not None
@@ -238,12 +238,12 @@ def test_a_step_for_nobody_else_waits_a_little(
         answer.set_result(grammars.get(regex("a")).result())
 
     monkeypatch.setattr(masks, "wait", compiled_meanwhile)
-    assert MaskTurns().take([row(waiting), row(seq_id=2)], alone=True)[1] == [1], (
+    assert MaskScheduler().take([row(waiting), row(seq_id=2)], alone=True)[1] == [1], (
         "one is for somebody"
     )
-    assert MaskTurns().take([row(waiting)], alone=False)[1] == [1]
+    assert MaskScheduler().take([row(waiting)], alone=False)[1] == [1]
     assert not waits
-    assert MaskTurns().take([row(waiting)], alone=True)[1] == []
+    assert MaskScheduler().take([row(waiting)], alone=True)[1] == []
     assert waits == [[answer]]
 
 
@@ -270,7 +270,7 @@ class Timed(RowGrammar):
 
 def run_turns(grammars: list[Timed], steps: int, step_seconds: float = 0.001) -> float:
     """How long the longest step was, beside a row without a grammar."""
-    turns = MaskTurns(lambda: Timed.time)
+    turns = MaskScheduler(lambda: Timed.time)
     rows = [row(seq_id=0), *(row(each, 1 + i) for i, each in enumerate(grammars))]
     longest = 0.0
     for _ in range(steps):
@@ -301,7 +301,7 @@ def test_masks_of_many_fit_a_step_or_come_later() -> None:
 
 
 def test_dear_ones_among_themselves_wait_for_no_turn() -> None:
-    turns = MaskTurns(lambda: Timed.time)
+    turns = MaskScheduler(lambda: Timed.time)
     rows = [row(Timed(0.008), 1), row(Timed(0.008), 2)]
     for _ in range(20):
         turns.take(rows, alone=True)
@@ -316,7 +316,7 @@ def test_only_what_the_mask_allows_is_drawn_and_logprobs_stay_the_model_s(
     grammars: Grammars, tokens: GrammarTokens, temperature: float
 ) -> None:
     options = {"temperature": temperature, "logprobs": 3}
-    done, _ = MaskTurns().take(
+    done, _ = MaskScheduler().take(
         [row(ready(grammars, "[a-f]+"), 1, **options), row(seq_id=2, **options)], alone=True
     )
     rows = [each for each in done.values() if isinstance(each, StepSequence)]
@@ -332,7 +332,7 @@ def test_only_what_the_mask_allows_is_drawn_and_logprobs_stay_the_model_s(
 
 
 def test_the_most_likely_allowed_token_is_the_greedy_one(grammars: Grammars) -> None:
-    done, _ = MaskTurns().take([row(ready(grammars, "(the |dog|[a-z]| )+"))], alone=True)
+    done, _ = MaskScheduler().take([row(ready(grammars, "(the |dog|[a-z]| )+"))], alone=True)
     (masked,) = done.values()
     assert isinstance(masked, StepSequence) and masked.mask is not None
     bits = np.unpackbits(masked.mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
@@ -359,11 +359,11 @@ def test_min_tokens_yields_to_a_text_that_is_whole(
     mine = ready(grammars, "ab?")
     banned = replace(row(mine), banned_token_ids=EOS)
     mine.advance(tokens.library.tokenize_str("a"))
-    done, _ = MaskTurns().take([banned], alone=True)
+    done, _ = MaskScheduler().take([banned], alone=True)
     assert done[0] == replace(banned, mask=done[0].mask)  # type: ignore[union-attr]
     (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
     assert not isinstance(token, FailedRow) and text_of(tokens, token.token_id) == "b"
     mine.advance([token.token_id])
-    done, _ = MaskTurns().take([banned], alone=True)
+    done, _ = MaskScheduler().take([banned], alone=True)
     (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
     assert not isinstance(token, FailedRow) and token.token_id in EOS

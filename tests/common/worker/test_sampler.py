@@ -149,7 +149,7 @@ def test_nan_fails_its_row_not_the_batch(temperature: float) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_k=2, top_p=0.5)])
 def test_a_row_without_a_candidate_fails(params: SamplingParams) -> None:
-    nothing = FailedRow("there is no token that may be chosen")
+    nothing = FailedRow("no token is allowed")
     forbidden = FailedRow(nothing.reason, forbidden=True)
     assert beside([1.0, 2.0, 3.0], row(params, banned_token_ids=(0, 1, 2)))[0] == forbidden
     assert beside([-INF, -INF, -INF], row(params))[0] == nothing
@@ -167,7 +167,7 @@ def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any]) -> Non
         assert failed == [first]
         assert all(each == SampledToken(1) for i, each in enumerate(found) if i != first)
     assert sample(torch.zeros(1, 3), [StepSequence(1, (5,), 7, (0,))]) == [
-        FailedRow("its sampling failed with a ValueError")
+        FailedRow("sampling raised ValueError")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Each rank has a folder in the shared directory: its inbox, and the proof that it lives.
+"""Each rank's folder in the shared directory: its inbox, and its sign of life.
 
 <directory>/<name>/lock             flocked by the rank; the lock ends with its process
 <directory>/<name>/<number>.run     runs that sources have put here; see `runs.py`
@@ -17,7 +17,7 @@ NAME = "^[0-9a-f]{32}$"
 
 
 class Folder:
-    """This rank's own. It appears under its name only once it is locked."""
+    """This rank's own folder. It gets its name only after it is locked."""
 
     def __init__(self, directory: Path) -> None:
         self.name = secrets.token_hex(16)
@@ -29,7 +29,7 @@ class Folder:
         hidden.rename(self.path)
 
     def close(self) -> None:
-        """The lock goes first: runs that vanish after it were not taken."""
+        """Releases the lock first: runs that vanish after that were not taken."""
         (self.path / "lock").unlink(missing_ok=True)
         os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)

@@ -29,7 +29,7 @@ _headers = msgspec.msgpack.Decoder(Header)
 
 
 def write_run(path: Path, header: Header, data: torch.Tensor) -> None:
-    """`path` appears when all is in it. `data` is contiguous."""
+    """Writes the run; `path` appears once the file is complete. `data` is contiguous."""
     encoded = msgspec.msgpack.encode(header)
     hidden = path.with_suffix(".tmp")
     try:
@@ -42,7 +42,7 @@ def write_run(path: Path, header: Header, data: torch.Tensor) -> None:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Raises msgspec.DecodeError on what is none."""
+    """Reads the header; raises msgspec.DecodeError if it is invalid."""
     length = int.from_bytes(file.read(4))
     return _headers.decode(file.read(min(length, MAX_HEADER_NBYTES)))
 

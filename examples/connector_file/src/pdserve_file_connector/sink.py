@@ -1,4 +1,4 @@
-"""The sink: takes runs out of its inbox and puts them into the blocks they are for."""
+"""The sink: reads runs from its inbox and writes them into their blocks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Sink:
             return [each for each in self._incoming.values() if not each.over]
 
     def take_all(self) -> bool:
-        """Empties the inbox; whether anything was there."""
+        """Empties the inbox; returns whether it had anything."""
         paths = sorted(self._inbox.glob("*.run"))
         for path in paths:
             try:

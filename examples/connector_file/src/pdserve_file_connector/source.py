@@ -25,7 +25,7 @@ WINDOW = 2  # runs of a piece that wait in an inbox: bounds what a stalled sink 
 
 
 class Endpoint(msgspec.Struct):
-    """What a source must know of a sink."""
+    """A sink's address for sources."""
 
     name: Annotated[str, msgspec.Meta(pattern=NAME)]
     fingerprint: str
@@ -112,7 +112,7 @@ class Source:
             self.forget(outgoing.transfer.transfer_id)
 
     def move_all(self) -> bool:
-        """One step of every transfer; whether anything moved."""
+        """Advances every transfer by one step; returns whether anything moved."""
         moved = [self._move(outgoing) for outgoing in self.live()]
         return any(moved)
 
@@ -159,7 +159,7 @@ class Source:
         return inbox
 
     def _count_taken(self, outgoing: Outgoing, lane: Lane, inbox: Path) -> bool:
-        """A run that is gone was taken, if its sink is still there."""
+        """Notes the runs that were taken: those that are gone while their sink lives."""
         transfer, taken = outgoing.transfer, False
         while lane.files and not lane.files[0][0].exists() and outgoing.gate.is_open:
             if not is_alive(inbox):
@@ -171,7 +171,7 @@ class Source:
         return taken
 
     def _put(self, outgoing: Outgoing, lane: Lane, inbox: Path) -> bool:
-        """Whether the next run could be put: not once the transfer was given up."""
+        """Puts the next run; returns False once the transfer was cancelled."""
         transfer = outgoing.transfer
         run, block_ids = lane.runs[0]
         rect = lane.piece.rect

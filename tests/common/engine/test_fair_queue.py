@@ -11,9 +11,9 @@ import pytest
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.fair_queue import MAX_OF_FREE, ClientSlots, prompt_slots
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence, Status
-from pdserve.common.engine.turns import MAX_OF_FREE, Seats, prompt_seats
 
 BLOCK = 4
 
@@ -64,7 +64,7 @@ class Engine:
 
 @pytest.mark.parametrize("seqs", range(1, 70))
 def test_a_client_that_is_alone_fills_every_step_and_has_no_more_seats(seqs: int):
-    seats, taken = Seats(seqs, ()), 0
+    seats, taken = ClientSlots(seqs, ()), 0
     while seats.has_room("greedy"):
         seats.take("greedy")
         taken += 1
@@ -159,5 +159,5 @@ def test_of_equals_the_client_that_has_most_is_preempted():
 
 
 def test_all_prompts_have_seats_where_there_is_room():
-    assert prompt_seats(decoding=3, prompts=5, max_num_seqs=8, step=0) == 5
+    assert prompt_slots(decoding=3, prompts=5, max_num_seqs=8, step=0) == 5
     assert MAX_OF_FREE == 3
