@@ -15,8 +15,8 @@ epoch is stale: it is refused, so a source that was given up can never touch the
                └──── retarget ── STOPPING ─▶ SUSPENDED        (blocks kept for another source)
     any     ─── cancelled, lease lapsed ─▶ DRAINING ─▶ FREED
 
-`Reservation` and `Handoff` drive these tables with real I/O; `tests/helpers/explorer.py` drives
-them through every order of events.
+`Reservation` and `Handoff` drive these tables with real I/O; `tests/helpers/explorer.py` leads
+them through many orders of events.
 """
 
 from __future__ import annotations
