@@ -454,3 +454,9 @@ def test_a_counterexample_reads_as_a_story(monkeypatch: pytest.MonkeyPatch) -> N
     assert "D gets retarget from R" in story
     assert story[-1] == "rank 0 of D gets data of epoch 1 from A"
     assert str(Promise.NO_STALE_WRITE) in end
+
+
+def test_every_promise_can_be_broken() -> None:
+    """A write that comes late would be NO_LATE_WRITE; what lets it come is GIVEN_WHILE_WRITTEN
+    before, for ranks take nothing once they have landed or are quiet."""
+    assert {mutant.breaks for mutant in MUTANTS} == {*Promise} - {Promise.NO_LATE_WRITE}
