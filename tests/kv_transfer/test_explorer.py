@@ -48,7 +48,7 @@ SETTINGS = {
     "damaged twice": Setting(asks=0, damaged=True, budget=ANYBODY_ENDS | {BAD: 1}),
     "renewed": Setting(asks=0, damaged=True, budget=ANYBODY_ENDS | {RENEW: 1}),
     "somebody dies": Setting(damaged=True, budget={CRASH: 1}),
-    "data is slow": Setting(slow="data"),
+    "data is slow": Setting(slow="data", budget={}),
     "messages are lost": Setting(budget={LOST: 2}),
     "the network is cut": Setting(damaged=True, budget={CUT: 1}),
 }
@@ -73,7 +73,7 @@ def explore(setting: Setting, choices: int, most_runs: int | None = None) -> Rep
 def test_two_events_out_of_turn_break_no_promise(name: str) -> None:
     """Of two, the first hundreds: all that one changes, and the beginning of the others."""
     report = explore(SETTINGS[name], choices=2, most_runs=700)
-    assert "activated" in report.outcomes and report.runs > 300
+    assert "activated" in report.outcomes and report.runs > 200
 
 
 @pytest.mark.slow
@@ -92,13 +92,14 @@ def test_three_events_out_of_turn_break_no_promise(name: str) -> None:
         Setting(asks=0, budget={BAD: 1}),
         Setting(asks=0, budget={BAD: 1, RENEW: 1}),
         Setting(asks=0, budget={DUPLICATE: 1}),
-        Setting(budget={A_ENDS: 1, BAD: 1}),
+        Setting(damaged=True, budget={A_ENDS: 1}),
     ],
     ids=repr,
 )
 def test_what_can_succeed_succeeds(setting: Setting) -> None:
     """Damaged data is sent again; when A fails, B takes over, and A cannot get in its way."""
-    assert explore(replace(setting, succeeds=True), choices=2).outcomes == {"activated"}
+    report = explore(replace(setting, succeeds=True), choices=3, most_runs=1500)
+    assert report.outcomes == {"activated"}
 
 
 def test_every_cell_of_both_tables_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +345,7 @@ MUTANTS = [
         "forgets the commit at a retarget",
         sink((_S.COMMITTED, _E.RETARGET, _MOVES_ON)),
         P.ONE_ANSWER,
-        Setting(slow="data"),
+        Setting(slow="data", budget={}),
     ),
     Mutant(
         "takes a commit after the stop",
