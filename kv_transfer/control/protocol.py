@@ -16,7 +16,7 @@ that names another epoch as stale, so a source that was replaced can never touch
     any     ─── cancelled, lease lapsed ─▶ DRAINING ─▶ FREED
 
 `RecvTransfer` and `SendTransfer` drive these tables with real I/O; `tests/helpers/explorer.py`
-drives them through every order of events.
+leads them through many orders of events.
 """
 
 from __future__ import annotations

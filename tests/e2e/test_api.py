@@ -15,8 +15,9 @@ import requests
 import torch
 
 import reference
-from cluster import Cluster, text_of
+from cluster import text_of
 from pdserve.router.http.request import TIMELINE_HEADER
+from warm import WarmCluster
 
 MODEL = "llama-gqa"
 WINDOW = 1024
@@ -34,14 +35,14 @@ SHORT = {"max_tokens": 6, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(MODEL) as cluster:
+def cluster() -> Iterator[WarmCluster]:
+    with WarmCluster(MODEL) as cluster:
         yield cluster
         cluster.wait_idle()
 
 
 @pytest.fixture(scope="module")
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+def client(cluster: WarmCluster) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -59,7 +60,7 @@ def text(answer: dict[str, Any]) -> str:
 # ---- the openai client ----------------------------------------------------------------------
 
 
-def test_openai_completion(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_openai_completion(cluster: WarmCluster, client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=PET, max_tokens=30, temperature=0)
     assert answer.object == "text_completion"
     assert answer.id.startswith("cmpl-")
@@ -71,7 +72,7 @@ def test_openai_completion(cluster: Cluster, client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
 
 
-def test_openai_completion_stream(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_openai_completion_stream(cluster: WarmCluster, client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt=PET, max_tokens=30, temperature=0, stream=True,
         stream_options={"include_usage": True},
@@ -119,7 +120,7 @@ def test_openai_chat_whole_and_streamed_agree(client: openai.OpenAI) -> None:
     assert all(len(each.top_logprobs) == 2 for each in content)
 
 
-def test_openai_responses_are_chats(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_openai_responses_are_chats(cluster: WarmCluster, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model=MODEL, messages=CHAT, max_tokens=24, temperature=0,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -133,7 +134,7 @@ def test_openai_responses_are_chats(cluster: Cluster, client: openai.OpenAI) -> 
     assert "".join(deltas) == last.response.output_text == whole.output_text
 
 
-def test_messages_are_chats(cluster: Cluster) -> None:
+def test_messages_are_chats(cluster: WarmCluster) -> None:
     options: dict[str, Any] = {"messages": CHAT, "max_tokens": 24, "temperature": 0}
     chat = cluster.post("/v1/chat/completions", **options).json()
     message = cluster.post("/v1/messages", **options).json()
@@ -169,12 +170,12 @@ def test_openai_models_and_errors(client: openai.OpenAI) -> None:
 # ---- curl -----------------------------------------------------------------------------------
 
 
-def curl(cluster: Cluster, path: str, *options: str) -> str:
+def curl(cluster: WarmCluster, path: str, *options: str) -> str:
     command = ["curl", "-sS", "--max-time", "60", *options, cluster.url + path]
     return subprocess.run(command, capture_output=True, check=True).stdout.decode()
 
 
-def test_curl_completion(cluster: Cluster) -> None:
+def test_curl_completion(cluster: WarmCluster) -> None:
     body = json.dumps({"prompt": PET, "max_tokens": 8, "temperature": 0})
     answer = json.loads(
         curl(cluster, "/v1/completions", "-d", body, "-H", "Content-Type: application/json")
@@ -183,7 +184,7 @@ def test_curl_completion(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_curl_stream_framing(cluster: Cluster, path: str) -> None:
+def test_curl_stream_framing(cluster: WarmCluster, path: str) -> None:
     prompt: dict[str, Any] = {"messages": CHAT} if "chat" in path else {"prompt": PET}
     body = json.dumps({**prompt, "max_tokens": 20, "temperature": 0, "stream": True})
     output = curl(cluster, path, "-N", "-i", "--json", body)
@@ -203,7 +204,7 @@ def test_curl_stream_framing(cluster: Cluster, path: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PET, STAR])
-def test_characters_of_several_bytes_are_never_split(cluster: Cluster, prompt: str) -> None:
+def test_characters_of_several_bytes_are_never_split(cluster: WarmCluster, prompt: str) -> None:
     whole = text(cluster.complete(prompt, max_tokens=60))
     assert sum(len(character.encode()) > 1 for character in whole) >= 2
     pieces = [each["choices"][0]["text"] for each in cluster.stream(prompt, max_tokens=60)]
@@ -211,7 +212,7 @@ def test_characters_of_several_bytes_are_never_split(cluster: Cluster, prompt: s
     assert not any("�" in piece for piece in pieces[:-1])
 
 
-def test_a_stop_string_across_tokens(cluster: Cluster) -> None:
+def test_a_stop_string_across_tokens(cluster: WarmCluster) -> None:
     whole = text(cluster.complete(PET, max_tokens=60))
     stop = whole[17:31]  # several tokens, from the middle of words
     before = whole[: whole.index(stop)]
@@ -226,19 +227,19 @@ def test_a_stop_string_across_tokens(cluster: Cluster) -> None:
     assert text(included) == before + stop
 
 
-def test_a_stop_character_of_several_tokens(cluster: Cluster) -> None:
+def test_a_stop_character_of_several_tokens(cluster: WarmCluster) -> None:
     answer = cluster.complete(PET, max_tokens=60, stop="🐶")
     assert text(answer) == expected(cluster.model, PET, 60).partition("🐶")[0]
     assert answer["choices"][0]["stop_reason"] == "🐶"
 
 
-def test_echo_repeats_the_prompt(cluster: Cluster) -> None:
+def test_echo_repeats_the_prompt(cluster: WarmCluster) -> None:
     answer = cluster.complete(PET, max_tokens=4, echo=True)
     assert text(answer) == PET + expected(cluster.model, PET, 4)
     assert text(cluster.complete(PET, max_tokens=0, echo=True)) == PET
 
 
-def test_an_echo_has_logprobs(cluster: Cluster) -> None:
+def test_an_echo_has_logprobs(cluster: WarmCluster) -> None:
     """As evaluation harnesses ask: batches of token ids, and what is read of the answer."""
     ids = tuple(reference.encode(cluster.model, PET))
     prompts = [ids, ids[:7], ids[3:]]
@@ -260,7 +261,7 @@ def test_an_echo_has_logprobs(cluster: Cluster) -> None:
     assert len(told["logprobs"]["tokens"]) + sum(map(len, later)) == len(ids) + 4
 
 
-def test_c11_offsets_begin_with_the_echo(cluster: Cluster) -> None:
+def test_c11_offsets_begin_with_the_echo(cluster: WarmCluster) -> None:
     prompt, options = "Zoë 🙂 naïve 叫", {"echo": True, "logprobs": 0, "max_tokens": 12, "seed": 3}
     for given in (prompt, reference.encode(cluster.model, prompt)):
         (choice,) = cluster.complete(given, temperature=1.5, **options)["choices"]
@@ -303,7 +304,7 @@ def check_echo(folder: Path, prompt: tuple[int, ...], told: dict[str, Any], more
             assert (best == name) == (row.argmax().item() == token)
 
 
-def test_chat_has_prompt_logprobs(cluster: Cluster) -> None:
+def test_chat_has_prompt_logprobs(cluster: WarmCluster) -> None:
     prompt = tuple(cluster.post("/tokenize", messages=CHAT).json()["tokens"])
     answer = cluster.post(
         "/v1/chat/completions", messages=CHAT, max_tokens=2, n=2, prompt_logprobs=0
@@ -318,7 +319,7 @@ def test_chat_has_prompt_logprobs(cluster: Cluster) -> None:
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_end_of_a_prompt_and_token_ids(cluster: Cluster) -> None:
+def test_the_end_of_a_prompt_and_token_ids(cluster: WarmCluster) -> None:
     ids = tuple(reference.encode(cluster.model, PET))
     answer = cluster.complete(
         PET, max_tokens=8.0, truncate_prompt_tokens=20, return_token_ids=True, logprobs=20
@@ -329,7 +330,7 @@ def test_the_end_of_a_prompt_and_token_ids(cluster: Cluster) -> None:
     assert len(choice["logprobs"]["top_logprobs"][0]) == 20
 
 
-def test_the_best_of_several(cluster: Cluster) -> None:
+def test_the_best_of_several(cluster: WarmCluster) -> None:
     options: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 12, "logprobs": 0}
     drawn = cluster.complete(PET, n=4, **options)["choices"]
 
@@ -347,7 +348,7 @@ def test_the_best_of_several(cluster: Cluster) -> None:
     )
 
 
-def test_tokenize_and_back(cluster: Cluster) -> None:
+def test_tokenize_and_back(cluster: WarmCluster) -> None:
     answer = cluster.post("/tokenize", model=MODEL, prompt=PET).json()
     assert answer["tokens"] == reference.encode(cluster.model, PET)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), WINDOW)
@@ -360,7 +361,7 @@ def test_tokenize_and_back(cluster: Cluster) -> None:
 # ---- ends -----------------------------------------------------------------------------------
 
 
-def test_one_token(cluster: Cluster) -> None:
+def test_one_token(cluster: WarmCluster) -> None:
     answer = cluster.complete(PET, max_tokens=1)
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -370,7 +371,7 @@ def test_one_token(cluster: Cluster) -> None:
     assert [choice["text"] for choice in two["choices"]] == [text(answer)] * 2
 
 
-def test_the_end_of_a_story_stops(cluster: Cluster) -> None:
+def test_the_end_of_a_story_stops(cluster: WarmCluster) -> None:
     answer = cluster.complete(BEDTIME, max_tokens=100)
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] is None
@@ -384,7 +385,7 @@ def test_the_end_of_a_story_stops(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("token", [END_OF_TEXT, IM_END])
-def test_min_tokens_puts_off_the_end(cluster: Cluster, token: int) -> None:
+def test_min_tokens_puts_off_the_end(cluster: WarmCluster, token: int) -> None:
     eager = {"logit_bias": {str(token): 100}, "max_tokens": 20}
     at_once = cluster.complete(PET, **eager)
     assert (text(at_once), at_once["usage"]["completion_tokens"]) == ("", 1)
@@ -395,7 +396,7 @@ def test_min_tokens_puts_off_the_end(cluster: Cluster, token: int) -> None:
     assert never["usage"]["completion_tokens"] == 20
 
 
-def test_stop_token_ids(cluster: Cluster) -> None:
+def test_stop_token_ids(cluster: WarmCluster) -> None:
     ids = reference.greedy(cluster.model, tuple(reference.encode(cluster.model, PET)), 30)
     stop = ids[12]
     position = ids.index(stop)
@@ -406,7 +407,7 @@ def test_stop_token_ids(cluster: Cluster) -> None:
     assert text(answer) == reference.decode(cluster.model, ids[:position])
 
 
-def test_a_chat_answer_fills_the_window_at_most(cluster: Cluster) -> None:
+def test_a_chat_answer_fills_the_window_at_most(cluster: WarmCluster) -> None:
     content = PET * 19
     used = cluster.post("/tokenize", messages=[{"role": "user", "content": content}]).json()
     response = cluster.post(
@@ -423,7 +424,7 @@ def test_a_chat_answer_fills_the_window_at_most(cluster: Cluster) -> None:
 
 
 def test_a_seed_gives_the_same_text_whole_streamed_and_with_a_warm_cache(
-    cluster: Cluster,
+    cluster: WarmCluster,
 ) -> None:
     prompt = "A prompt that no other test asks for. " + STAR
     options: dict[str, Any] = {"seed": 11, "temperature": 1.0, "max_tokens": 40}
@@ -436,18 +437,18 @@ def test_a_seed_gives_the_same_text_whole_streamed_and_with_a_warm_cache(
     assert len({*others, text(cold)}) > 2
 
 
-def test_no_seed_means_a_random_one(cluster: Cluster) -> None:
+def test_no_seed_means_a_random_one(cluster: WarmCluster) -> None:
     answers = {text(cluster.complete(PET, temperature=2.0, max_tokens=30)) for _ in range(4)}
     assert len(answers) > 1
 
 
 @pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-def test_only_the_likeliest_token_is_greedy(cluster: Cluster, only: dict[str, float]) -> None:
+def test_only_the_likeliest_token_is_greedy(cluster: WarmCluster, only: dict[str, float]) -> None:
     answer = cluster.complete(PET, temperature=1.0, max_tokens=24, seed=1, **only)
     assert text(answer) == expected(cluster.model, PET, 24)
 
 
-def test_logit_bias_forces_a_token(cluster: Cluster) -> None:
+def test_logit_bias_forces_a_token(cluster: WarmCluster) -> None:
     (token,) = reference.encode(cluster.model, "a")
     answer = cluster.complete(PET, max_tokens=5, logit_bias={str(token): 100})
     assert text(answer) == "aaaaa"
@@ -456,7 +457,7 @@ def test_logit_bias_forces_a_token(cluster: Cluster) -> None:
 ONLY = tuple(range(60, 300, 7))
 
 
-def test_allowed_token_ids_are_the_references(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_allowed_token_ids_are_the_references(cluster: WarmCluster, client: openai.OpenAI) -> None:
     prompt = tuple(reference.encode(cluster.model, PET))
     ids = reference.greedy(cluster.model, prompt, 24, ONLY)
     assert set(ids) <= set(ONLY) and len(set(ids)) > 2
@@ -478,7 +479,7 @@ def test_allowed_token_ids_are_the_references(cluster: Cluster, client: openai.O
     assert chat.choices[0].message.content == reference.decode(cluster.model, ids)
 
 
-def test_bad_words_do_not_come(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_bad_words_do_not_come(cluster: WarmCluster, client: openai.OpenAI) -> None:
     """Whole, streamed and in a chat; nor do those that come in their stead."""
     prompt, words = tuple(reference.encode(cluster.model, PET)), list[str]()
     chat = tuple(cluster.post("/tokenize", messages=CHAT).json()["tokens"])
@@ -501,7 +502,7 @@ def test_bad_words_do_not_come(cluster: Cluster, client: openai.OpenAI) -> None:
     assert any(len(each) > 2 for each in ids) and any(len(each) == 1 for each in ids)
 
 
-def test_bad_words_with_other_parameters(cluster: Cluster) -> None:
+def test_bad_words_with_other_parameters(cluster: WarmCluster) -> None:
     a, b = reference.encode(cluster.model, "a")[0], reference.encode(cluster.model, "b")[0]
     options: dict[str, Any] = {"max_tokens": 12, "allowed_token_ids": [a, b]}
     bias = {str(b): 100}
@@ -522,7 +523,7 @@ def test_bad_words_with_other_parameters(cluster: Cluster) -> None:
     assert all(node["state"] == "ready" for node in cluster.nodes())
 
 
-def test_what_is_allowed_with_other_parameters(cluster: Cluster) -> None:
+def test_what_is_allowed_with_other_parameters(cluster: WarmCluster) -> None:
     a, b = reference.encode(cluster.model, "a")[0], reference.encode(cluster.model, "b")[0]
     options: dict[str, Any] = {"max_tokens": 12, "allowed_token_ids": [a, b]}
     drawn = [
@@ -550,7 +551,7 @@ def test_what_is_allowed_with_other_parameters(cluster: Cluster) -> None:
     "penalty",
     [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}],
 )
-def test_penalties_change_the_text(cluster: Cluster, penalty: dict[str, float]) -> None:
+def test_penalties_change_the_text(cluster: WarmCluster, penalty: dict[str, float]) -> None:
     # The model is too sure of itself to be swayed where it is greedy.
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 2.0, "seed": 3}
     plain = text(cluster.complete(PET, **options))
@@ -559,7 +560,7 @@ def test_penalties_change_the_text(cluster: Cluster, penalty: dict[str, float]) 
     assert text_of(cluster.stream(PET, **options, **penalty)) == changed
 
 
-def test_completion_logprobs_are_the_references(cluster: Cluster) -> None:
+def test_completion_logprobs_are_the_references(cluster: WarmCluster) -> None:
     prompt = reference.encode(cluster.model, PET)
     answer = cluster.complete(PET, max_tokens=20, logprobs=5)["choices"][0]["logprobs"]
     ids = list(reference.greedy(cluster.model, tuple(prompt), 20))
@@ -571,7 +572,7 @@ def test_completion_logprobs_are_the_references(cluster: Cluster) -> None:
     assert best == pytest.approx(likeliest, abs=1e-3)
 
 
-def test_chat_logprobs_are_the_references(cluster: Cluster) -> None:
+def test_chat_logprobs_are_the_references(cluster: WarmCluster) -> None:
     prompt = cluster.post("/tokenize", messages=CHAT).json()["tokens"]
     answer = cluster.post(
         "/v1/chat/completions", messages=CHAT, max_tokens=20, temperature=0, logprobs=True,
@@ -596,7 +597,7 @@ def log_probabilities(folder: Path, prompt: Sequence[int], ids: Sequence[int]) -
 # ---- prompts --------------------------------------------------------------------------------
 
 
-def test_prompt_forms_agree(cluster: Cluster) -> None:
+def test_prompt_forms_agree(cluster: WarmCluster) -> None:
     ids, other = reference.encode(cluster.model, PET), reference.encode(cluster.model, STAR)
     one, two = expected(cluster.model, PET, 12), expected(cluster.model, STAR, 12)
     for prompt, answers in (
@@ -615,7 +616,7 @@ def test_prompt_forms_agree(cluster: Cluster) -> None:
     assert list(streamed.values()) == [one, one, two, two]
 
 
-def test_a_repeated_prompt_is_cached(cluster: Cluster) -> None:
+def test_a_repeated_prompt_is_cached(cluster: WarmCluster) -> None:
     prompt = [7 + i % 100 for i in range(100)]
     first, second = (cluster.complete(prompt, **SHORT) for _ in range(2))
     assert text(first) == text(second)
@@ -623,7 +624,7 @@ def test_a_repeated_prompt_is_cached(cluster: Cluster) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
 
 
-def test_a_cached_prompt_is_found_with_the_same_salt_alone(cluster: Cluster) -> None:
+def test_a_cached_prompt_is_found_with_the_same_salt_alone(cluster: WarmCluster) -> None:
     """On the prefill node (`cached_tokens`) and on the decode node (bytes that need not travel)."""
     prompt = [9 + i % 90 for i in range(100)]
 
@@ -642,7 +643,7 @@ def test_a_cached_prompt_is_found_with_the_same_salt_alone(cluster: Cluster) -> 
     assert all(0 < nbytes < whole / 4 for _, _, nbytes in second)
 
 
-def test_a_reset_of_the_prefix_caches(cluster: Cluster) -> None:
+def test_a_reset_of_the_prefix_caches(cluster: WarmCluster) -> None:
     prompt = [11 + i % 80 for i in range(100)]
 
     def ask() -> tuple[str, int]:
@@ -733,20 +734,20 @@ def check_error(response: requests.Response, status: int, param: str | None) -> 
     return error
 
 
-def test_wrong_completions(cluster: Cluster) -> None:
+def test_wrong_completions(cluster: WarmCluster) -> None:
     for fields, status, param in WRONG:
         for stream in (False, True):
             body = {"prompt": "a", "stream": stream, **fields}
             check_error(cluster.post("/v1/completions", **body), status, param)
 
 
-def test_wrong_chats(cluster: Cluster) -> None:
+def test_wrong_chats(cluster: WarmCluster) -> None:
     for fields, param in WRONG_CHATS:
         response = cluster.post("/v1/chat/completions", **{"messages": CHAT, **fields})
         check_error(response, 400, param)
 
 
-def test_wrong_requests(cluster: Cluster) -> None:
+def test_wrong_requests(cluster: WarmCluster) -> None:
     url = f"{cluster.url}/v1/completions"
     check_error(requests.post(url, data=b"{", timeout=10), 400, None)
     check_error(requests.post(url, data=b"[]", timeout=10), 400, None)
@@ -760,7 +761,7 @@ def test_wrong_requests(cluster: Cluster) -> None:
     check_error(cluster.post("/detokenize", tokens=[VOCABULARY]), 400, "tokens")
 
 
-def test_unknown_fields_are_ignored(cluster: Cluster) -> None:
+def test_unknown_fields_are_ignored(cluster: WarmCluster) -> None:
     answer = cluster.complete(PET, max_tokens=3, frobnicate=True, user="someone")
     assert text(answer) == expected(cluster.model, PET, 3)
 
@@ -768,7 +769,7 @@ def test_unknown_fields_are_ignored(cluster: Cluster) -> None:
 # ---- the rest -------------------------------------------------------------------------------
 
 
-def test_the_request_id_is_echoed_and_in_every_log(cluster: Cluster) -> None:
+def test_the_request_id_is_echoed_and_in_every_log(cluster: WarmCluster) -> None:
     url, own = f"{cluster.url}/v1/completions", {"X-Request-Id": "my-own-id-17"}
     body = {"prompt": PET, "max_tokens": 2}
     for stream in (False, True):
@@ -779,7 +780,7 @@ def test_the_request_id_is_echoed_and_in_every_log(cluster: Cluster) -> None:
     assert "my-own-id-17" in cluster.log()
 
 
-def test_what_the_server_tells_of_itself(cluster: Cluster) -> None:
+def test_what_the_server_tells_of_itself(cluster: WarmCluster) -> None:
     assert cluster.get("/health").status_code == 200
     assert cluster.get("/ready").json() == {"status": "ready"}
     assert cluster.get("/version").json()["version"]
@@ -800,7 +801,7 @@ def test_what_the_server_tells_of_itself(cluster: Cluster) -> None:
     assert ready in metrics.text
 
 
-def test_the_timeline_tells_the_stations_in_order(cluster: Cluster) -> None:
+def test_the_timeline_tells_the_stations_in_order(cluster: WarmCluster) -> None:
     header = {"X-Pdserve-Timeline": "1"}
     body = {"prompt": PET * 2, "max_tokens": 8, "ignore_eos": True}
     url = f"{cluster.url}/v1/completions"

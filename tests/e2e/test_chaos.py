@@ -21,6 +21,7 @@ from benchmarks.soak.load import Tally, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report
 from cluster import MODELS
+from thinned import thinned
 from warm import WarmCluster, slowness
 
 SOAK = Soak(
@@ -94,7 +95,7 @@ def test_a_cluster_left_alone_says_what_transformers_says(soaked: Soaked) -> Non
         assert answer.choices[0].text == reference.decode(soaked.cluster.model, tokens)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", thinned(SEEDS, 2))
 def test_nothing_is_lost_wrong_or_leaked(soaked: Soaked, seed: int) -> None:
     soaked.run(seed)
 

@@ -1,16 +1,13 @@
-"""Greedy output equals the reference, token for token, in every topology.
+"""Greedy output equals the reference, token for token, in every topology (`topologies.py`).
 
-Each family with every layout of up to four ranks on the prefill node, and on the decode node
-another one, in turn: every layout serves in both roles, and KV is cut and joined between unequal
-ones. One cluster a topology; in it: prompts from one token to several chunks; whole, streamed and
-as token ids over gRPC; alone and eight at once; with a cold and a warm prefix cache.
+One cluster a topology; in it: prompts from one token to several chunks; whole, streamed and as
+token ids over gRPC; alone and eight at once; with a cold and a warm prefix cache.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +19,8 @@ from cluster import node_metrics
 from exact import NUM_TOKENS, Asker, check_exact, check_prompt_logprobs, prompts
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
+from topologies import Layout, Topology, candidates, few, in_turn
 from warm import WarmCluster
-
-DENSE = ("llama-gqa", "qwen2", "qwen3", "mistral")
-SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The ranks of one node: `tp` in each of `pp` stages, experts spread over `ep` of them."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    def flags(self, exchange: str) -> dict[str, Any]:
-        return {
-            "tensor_parallel_size": self.tp,
-            "pipeline_parallel_size": self.pp,
-            "expert_parallel_size": self.ep,
-            "all2all_backend": exchange,
-        }
-
-    def __str__(self) -> str:
-        return f"tp{self.tp}pp{self.pp}ep{self.ep}"
-
-
-LAYOUTS = [
-    Layout(tp, pp, ep)
-    for tp, pp, ep in itertools.product((1, 2, 4), repeat=3)
-    if tp * pp <= 4 and ep <= tp
-]
-
-
-def layouts_of(model: str) -> list[Layout]:
-    return [each for each in LAYOUTS if model in SPARSE or each.ep == 1]
-
-
-CONNECTORS = ("shm", "tcp")
-EXCHANGES = ("alltoallv", "allgather_reducescatter", "replicated")
-
-
-def topologies() -> Iterator[tuple[str, Layout, Layout, str, str]]:
-    """(model, prefill layout, decode layout, connector, exchange of tokens between experts)."""
-    for number, model in enumerate(DENSE + SPARSE):
-        layouts = layouts_of(model)
-        for index, prefill in enumerate(layouts):
-            decode = layouts[(index + 1 + number) % len(layouts)]
-            turn = index + number
-            yield model, prefill, decode, CONNECTORS[turn % 2], EXCHANGES[turn % 3]
 
 
 @pytest.fixture
@@ -92,26 +42,38 @@ def test_the_demo_model_equals_transformers(demo: WarmCluster) -> None:
     check_exact(demo, cases, range(0, 3, 2), at_once=len(cases), num_tokens=10)
 
 
-@pytest.mark.parametrize(
-    ("model", "prefill", "decode", "connector", "exchange"), list(topologies()), ids=str
-)
-def test_greedy_output_equals_transformers(
-    model: str, prefill: Layout, decode: Layout, connector: str, exchange: str
-) -> None:
-    with WarmCluster(model, 0, 0, kv_connector=connector, kv_lease=10) as cluster:
-        cluster.start_node("prefill", **prefill.flags(exchange))
-        cluster.start_node("decode", **decode.flags(exchange))
+def runs() -> Iterator[Any]:
+    for number, topology in enumerate(few()):
+        yield pytest.param(topology, number, id=str(topology))
+    for number, topology in enumerate(in_turn()):
+        yield pytest.param(topology, number, id=f"{topology}-all", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("topology", "number"), list(runs()))
+def test_greedy_output_equals_transformers(topology: Topology, number: int) -> None:
+    """`number`: each topology gets half of the prompts, and some of these alone."""
+    options = {"kv_connector": topology.connector, "block_size": topology.block_size}
+    with WarmCluster(topology.model, 0, 0, kv_lease=10) as cluster:
+        cluster.start_node("prefill", **topology.prefill.flags(topology.exchange), **options)
+        cluster.start_node("decode", **topology.decode.flags(topology.exchange), **options)
         cluster.wait_nodes()
-        # Each layout gets half of the prompts; each family has every prompt alone in some layout.
-        layouts = layouts_of(model)
-        turn, half = divmod(layouts.index(prefill), 2)
-        alone = range(turn, 8, len(layouts) // 2)
-        check_exact(cluster, prompts(cluster.model)[half::2], alone, at_once=8)
+        turn, half = divmod(number, 2)
+        check_exact(cluster, prompts(cluster.model)[half::2], range(turn % 4, 8, 4), at_once=8)
+
+
+def test_every_pair_of_factors_is_met() -> None:
+    met = {pair for topology in few() for pair in topology.pairs()}
+    assert met == {pair for topology in candidates() for pair in topology.pairs()}
+    assert len(met) > 150 and len(few()) < 16
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("llama-gqa", Layout()), ("qwen3", Layout(2, 2)), ("qwen3-moe", Layout(2, 1, 2))],
+    [
+        pytest.param("llama-gqa", Layout(), marks=pytest.mark.slow),  # in every test of `both`
+        pytest.param("qwen3", Layout(2, 2), marks=pytest.mark.slow),
+        ("qwen3-moe", Layout(2, 1, 2)),
+    ],
     ids=str,
 )
 def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) -> None:

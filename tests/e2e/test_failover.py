@@ -28,6 +28,7 @@ from deaths import (
     scored,
 )
 from exact import check_prompt_logprobs
+from thinned import only, slow, thinned
 from warm import WarmCluster
 
 STEPS = [
@@ -82,13 +83,13 @@ def test_a_pair_takes_over_from_a_node_of_both_roles(
     check(cluster, client, role, number, point, count)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", thinned(CLIENTS, 4))
 def test_a_node_of_both_roles_takes_over_from_another(both: WarmCluster, client: Any) -> None:
     for point in BOTH_STEPS[::3]:
         check(both, client, "both", "SIGKILL", *point)
 
 
-@pytest.mark.parametrize(("role", "point", "count"), STEPS[:: len(STEPS) // 9], ids=str)
+@pytest.mark.parametrize(("role", "point", "count"), thinned(STEPS[:: len(STEPS) // 9], 3))
 def test_a_node_of_both_roles_takes_over_from_a_pair(
     both: WarmCluster, role: str, point: str, count: int
 ) -> None:
@@ -106,7 +107,7 @@ def test_a_node_of_both_roles_takes_over_from_a_pair(
     both.kill(other)
 
 
-@pytest.mark.parametrize("token", range(1, NUM_TOKENS))
+@pytest.mark.parametrize("token", only(range(1, NUM_TOKENS), (1, 2, 9, 16, 23)))
 def test_a_decode_node_dies_at_every_token(cluster: WarmCluster, token: int) -> None:
     client = CLIENTS[token % len(CLIENTS)]
     check(cluster, client, "decode", "SIGKILL", f"{D}.sampled", token)
@@ -123,9 +124,9 @@ def test_a_node_fails_at_every_step(
 @pytest.mark.parametrize(
     ("role", "point", "count"),
     [
-        *[("prefill", f"{P}.computed", count) for count in (1, 2)],  # among the prompt's chunks
+        *[slow("prefill", f"{P}.computed", count) for count in (1, 2)],  # among the prompt's chunks
         ("prefill", f"{P}._describe", 1),
-        ("decode", f"{D}._landed", 1),
+        slow("decode", f"{D}._landed", 1),
         ("both", f"{D}.computed", 2),
     ],
 )

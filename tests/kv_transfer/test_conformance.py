@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,12 +23,16 @@ from pdserve.kv_transfer.conformance.ends import EventLog
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.selection import ENTRY_POINTS
 from segments import LEFT_ON_PURPOSE, SHM
+from thinned import only, slow
 
 KIT = ROOT / "kv_transfer" / "conformance"
 ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
 CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
 PATIENCE = 1200.0  # seconds; on quiet cores the longest takes 30
 PART = 7  # broken connectors that share a run
+FEW = MUTANTS[::6]  # of `make test`: one or two for each file of the kit
+REST = [mutant for mutant in MUTANTS if mutant not in FEW]
+PARTS = [FEW, *(REST[first : first + PART] for first in range(0, len(REST), PART))]
 BUILT_IN = ("shm", "tcp")
 FILES = sorted(path.name for path in KIT.glob("test_*.py"))
 pytestmark = pytest.mark.timeout(PATIENCE)
@@ -97,16 +101,22 @@ def name_of(mutant: type[Tampered]) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Runs]:
     runs = Runs(tmp_path_factory.mktemp("conformance"))
-    for first in range(0, len(MUTANTS), PART):  # in the order in which tests wait for them
-        start_mutants(runs, first, MUTANTS[first : first + PART])
+    wanted = list(wanted_by(request.session.items))
+    for number, part in enumerate(PARTS):  # in the order in which tests wait for them
+        if any(each in wanted for each in part):
+            start_mutants(runs, number)
     for name in BUILT_IN:
-        runs.start(name, [name], *ALL_CHECKS)
+        if name in wanted:
+            runs.start(name, [name], *ALL_CHECKS)
     shared = tmp_path_factory.mktemp("shared")
     options = ("--kv-connector-config", json.dumps({"directory": str(shared)}))
     _, example = entry_point((EXAMPLE / "pyproject.toml").read_text())
-    runs.start("example", [example], *options, *ALL_CHECKS)
+    if "example" in wanted:
+        runs.start("example", [example], *options, *ALL_CHECKS)
     page = tmp_path_factory.mktemp("page")
     (page / "my_package").mkdir()
     (page / "my_package" / "connector.py").write_text(block_of_page("python"))
@@ -120,13 +130,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     assert not list(shared.iterdir()), "the example left files in its directory"
 
 
-def start_mutants(runs: Runs, first: int, mutants: list[type[Tampered]]) -> None:
+def wanted_by(items: Iterable[pytest.Item]) -> Iterator[object]:
+    """Connectors and runs that the tests of this session ask for."""
+    for item in items:
+        if item.path == Path(__file__) and hasattr(item, "callspec"):
+            yield from item.callspec.params.values()
+
+
+def start_mutants(runs: Runs, number: int) -> None:
+    mutants = PARTS[number]
     checks = {  # in order, each once
         f"{KIT}/{check_id(check, name_of(mutant))}": None
         for mutant in mutants
         for check in (CONTROL, mutant.caught_by)
     }
-    runs.start(f"mutants {first}", [name_of(mutant) for mutant in mutants], *checks)
+    runs.start(f"mutants {number}", [name_of(mutant) for mutant in mutants], *checks)
 
 
 def block_of_page(language: str) -> str:
@@ -150,23 +168,24 @@ def entry_point(pyproject: str) -> tuple[str, str]:
     return name, where
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", only(MUTANTS, FEW), ids=lambda mutant: mutant.__name__)
 def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> None:
-    index, name = MUTANTS.index(mutant), name_of(mutant)
-    outcomes = runs.outcomes(f"mutants {index - index % PART}", f"[{name}")
+    number = next(number for number, part in enumerate(PARTS) if mutant in part)
+    name = name_of(mutant)
+    outcomes = runs.outcomes(f"mutants {number}", f"[{name}")
     assert outcomes[check_id(mutant.caught_by, name)], "the check meant for it passed"
     assert not outcomes[check_id(CONTROL, name)], "it is broken altogether"
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("run", [*BUILT_IN, "example", "page"])
+@pytest.mark.parametrize("run", [*BUILT_IN, slow("example"), "page"])
 def test_what_is_right_passes(runs: Runs, run: str, file: str) -> None:
     outcomes = runs.outcomes(run, f"{file}::")
     assert outcomes
     assert {name: why for name, why in outcomes.items() if why} == {}
 
 
-@pytest.mark.parametrize("run", [*BUILT_IN, "example", "page"])
+@pytest.mark.parametrize("run", [*BUILT_IN, slow("example"), "page"])
 def test_everything_is_checked(runs: Runs, run: str) -> None:
     assert len(runs.outcomes(run, "")) > 70
 

@@ -21,17 +21,16 @@ import pytest
 import torch
 
 import segments
-from kv_fakes import FakeConnector, Geometry, shared_cache
+from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
+from kv_fakes import FakeConnector
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import byte_runs, memory_of, piece_nbytes
 from pdserve.kv_transfer.connector import (
     BlockRun,
-    Event,
     Failed,
     KVConnector,
     Landed,
     Progress,
-    RankContext,
     Sent,
     SinkTransfer,
     SourceTransfer,
@@ -50,57 +49,15 @@ from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 from pdserve.kv_transfer.rank.worker_connector import build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
-GEOMETRY = Geometry()
-RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
-ID = b"transfer-id-0001"
-SINK_IDS = (4, 9, 2, 7)
 CONFIRM = Frame(FrameKind.CONFIRM, count=1).encode()  # follows the payload of DATA
-
-
-class Rank:
-    """A connector with its cache and what it reported."""
-
-    def __init__(
-        self, kind: type[KVConnector], *, fingerprint: str = "same", fill: float = 0.0
-    ) -> None:
-        self.cache, self._fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
-        self.cache.fill_(fill)
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.view = CacheView(self.cache, RECT, self._fd)
-        context = RankContext(self.view, "127.0.0.1", fingerprint, self.events.put)
-        self.connector: Any = kind(context, {})
-
-    def expect(self, kind: type[Any], within: float = 30.0) -> Any:
-        """The next event that is not mere progress."""
-        while isinstance(event := self.events.get(timeout=within), Progress):
-            if kind is Progress:
-                return event
-        assert isinstance(event, kind), event
-        return event
-
-    def close(self) -> None:
-        self.connector.close(5.0)
-        os.close(self._fd)
 
 
 @pytest.fixture
 def rank() -> Iterator[Callable[..., Rank]]:
-    made: list[Rank] = []
     before = threading.active_count()
-
-    def make(*args: Any, **options: Any) -> Rank:
-        made.append(Rank(*args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with ranks() as make:
+        yield make
     wait_for(lambda: threading.active_count() <= before)  # a timer that was cancelled may be late
-
-
-def submit(source: Rank, sink: Rank, transfer_id: bytes = ID, epoch: int = 1) -> None:
-    piece = (Piece(0, 0, RECT), sink.connector.endpoint())
-    source.connector.submit(SourceTransfer(transfer_id, epoch, (piece,)))
 
 
 def data_frame(first: int, count: int, **changes: Any) -> tuple[Frame, bytes]:
@@ -131,13 +88,6 @@ def closed(pipe: SocketPipe) -> bool:
         return pipe.sock.recv(1) == b""
     except ConnectionResetError:
         return True
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # ---- what peers say ----

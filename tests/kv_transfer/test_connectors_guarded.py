@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import queue
 import resource
 import socket
 import threading
@@ -19,111 +17,68 @@ from typing import Any
 import msgspec
 import pytest
 
-from kv_fakes import Geometry, shared_cache
+from connector_ranks import ID, SINK_IDS, Rank, keys, ranks, submit_to, wait_for
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.rpc.auth import ClusterKey
 from pdserve.kv_transfer.connector import (
     BlockRun,
-    Event,
     Failed,
+    KVConnector,
     Landed,
-    Progress,
     RankContext,
     Sent,
     SinkTransfer,
-    SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.base import handshake, pull, server
 from pdserve.kv_transfer.connectors.nccl.connector import NCCLConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Endpoint, TCPConnector
 from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
-from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.selection import KEY_PURPOSE, rank_config
+from pdserve.kv_transfer.selection import rank_config
 
-GEOMETRY = Geometry()
-RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
-ID = b"transfer-id-0001"
-BLOCKS = (4, 9, 2, 7)
 FINGERPRINT = "the-right-fingerprint"
 OLD, NEW = "the-old-key-of-the-cluster", "the-new-key-of-the-cluster"
 STRANGERS = 1100
 Made = Callable[..., "Rank"]
 
 
-def keys(words: str) -> tuple[bytes, ...]:
-    return ClusterKey(words).derive(KEY_PURPOSE) if words else ()
-
-
-class Rank:
-    """A connector with its cache and what it reported."""
-
-    def __init__(self, key: str = OLD, kind: type[Any] = TCPConnector, fill: float = 0.0) -> None:
-        self.cache, self._fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
-        self.cache.fill_(fill)
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        view = CacheView(self.cache, RECT, self._fd)
-        context = RankContext(view, "127.0.0.1", FINGERPRINT, self.events.put, keys(key))
-        self.connector: Any = kind(context, {})
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return dict(self.connector.counts)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        where = msgspec.msgpack.decode(self.connector.endpoint(), type=Endpoint)
-        return where.host, where.port
-
-    def expect(self, kind: type[Any]) -> Any:
-        while isinstance(event := self.events.get(timeout=30.0), Progress):
-            pass
-        assert isinstance(event, kind), event
-        return event
-
-    def send_to(self, endpoint: bytes, transfer_id: bytes = ID) -> None:
-        piece = (Piece(0, 0, RECT), endpoint)
-        self.connector.submit(SourceTransfer(transfer_id, 1, (piece,)))
-        self.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
-
-    def close(self) -> None:
-        self.connector.close(5.0)
-        os.close(self._fd)
-
-
 @pytest.fixture
 def rank() -> Iterator[Made]:
-    made: list[Rank] = []
+    with ranks() as made:
 
-    def make(*args: Any, **options: Any) -> Rank:
-        made.append(Rank(*args, **options))
-        return made[-1]
+        def make(key: str = OLD, kind: type[KVConnector] = TCPConnector, fill: float = 0.0) -> Rank:
+            return made(kind, key=key, fill=fill, fingerprint=FINGERPRINT)
 
-    yield make
-    for each in made:
-        each.close()
+        yield make
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+def counts(rank: Rank) -> dict[str, int]:
+    return dict(rank.connector.counts)
+
+
+def address_of(rank: Rank) -> tuple[str, int]:
+    where = msgspec.msgpack.decode(rank.connector.endpoint(), type=Endpoint)
+    return where.host, where.port
+
+
+def send_to(source: Rank, endpoint: bytes, transfer_id: bytes = ID) -> None:
+    submit_to(source, endpoint, transfer_id)
+    source.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
 
 
 def check_lands(sink: Rank, source: Rank, transfer_id: bytes = ID) -> None:
-    sink.connector.accept(SinkTransfer(transfer_id, 1, 0, BLOCKS))
-    source.send_to(sink.connector.endpoint(), transfer_id)
+    sink.connector.accept(SinkTransfer(transfer_id, 1, 0, SINK_IDS))
+    send_to(source, sink.connector.endpoint(), transfer_id)
     source.expect(Sent)
     sink.expect(Landed)
-    assert (sink.cache[:, :, list(BLOCKS)] == 1.0).all()
+    assert (sink.cache[:, :, list(SINK_IDS)] == 1.0).all()
 
 
 @contextlib.contextmanager
 def stranger(sink: Rank, host: str = "127.0.0.1") -> Iterator[socket.socket]:
     """At the port of `sink`, from an address of this host."""
-    with socket.create_connection(sink.address, 30, source_address=(host, 0)) as sock:
+    with socket.create_connection(address_of(sink), 30, source_address=(host, 0)) as sock:
         yield sock
 
 
@@ -170,7 +125,7 @@ def test_who_knows_the_fingerprint_and_not_the_key_is_refused_before_anything_is
     rank: Made,
 ) -> None:
     sink = rank()
-    sink.connector.accept(SinkTransfer(ID, 1, 0, BLOCKS))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     for guess in (bytes(32), b"", bytes(4096)):
         with stranger(sink) as sock:
             say(sock, FrameKind.CHALLENGE, bytes(32))
@@ -200,12 +155,12 @@ def test_ranks_of_two_clusters_tell_each_other_what_to_do(
 ) -> None:
     """A node with a key refuses one without it, and the reverse: neither goes on without."""
     sink, source = rank(of_sink), rank(of_source, fill=1.0)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, BLOCKS))
-    source.send_to(sink.connector.endpoint())
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    send_to(source, sink.connector.endpoint())
     failed = source.expect(Failed)
     assert failed.code == "CLUSTER_AUTH_FAILED"
     assert says in failed.message and "same --cluster-key" in failed.message
-    wait_for(lambda: sink.counts.get("CLUSTER_AUTH_FAILED") == 1)
+    wait_for(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
     assert not sink.cache.any()
 
 
@@ -232,7 +187,7 @@ def test_other_connectors_of_ranks_with_a_key(rank: Made, kind: type[Any]) -> No
     check_lands(sink, source)
     sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1, 3, 5)))
     other = rank(NEW, kind, fill=1.0)
-    other.send_to(sink.connector.endpoint(), ID[::-1])
+    send_to(other, sink.connector.endpoint(), ID[::-1])
     if kind is ShmConnector:  # the kernel says who it is
         other.expect(Sent)
     else:
@@ -246,7 +201,7 @@ class Relay:
     """Between a source and a sink; keeps what the source said first."""
 
     def __init__(self, sink: Rank) -> None:
-        self._to = sink.address
+        self._to = address_of(sink)
         self.said = b""
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
@@ -280,30 +235,30 @@ def test_a_proof_for_another_endpoint_is_refused(rank: Made) -> None:
     """A host that a source was sent to cannot pass its proof on to a decode rank."""
     sink, source = rank(), rank(fill=1.0)
     relay = Relay(sink)
-    source.send_to(relay.endpoint)
+    send_to(source, relay.endpoint)
     assert source.expect(Failed).code == "CLUSTER_AUTH_FAILED"
-    wait_for(lambda: sink.counts.get("CLUSTER_AUTH_FAILED") == 1)
+    wait_for(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
     source.connector.close(5.0)
     relay.close()
 
 
 def test_what_an_honest_source_said_is_of_no_use_again(rank: Made) -> None:
     sink, source = rank(), rank(fill=1.0)
-    relay, address = Relay(sink), sink.address
+    relay, address = Relay(sink), address_of(sink)
     sink.connector.endpoint = lambda: relay.endpoint  # so that the proof is good for it
-    source.send_to(relay.endpoint)
+    send_to(source, relay.endpoint)
     source.expect(Sent)
     source.connector.close(5.0)
     relay.close()
-    assert sink.counts["unknown_frame"] and not sink.cache.any()  # it was never accepted
-    sink.connector.accept(SinkTransfer(ID, 1, 0, BLOCKS))
+    assert counts(sink)["unknown_frame"] and not sink.cache.any()  # it was never accepted
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     with socket.create_connection(address, 30) as sock, contextlib.suppress(ConnectionError):
         sock.sendall(relay.said)
         heard = b""
         while data := sock.recv(1 << 16):
             heard += data
         assert Frame(FrameKind.WELCOME).encode() not in heard
-    wait_for(lambda: sink.counts.get("CLUSTER_AUTH_FAILED") == 1)
+    wait_for(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
     assert not sink.cache.any()
 
 
@@ -312,7 +267,7 @@ def test_a_source_does_not_trust_its_own_words_from_another(rank: Made) -> None:
     source = rank(fill=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        source.send_to(msgspec.msgpack.encode(Endpoint("127.0.0.1", port, False)))
+        send_to(source, msgspec.msgpack.encode(Endpoint("127.0.0.1", port, False)))
         with listener.accept()[0] as sock:
             for _ in range(2):  # the number, the proof
                 say(sock, *hear(sock))
@@ -356,7 +311,7 @@ def test_1100_strangers_do_not_make_the_next_transfer_fail(
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(stranger(sink)) for _ in range(STRANGERS)]
-        wait_for(lambda: sink.counts.get("dropped_stranger", 0) >= STRANGERS - 64)
+        wait_for(lambda: counts(sink).get("dropped_stranger", 0) >= STRANGERS - 64)
         # each of those who wait has a thread and a timer; so has the source's end
         wait_for(lambda: threading.active_count() <= before + 2 * server.MAX_STRANGERS + 8)
         assert hung_up(crowd[0])
@@ -375,7 +330,7 @@ def test_strangers_of_one_host_take_no_place_of_another_s(
         say(slow, FrameKind.CHALLENGE, bytes(32))
         assert hear(slow)[0] is FrameKind.CHALLENGE
         crowd = [stack.enter_context(stranger(sink)) for _ in range(20)]
-        wait_for(lambda: sink.counts.get("dropped_stranger") == 17)
+        wait_for(lambda: counts(sink).get("dropped_stranger") == 17)
         assert all(hung_up(each) for each in crowd[:17])
         say(slow, FrameKind.PROOF, bytes(32))
         assert hear(slow)[0] is FrameKind.REFUSED  # it was heard
@@ -390,9 +345,9 @@ def test_a_welcomed_source_is_not_dropped_for_strangers(
     with contextlib.ExitStack() as stack:
         for _ in range(10):
             stack.enter_context(stranger(sink))
-        wait_for(lambda: sink.counts.get("dropped_stranger") == 8)
+        wait_for(lambda: counts(sink).get("dropped_stranger") == 8)
         check_lands(sink, source, b"transfer-id-0002")
-    assert "PEER_LOST" not in source.counts
+    assert "PEER_LOST" not in counts(source)
 
 
 def test_a_stranger_has_seconds_in_all_not_for_each_frame(
@@ -410,7 +365,7 @@ def test_a_stranger_has_seconds_in_all_not_for_each_frame(
                 sock.send(bytes([byte]))
                 time.sleep(0.2)
         assert hung_up(sock) and time.monotonic() - started < 15
-    wait_for(lambda: sink.counts.get("CONNECT_FAILED") == 1)
+    wait_for(lambda: counts(sink).get("CONNECT_FAILED") == 1)
 
 
 def test_strangers_who_talk_nonsense_fill_no_log(
@@ -422,7 +377,7 @@ def test_strangers_who_talk_nonsense_fill_no_log(
         with stranger(sink) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
             assert hung_up(sock)
-    wait_for(lambda: sink.counts.get("BAD_FRAME") == 200)
+    wait_for(lambda: counts(sink).get("BAD_FRAME") == 200)
     lines = [text for text in caplog.messages if "BAD_FRAME" in text]
     assert 1 <= len(lines) <= time.monotonic() - started + 2
 
@@ -454,5 +409,5 @@ def test_another_user_s_connection_takes_no_place(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(b"\0" + name)
         assert hung_up(sock)
-    wait_for(lambda: sink.counts.get("refused_connection") == 1)
+    wait_for(lambda: counts(sink).get("refused_connection") == 1)
     assert threading.active_count() == before

@@ -20,9 +20,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_connectors import GEOMETRY, ID, RECT, SINK_IDS, Rank, dying_source, submit, wait_for
+from test_connectors import dying_source
 from test_transfer import announce, assert_landed, pair, start
 
+from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
 from pdserve.common.core.errors import ConfigError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import (
@@ -49,16 +50,9 @@ PROMPT = 20.0  # seconds within which whoever is blocked must be free: before an
 @pytest.fixture
 def make() -> Iterator[Callable[..., Rank]]:
     """Ranks; checks that no thread, gloo's included, and no socket outlives them."""
-    made: list[Rank] = []
     before = num_tasks(), num_sockets()
-
-    def build(kind: type[NCCLConnector] = NCCLConnector, **options: Any) -> Rank:
-        made.append(Rank(kind, **options))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()
+    with ranks() as made:
+        yield lambda kind=NCCLConnector, **options: made(kind, **options)
     wait_for(lambda: nothing_left(*before))
 
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_connectors import GEOMETRY, ID, RECT, SINK_IDS, Rank, submit, wait_for
 
+from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import (
@@ -68,15 +68,8 @@ class Unshareable(CpuIpcConnector):
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Rank]]:
-    made: list[Rank] = []
-
-    def build(kind: type[KVConnector], **options: Any) -> Rank:
-        made.append(Rank(kind, **options))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()
+    with ranks() as made:
+        yield made
     CpuIpcConnector.shared.clear()
 
 

@@ -1,0 +1,91 @@
+"""A connector by itself: its rank's cache, and what it reports."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kv_fakes import Geometry, shared_cache
+from pdserve.common.rpc.auth import ClusterKey
+from pdserve.kv_transfer.connector import (
+    Event,
+    KVConnector,
+    Progress,
+    RankContext,
+    SourceTransfer,
+)
+from pdserve.kv_transfer.connectors.tcp import TCPConnector
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.selection import KEY_PURPOSE
+
+GEOMETRY = Geometry()
+RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
+ID = b"transfer-id-0001"
+SINK_IDS = (4, 9, 2, 7)
+
+
+def keys(words: str) -> tuple[bytes, ...]:
+    """What ranks of a cluster with this key know."""
+    return ClusterKey(words).derive(KEY_PURPOSE) if words else ()
+
+
+class Rank:
+    def __init__(
+        self,
+        kind: type[KVConnector] = TCPConnector,
+        *,
+        fingerprint: str = "same",
+        fill: float = 0.0,
+        key: str = "",
+    ) -> None:
+        self.cache, self._fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
+        self.cache.fill_(fill)
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.view = CacheView(self.cache, RECT, self._fd)
+        context = RankContext(self.view, "127.0.0.1", fingerprint, self.events.put, keys(key))
+        self.connector: Any = kind(context, {})
+
+    def expect(self, kind: type[Any], within: float = 30.0) -> Any:
+        """The next event that is not mere progress."""
+        while isinstance(event := self.events.get(timeout=within), Progress):
+            if kind is Progress:
+                return event
+        assert isinstance(event, kind), event
+        return event
+
+    def close(self) -> None:
+        self.connector.close(5.0)
+        os.close(self._fd)
+
+
+@contextmanager
+def ranks() -> Iterator[Callable[..., Rank]]:
+    """Makes them, and closes them in the end."""
+    made: list[Rank] = []
+
+    def make(*args: Any, **options: Any) -> Rank:
+        made.append(Rank(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def submit(source: Rank, sink: Rank, transfer_id: bytes = ID, epoch: int = 1) -> None:
+    submit_to(source, sink.connector.endpoint(), transfer_id, epoch)
+
+
+def submit_to(source: Rank, endpoint: bytes, transfer_id: bytes = ID, epoch: int = 1) -> None:
+    source.connector.submit(SourceTransfer(transfer_id, epoch, ((Piece(0, 0, RECT), endpoint),)))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

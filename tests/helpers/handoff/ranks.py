@@ -1,0 +1,74 @@
+"""The ranks that the control halves command: what one holds, and what a command makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from handoff.promises import Promise, broken
+from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.layout import Rect
+
+NUM_BLOCKS = 2
+
+
+def sink_rect(rank: int) -> Rect:
+    return Rect(rank, rank + 1, 0, 1)
+
+
+class Write(NamedTuple):
+    """A source's data for one rank."""
+
+    source: str
+    epoch: int
+    good: bool = True
+
+    def digest(self, rank: int) -> RunDigest:
+        said = f"{self.source}{self.epoch}{'' if self.good else ' damaged'}"
+        return RunDigest(rank, sink_rect(rank), BlockRun(0, NUM_BLOCKS), said.encode())
+
+    def __str__(self) -> str:
+        return f"{'' if self.good else 'damaged '}data of epoch {self.epoch} from {self.source}"
+
+
+@dataclass
+class SinkRank:
+    """It takes data of the epoch it was told to accept, once."""
+
+    number: int
+    wanted: int  # blocks
+    accepted: int = 0  # epoch; 0: none
+    content: Write | None = None
+    landed: bool = False
+
+    def accept(self, epoch: int) -> None:
+        if epoch > self.accepted:
+            self.accepted, self.landed = epoch, not self.wanted
+
+    def takes(self, write: Write) -> bool:
+        return write.epoch == self.accepted and not self.landed
+
+    def take(self, write: Write, epoch: int, given: str) -> None:
+        """`epoch`: the latest that any rank was told to accept."""
+        if write.epoch < epoch:
+            broken(Promise.NO_STALE_WRITE, f"{write} into rank {self.number} in epoch {epoch}")
+        if given:
+            broken(Promise.NO_LATE_WRITE, f"{write} into rank {self.number}, blocks {given}")
+        self.content, self.landed = write, True
+
+    def wrong(self, digests: tuple[RunDigest, ...]) -> tuple[RunDigest, ...]:
+        """Of what the source says it sent, that which is not here."""
+        mine = self.content and self.content.digest(self.number)
+        return tuple(each for each in digests if each != mine)
+
+
+@dataclass
+class SourceRank:
+    name: str
+    sinks: tuple[int, ...]
+    epoch: int = 0
+    reading: bool = False  # it may read the blocks
+
+    def ready(self) -> tuple[RunDigest, ...]:
+        return tuple(Write(self.name, self.epoch).digest(rank) for rank in self.sinks)

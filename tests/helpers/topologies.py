@@ -1,0 +1,147 @@
+"""Which topologies are compared with transformers.
+
+`make test` runs `few()`: a pairwise cover. What two factors break together, any topology shows in
+which both values meet; `Topology.pairs` says which pairs must. `in_turn()`, all layouts of all
+families with sizes of 4, is for `make test-all`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+DENSE = ("llama-gqa", "qwen2", "qwen3", "mistral")
+SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
+MODELS = DENSE + SPARSE
+SIZES = (1, 2, 4)  # of tp, pp and ep
+REPLICAS = (1, 2)
+CONNECTORS = ("shm", "tcp")
+EXCHANGES = ("alltoallv", "allgather_reducescatter", "replicated")
+BLOCK_SIZES = (16, 8)
+MOST_RANKS = 4  # of a node
+START = 5  # what a cluster costs beside its ranks, in ranks
+
+
+class Layout(NamedTuple):
+    """The ranks of one node: `tp` in each of `pp` stages, experts spread over `ep` of them, and
+    `dp` replicas of all that."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    @property
+    def possible(self) -> bool:
+        return self.tp * self.pp * self.dp <= MOST_RANKS and self.ep <= self.tp
+
+    def flags(self, exchange: str) -> dict[str, Any]:
+        return {
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.pp,
+            "expert_parallel_size": self.ep,
+            "data_parallel_size": self.dp,
+            "all2all_backend": exchange,
+        }
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}pp{self.pp}ep{self.ep}" + ("dp2" if self.dp > 1 else "")
+
+
+LAYOUTS = tuple(
+    layout
+    for layout in itertools.starmap(Layout, itertools.product(SIZES, SIZES, SIZES, REPLICAS))
+    if layout.possible
+)
+Pair = frozenset[tuple[str, object]]
+
+
+@dataclass(frozen=True)
+class Topology:
+    model: str
+    prefill: Layout
+    decode: Layout
+    connector: str
+    exchange: str = EXCHANGES[0]
+    block_size: int = BLOCK_SIZES[0]
+
+    def __str__(self) -> str:
+        exchange = f"-{self.exchange}" if self.sparse else ""
+        return (
+            f"{self.model}-{self.prefill}-{self.decode}-{self.connector}{exchange}"
+            f"-{self.block_size}"
+        )
+
+    @property
+    def sparse(self) -> bool:
+        return self.model in SPARSE
+
+    @property
+    def possible(self) -> bool:
+        """Dense models have no experts to spread, and exchange nothing."""
+        spread = max(self.prefill.ep, self.decode.ep) > 1
+        if not self.sparse:
+            return not spread and self.exchange == EXCHANGES[0]
+        return spread or self.exchange == EXCHANGES[0]
+
+    @property
+    def cost(self) -> int:
+        return START + sum(each.tp * each.pp * each.dp for each in (self.prefill, self.decode))
+
+    def pairs(self) -> Iterator[Pair]:
+        """The values of two factors that meet here."""
+        kind, block = ("sparse", self.sparse), ("block size", self.block_size)
+        connector = ("connector", self.connector)
+        cut = [
+            [(f"{role} {size}", getattr(layout, size)) for size in ("tp", "pp")]
+            for role, layout in (("prefill", self.prefill), ("decode", self.decode))
+        ]
+        yield from _met(kind, block, connector)
+        yield from map(frozenset, itertools.product(*cut))
+        yield from map(frozenset, itertools.product([connector], itertools.chain(*cut)))
+        for layout in (self.prefill, self.decode):
+            sizes = layout._asdict().items()
+            yield from _met(*sizes)
+            yield from map(frozenset, itertools.product([kind, block], sizes))
+            small = [(size, value) for size, value in sizes if size != "dp" and value <= 2]
+            yield from map(frozenset, itertools.product([("model", self.model)], small))
+            if layout.ep > 1:
+                yield frozenset({("exchange", self.exchange), ("tp", layout.tp)})
+
+
+def _met(*factors: tuple[str, object]) -> Iterator[Pair]:
+    yield from map(frozenset, itertools.combinations(factors, 2))
+
+
+def few() -> list[Topology]:
+    """In which every pair of the candidates' is met: the next is always the one that shows most of
+    what was not shown yet, for its cost."""
+    left = {each: frozenset(each.pairs()) for each in candidates()}
+    missing = frozenset[Pair]().union(*left.values())
+    found: list[Topology] = []
+    while missing:
+        found.append(max(left, key=lambda each: len(left[each] & missing) / each.cost))
+        missing -= left[found[-1]]
+    return found
+
+
+def candidates() -> Iterator[Topology]:
+    """Of up to two stages, and experts in two places: more of them are in `in_turn`."""
+    small = [each for each in LAYOUTS if each.pp <= 2 and each.ep <= 2]
+    factors = (MODELS, small, small, CONNECTORS, EXCHANGES, BLOCK_SIZES)
+    every = itertools.starmap(Topology, itertools.product(*factors))
+    return (topology for topology in every if topology.possible)
+
+
+def in_turn() -> Iterator[Topology]:
+    """Each family with every layout on the prefill node, and on the decode node the next one: every
+    layout serves in both roles, and KV is cut and joined between unequal ones."""
+    for number, model in enumerate(MODELS):
+        layouts = [e for e in LAYOUTS if e.dp == 1 and (e.ep == 1 or model in SPARSE)]
+        for index, prefill in enumerate(layouts):
+            turn = index + number
+            decode = layouts[(turn + 1) % len(layouts)]
+            exchange = EXCHANGES[turn % 3 if model in SPARSE else 0]
+            yield Topology(model, prefill, decode, CONNECTORS[turn % 2], exchange)
