@@ -280,7 +280,7 @@ def test_what_cannot_be_loaded_changes_nothing(cluster: WarmCluster, folder: Pat
         refused(load(cluster, "c", path), 400, "must be inside the folder")
     refused(load(cluster, "c", "linked"), 400, "is a link out of")
     for path in ("nothing", "empty", "pipe", "c/adapter_config.json"):
-        refused(load(cluster, "c", path), 400, "there is no adapter_config.json")
+        refused(load(cluster, "c", path), 400, "adapter_config.json is missing")
     for path in ("\0", "circle", "x" * 9000):
         refused(load(cluster, "c", path), 400, "lora_path")
     for name in ("", " ", "é", "x" * 129, MODEL.name):
@@ -322,7 +322,7 @@ def test_an_adapter_of_no_numbers_fails_alone(cluster: WarmCluster, folder: Path
 def test_mistakes_are_told_at_the_start(folder: Path, tmp_path: Path) -> None:
     common = ["--model", str(MODEL), "--enable-lora", "--lora-modules"]
     cases = {
-        "a=/nowhere": "there is no adapter_config.json",
+        "a=/nowhere": "adapter_config.json is missing",
         "a": "must be name=folder",
         f"{MODEL.name}={folder}/a": "the model itself has this name",
     }

@@ -153,7 +153,7 @@ def test_prompts_may_have_their_adapters(
     first, second = LoRARequest("a", 1, "0"), LoRARequest("b", 2, "1")
     for wrong, reason in (
         ("lora-0", "does not exist"),
-        (LoRARequest("c", 1, "nowhere"), f"{tmp_path}/nowhere: there is no adapter_config.json"),
+        (LoRARequest("c", 1, "nowhere"), f"{tmp_path}/nowhere: adapter_config.json is missing"),
         ([first, second], "as many as --max-loras allows"),
         ([first, LoRARequest("a", 1, "1")], "has two paths"),
         ([first], "2 prompts have 1 lora_requests"),

@@ -262,7 +262,7 @@ def test_int8_is_not_put_on_top(tmp_path: Path) -> None:
         load_int8(folder)
     spec = ModelSpec.from_folder(folder)
     dummy = ModelConfig(model=str(folder), load_format="dummy")
-    with pytest.raises(ConfigError, match="dummy makes no awq weights"):
+    with pytest.raises(ConfigError, match="dummy cannot make awq weights"):
         load_model(spec, dummy, Sharding(GroupCoordinator(), CPU, torch.float32))
 
 
@@ -307,8 +307,8 @@ def test_zero_biases_of_autogptq_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("g_idx", torch.full((320,), 10, dtype=torch.int32), "g_idx names groups beyond the 10"),
-        ("qweight", torch.zeros(40, 128), "qweight holds torch.float32, not the int32"),
+        ("g_idx", torch.full((320,), 10, dtype=torch.int32), "g_idx has group ids beyond the 10"),
+        ("qweight", torch.zeros(40, 128), "qweight has dtype torch.float32"),
     ],
 )
 def test_contents_that_make_no_sense(
@@ -322,7 +322,7 @@ def test_contents_that_make_no_sense(
 def test_one_product_is_quantized_alike() -> None:
     kind = Quantization("awq", 4, 32, excluded=("v_proj",))
     spec = replace(ModelSpec.from_folder(LLAMA), quantization=kind)
-    with pytest.raises(ConfigError, match=r"q_proj.*v_proj are one product"):
+    with pytest.raises(ConfigError, match=r"q_proj.*v_proj are fused"):
         CausalLM(spec, Sharding(GroupCoordinator(), CPU, torch.float32))
 
 

@@ -265,6 +265,7 @@ class World:
                 self.cut,
             ),
             tuple(self.budget.items()),
+            tuple(sorted(self._in_call.values())),
         )
 
     def _sink_state(self) -> tuple[Any, ...] | None:
