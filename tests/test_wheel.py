@@ -21,6 +21,7 @@ from cluster import Cluster
 from paths import EXAMPLE, ROOT
 
 FOLDERS = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
+FACE = ("bench", "cli", "client", "demo_model", "offline")  # of `pdserve/` itself
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "models")
 # A venv has no packages of its own; these are found after what is installed in it. Lines of such a
 # file are folders, whose own .pth files (an editable pdserve's) are not read.
@@ -60,7 +61,10 @@ def expected(folders: Sequence[str]) -> set[str]:
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     kinds = {".py", ".pyi", ".cpp", ".h", ".html", ".css", ".js"}
     names = {f"pdserve/{path.relative_to(ROOT)}" for path in paths if path.suffix in kinds}
-    return {"pdserve/__init__.py", "pdserve/py.typed", *names}
+    face = (
+        path.relative_to(ROOT) for name in FACE for path in (ROOT / "pdserve" / name).rglob("*.py")
+    )
+    return {"pdserve/__init__.py", "pdserve/py.typed", *names, *map(str, face)}
 
 
 @pytest.fixture(scope="module")

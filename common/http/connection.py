@@ -1,4 +1,4 @@
-"""What a client's connection may do to the server: not keep it idle, and not keep it waiting.
+"""Bounds how long a client's connection may be idle, and how long it may keep the server waiting.
 
 opened ──▶ idle ──header──▶ busy ──answered, all of it taken──▶ idle
             │                │

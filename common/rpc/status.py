@@ -154,7 +154,7 @@ def failure_from_pb(failure: pb.Failure, peer: Blame) -> PdserveError:
 
 _STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
-# Nobody answered; any other status is somebody's answer.
+# Statuses without an answer from the peer.
 _LOST = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -105,7 +105,7 @@ def test_unknown_transfers(kit: Kit) -> None:
     end.quiesce(ID)
     end.release(ID)
     settle()
-    assert not end.events.all(), "an event about a transfer that nobody began"
+    assert not end.events.all(), "an event about a transfer that was not begun"
 
 
 def test_a_transfer_the_sink_did_not_accept(kit: Kit) -> None:
@@ -165,7 +165,7 @@ def test_nobody_listens(kit: Kit) -> None:
 
 def test_another_fingerprint_is_refused(kit: Kit) -> None:
     """Ranks of different models, dtypes or layouts must not exchange KV: it would be read as
-    something else. The source learns it as FINGERPRINT_MISMATCH, which no retry mends."""
+    something else. The source learns it as FINGERPRINT_MISMATCH, which no retry fixes."""
     pair = Pair(kit.node(fingerprint="another"), kit.node())
     pair.accept(ID, (7, 8, 9))
     pair.submit(ID)
@@ -173,7 +173,7 @@ def test_another_fingerprint_is_refused(kit: Kit) -> None:
     failed = pair.source.end.events.wait(Failed, ID, DEATH_S)
     check_typed(failed)
     assert failed.code == "FINGERPRINT_MISMATCH", "code FINGERPRINT_MISMATCH"
-    assert not failed.retryable, "no retry mends it"
+    assert not failed.retryable, "no retry fixes it"
     assert pair.others_untouched(()), "blocks were written by a source of another fingerprint"
 
 

@@ -151,7 +151,7 @@ def test_landed_and_sent_come_once(kit: Kit) -> None:
 
 
 def test_sent_means_done_reading(kit: Kit) -> None:
-    """After Sent the source's blocks may change: nobody reads them for this transfer."""
+    """After Sent the source's blocks may change: no rank reads them for this transfer."""
     pair = kit.pair()
     source_ids, sink_ids = scattered(150, NUM_BLOCKS, 1), scattered(150, NUM_BLOCKS, 2)
 

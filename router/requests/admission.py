@@ -63,9 +63,9 @@ class Line:
             raise self.refusal(own, " of this client")
 
     def giving_way(self, client: str, new: int, waiting: Waiting, gone: list[Batch]) -> list[Batch]:
-        """What is refused for `new` more of the client's, when `gone` are: batches of those who
-        have most, the newest first. Those that have begun stay; so do all when the client would
-        have no more than an equal part.
+        """Returns the batches to refuse so that the client may wait with `new` more, when `gone`
+        are refused already: those of the clients that have most, the newest first. Batches that
+        have begun stay, and all stay when the client would have no more than an equal part.
 
         Raises:
             Overloaded: no other client has more than this one would have.

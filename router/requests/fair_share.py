@@ -112,7 +112,7 @@ class FairShare:
             raise
 
     def refuse(self, client: str, group: object, error: Callable[[], Overloaded]) -> None:
-        """Those of the client's that wait in this group end with the error."""
+        """Ends the client's waiting calls of this group with the error."""
         found = [each for each in self._queues.get(client, ()) if each.group is group]
         self._refuse(client, found, error)
 

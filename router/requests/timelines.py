@@ -33,9 +33,9 @@ class Ended:
 
 
 class Timelines:
-    """Those of the requests that are served, and of the last ones that ended. Clients share the
-    room for these: whoever has most of it gives way, so that one who asks much, or is refused
-    much, does not drive out the others'."""
+    """Keeps the timelines of the requests that are served, and of the last ones that ended.
+    Clients share the room for these: the client that has most of it gives way, so that one that
+    asks much, or is refused much, does not drive out the others'."""
 
     def __init__(self, kept: int) -> None:
         """`kept`: how many of those that ended."""

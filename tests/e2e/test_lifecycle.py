@@ -247,7 +247,7 @@ def test_a_decode_node_that_is_killed_comes_back(fragile: Cluster) -> None:
     node = fragile.node_process("decode")
     assert node is not None
     node.kill()
-    fragile.wait_for(lambda: "decode-0: signal 9; again" in fragile.log())
+    fragile.wait_for(lambda: "decode-0: signal 9; restart" in fragile.log())
     assert stream.text() == expected(fragile, LONG)  # it went on on the new one
     wait_for_another(fragile, "decode", node.pid)
     check_exact(fragile)
@@ -260,7 +260,7 @@ def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
     ranks = node.children()
     assert len(ranks) == 2
     ranks[1].kill()
-    fragile.wait_for(lambda: "decode-0: exit code 1; again" in fragile.log())
+    fragile.wait_for(lambda: "decode-0: exit code 1; restart" in fragile.log())
     assert stream.text() == expected(fragile, LONG)
     assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in fragile.log()
     fragile.wait_for(lambda: not any(rank.is_running() for rank in ranks))
@@ -287,12 +287,12 @@ WRONG = [
     ((*UP, "--model={model}", "--frobnicate"), "--frobnicate"),
     ((*UP, "--model={model}", "--block-size=0"), "--block-size"),
     ((*UP, "--model={model}", "--decode-tp=3"), "decode-0 cannot start as configured"),
-    ((*PREFILL, "--model=/no/such/model"), "there is no folder /no/such/model"),
+    ((*PREFILL, "--model=/no/such/model"), "the folder /no/such/model does not exist"),
 ]
 WRONG_FORKED = [
     (("prefill_node", "--model={model}", "--tensor-parallel-size=3"), "3 does not divide"),
     (("prefill_node", "--model={model}", "--num-gpu-blocks-override=3"), "has 3 blocks"),
-    ((*ROUTER, "--model=/no/such/model"), "there is no folder /no/such/model"),
+    ((*ROUTER, "--model=/no/such/model"), "the folder /no/such/model does not exist"),
     # Open to strangers beyond this host.
     ((*ROUTER, "--model={model}", "--host=0.0.0.0"), "give all roles the same --cluster-key"),
     (("prefill_node", "--model={model}", "--kv-host=0.0.0.0"), "same --cluster-key"),

@@ -295,7 +295,9 @@ def test_a_full_disk_ends_the_run_and_spoils_nothing(url: str, tmp_path: Path) -
     program = [*limited, str(Path(sys.executable).with_name("pdserve")), *command]
     run = subprocess.run([*program, "--max-concurrency=1"], capture_output=True, text=True)
     assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert f"{out}: File too large; the same command goes on" in " ".join(run.stderr.split())
+    assert f"{out}: File too large; run the same command to continue" in " ".join(
+        run.stderr.split()
+    )
     first = read(out)  # whole lines
     assert 0 < len(first) < len(STORIES)
     assert main(command) == 0
@@ -310,7 +312,11 @@ def test_a_full_disk_ends_the_run_and_spoils_nothing(url: str, tmp_path: Path) -
         (["-i", "in.jsonl", "-o", "in.jsonl", "--url", "URL"], 2, "is not a batch answer"),
         (["-i", "in.jsonl", "-o", "/dev/zero", "--url", "URL"], 2, "/dev/zero is a pipe or a dev"),
         (["-i", "/dev/null", "-o", "out.jsonl", "--url", "URL"], 2, "give a file"),
-        (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL", "--decode=2"], 2, "do not fit"),
+        (
+            ["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL", "--decode=2"],
+            2,
+            "takes no cluster options",
+        ),
         (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL"], 1, "API key"),
     ],
 )
@@ -427,7 +433,7 @@ def test_a_conversation_on_a_terminal(llm: LLM, url: str) -> None:
             assert " ms · TPOT " in terminal.until("12 tokens")
             terminal.until("> ")
             terminal.type("/reset\r")  # so that the next answer is the first one again
-            terminal.until("a new conversation")
+            terminal.until("new conversation")
             terminal.until("> ")
         terminal.type("/help\r")
         terminal.until("/system TEXT")
@@ -452,7 +458,7 @@ def test_an_answer_may_be_cut_short(url: str) -> None:
             if "…" in shown:
                 break
             terminal.type("/reset\r")
-            terminal.until("a new conversation")
+            terminal.until("new conversation")
             terminal.until("> ")
         assert "tokens" not in shown.partition("…")[0] and "…" in shown
         terminal.type("/quit\r")

@@ -102,7 +102,7 @@ def test_a_stage_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["-pp", "2", "--pipeline-partition", "1,2"], "--pipeline-partition 1,2 does not cut 4"),
+        (["-pp", "2", "--pipeline-partition", "1,2"], "--pipeline-partition 1,2 does not split 4"),
         (["-tp", "2", "-ep", "2"], "--expert-parallel-size 2"),
     ],
 )

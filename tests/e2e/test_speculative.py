@@ -157,7 +157,11 @@ def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any])
 @pytest.mark.parametrize(
     ("config", "flags", "clue"),
     [
-        ({**DRAFT, "model": "/nowhere"}, (), "draft model /nowhere: there is no folder /nowhere"),
+        (
+            {**DRAFT, "model": "/nowhere"},
+            (),
+            "draft model /nowhere: the folder /nowhere does not exist",
+        ),
         (DRAFT, ("--pipeline-parallel-size", "2"), "method ngram works with stages"),
         (DRAFT, ("--tensor-parallel-size", "3"), "3"),
         ({**NGRAM, "method": "eagle"}, (), "method must be one of ngram, draft_model"),

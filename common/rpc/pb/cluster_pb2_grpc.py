@@ -380,27 +380,25 @@ class DecodeServicer:
     """
 
     def Run(self, request, context):
-        """The life of a job: it lasts as long as the job does, and cancelling it at any time frees
-        everything. What the node says of the job comes on the stream that the job names, in order:
-        reserved, landed (or prefilled, with `local_prefill`), tokens, ended. The call itself fails
-        if the node refuses the job, of which nothing was said then, or if it breaks.
+        """The life of a job: the call lasts as long as the job, and cancelling it at any time frees
+        everything. The job's events come on the stream that it names, in order: reserved, landed (or
+        prefilled, with `local_prefill`), tokens, ended. The call fails if the node refuses the job,
+        before any event, or if the connection breaks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """What the node says of all jobs that name this stream, one message a step. It is opened once,
-        before the first of them, and lasts until either side ends; what it loses then, the jobs that
-        name it have lost.
+        """The events of all jobs that name this stream, one message a step. It is opened once, before
+        the first job, and lasts until either side ends; the jobs have then lost what it had not sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishChoice(self, request, context):
-        """The router has all it wants of a choice whose job goes on: a stop string, which nodes do
-        not know, has ended it.
+        """Ends a choice while its job goes on: it has reached a stop string, which only the router knows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
