@@ -195,6 +195,8 @@ def started(
     usual = RoutingConfig()
     places = ceil(requests / usual.max_client_share) + 1  # for one client's
     places = max(places, usual.max_concurrent_requests)
+    # Three clients share the queue: the load's equal part holds all its requests.
+    queued = max(3 * requests, usual.max_queued_requests)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-chaos-")))
         log, environment = folder / "log", {"TMPDIR": str(folder)}
@@ -207,7 +209,8 @@ def started(
             make = partial(Site, *stack.enter_context(site_network()))
         keys = ",".join(token_hex(16) for _ in range(3))  # as fleet.py numbers clients
         known = {"api_key": keys, "admin_api_key": token_hex(16)}
-        router = {"max_concurrent_requests": places, **known, **secured}
+        router = {"max_concurrent_requests": places, "max_queued_requests": queued}
+        router |= known | secured
         fleet = make(
             poisoned(model, folder / model.name), log, environment, router, **options, **secured
         )
