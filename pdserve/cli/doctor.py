@@ -11,8 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -21,6 +20,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.cli.finding import Finding, Verdict
 from pdserve.cli.model import check as check_model
 from pdserve.client.terminal import console_of, number
 from pdserve.common.config.options import CommandParser
@@ -30,22 +30,6 @@ from pdserve.common.core.host import AMPLE_FILES, bind, memory_left, usable_core
 PORTS = (8000, 8001, 8002)  # the defaults of HTTP, gRPC and the registry
 CONNECT_TIMEOUT = 3.0  # seconds
 MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL and Ray need
-
-
-class Verdict(StrEnum):
-    OK = "ok"
-    WARNING = "warning"  # a cluster serves, but slower or with less
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check. `fix` is empty when the verdict is OK."""
-
-    subject: str
-    verdict: Verdict
-    seen: str
-    fix: str = ""
 
 
 Check = Callable[[], Iterator[Finding]]

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from pdserve.cli.doctor import Finding, Verdict
+from pdserve.cli.finding import Finding, Verdict
 from pdserve.cli.topology import Topology, read_topology
 
 SIZE = 512  # rows and columns of the matrices that each GPU multiplies
