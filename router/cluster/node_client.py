@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self
 
 import grpc
@@ -196,6 +196,25 @@ class DecodeCall(NodeCall):
             PdserveError: the node refused, failed or vanished; `blame` says whose fault it is.
         """
         await self._outcome
+
+    @asynccontextmanager
+    async def meanwhile(self) -> AsyncIterator[None]:
+        """What is inside is given up when the job has an outcome."""
+        inside, scope = True, asyncio.timeout(None)
+
+        def give_up(_: object) -> None:
+            if inside:
+                scope.reschedule(0)
+
+        try:
+            async with scope:
+                self._outcome.add_done_callback(give_up)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            inside = False
 
     def _cancel(self) -> None:
         self._living.cancel()

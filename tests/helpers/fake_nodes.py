@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,12 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.decode_node.router_streams import JobWriter, RouterStreams
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.registry_service import probe_nodes
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    TextDelta,
+    Update,
+)
 from pdserve.router.requests.pipeline import Pipeline
 
 VOCAB_SIZE = 200
@@ -272,11 +277,18 @@ class FakeCluster:
         sampling = SamplingParams(max_tokens=max_tokens)
         return GenerationRequest(f"r{self._number}", tuple(range(3, 3 + num_prompt)), sampling)
 
+    async def updates(self, *requests: GenerationRequest) -> AsyncGenerator[Update, None]:
+        """Those of all of them, one by one."""
+        async with aclosing(self.pipeline.generate(requests)) as batches:
+            async for batch in batches:
+                for _, update in batch:
+                    yield update
+
     async def ask(self, num_prompt: int = 5, max_tokens: int = 8) -> GenerationStats:
         """One request, whose every token must be there once, in order."""
         seen: list[int] = []
         request = self.request(num_prompt, max_tokens)
-        async for update in self.pipeline.generate(request):
+        async for update in self.updates(request):
             if isinstance(update, TextDelta):
                 seen += [token.token_id for token in update.tokens]
         assert isinstance(update, GenerationStats)
