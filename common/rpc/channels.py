@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,8 @@ from pdserve.common.rpc.status import CLOCK_KEY
 from pdserve.common.rpc.tls import TLS
 
 Serializer = Callable[[Any], bytes]
+Start = Callable[[], tuple[str, Any]]  # starts a call; returns (its token, gRPC's call)
+Learnt = Callable[[str, grpc.aio.AioRpcError], bool]  # as `SignedChannel._learnt`
 
 _OPTIONS = [
     *MESSAGE_LIMITS,
@@ -143,31 +145,30 @@ class SignedChannel:
     ) -> Callable[..., Any]:
         call = self._channel.unary_unary(method, None, *args, **options)
 
-        async def signed(request: Any, **options: Any) -> Any:
-            message = request_serializer(request)
-            token = self._signer.sign(method, message)
-            try:
-                return await call(message, **_with(token, options))
-            except grpc.aio.AioRpcError as error:
-                if not self._learnt(token, error):
-                    raise
-            return await call(message, **_with(self._signer.sign(method, message), options))
-
-        return signed
+        return self._signed(SignedCall, method, request_serializer, call)
 
     def unary_stream(
         self, method: str, request_serializer: Serializer, *args: Any, **options: Any
     ) -> Callable[..., Any]:
         call = self._channel.unary_stream(method, None, *args, **options)
 
-        def signed(request: Any, **options: Any) -> SignedStream:
-            message = request_serializer(request)
+        return self._signed(SignedStream, method, request_serializer, call)
+
+    def _signed(
+        self,
+        kind: Callable[[Start, Learnt], Any],
+        method: str,
+        serializer: Serializer,
+        call: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        def signed(request: Any, **options: Any) -> Any:
+            message = serializer(request)
 
             def start() -> tuple[str, Any]:
                 token = self._signer.sign(method, message)
                 return token, call(message, **_with(token, options))
 
-            return SignedStream(start, self._learnt)
+            return kind(start, self._learnt)
 
         return signed
 
@@ -184,14 +185,39 @@ class SignedChannel:
         await self._channel.close(grace)
 
 
+class SignedCall:
+    """A unary call, with the part of `grpc.aio.UnaryUnaryCall`'s interface that we use."""
+
+    def __init__(self, start: Start, learnt: Learnt) -> None:
+        """As `SignedStream`'s."""
+        self._start, self._learnt = start, learnt
+        self._token, self._call = start()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        try:
+            return await self._call
+        except grpc.aio.AioRpcError as error:
+            if not self._learnt(self._token, error):
+                raise
+        _, self._call = self._start()
+        return await self._call
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """It is called when the first try has ended; awaiting the call repeats it if need be."""
+        self._call.add_done_callback(callback)
+
+    def cancel(self) -> bool:
+        cancelled: bool = self._call.cancel()
+        return cancelled
+
+
 class SignedStream:
     """A streaming call, with the part of `grpc.aio.UnaryStreamCall`'s interface that we use."""
 
-    def __init__(
-        self,
-        start: Callable[[], tuple[str, Any]],
-        learnt: Callable[[str, grpc.aio.AioRpcError], bool],
-    ) -> None:
+    def __init__(self, start: Start, learnt: Learnt) -> None:
         """`start`: starts the call and returns (its token, gRPC's call)."""
         self._start, self._learnt = start, learnt
         self._token, self._call = start()

@@ -171,9 +171,17 @@ class DecodeCall(NodeCall):
     def __init__(
         self, channel: grpc.aio.Channel, node: Node, request: pb.DecodeRequest, metadata: Any
     ) -> None:
+        """Starts the call."""
         super().__init__(channel, node)
         self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._living = asyncio.create_task(self._live(channel, request, metadata))
+        self._failing: asyncio.Task[None] | None = None
+        self._call: Any = None
+        try:
+            with self._typed_errors():
+                self._call = pb_grpc.DecodeStub(channel).Run(request, metadata=metadata)
+                self._call.add_done_callback(self._run_ended)
+        except PdserveError as error:  # the channel is closed
+            self.fail(error)
 
     @property
     def over(self) -> bool:
@@ -217,13 +225,23 @@ class DecodeCall(NodeCall):
             inside = False
 
     def _cancel(self) -> None:
-        self._living.cancel()
+        self._outcome.cancel()  # if there is none yet
+        if self._call is not None:
+            self._call.cancel()
+        if self._failing is not None:
+            self._failing.cancel()
 
-    async def _live(self, channel: Any, request: pb.DecodeRequest, metadata: Any) -> None:
-        """That the call ends well says nothing: the job's end comes on the stream."""
+    def _run_ended(self, _: object) -> None:
+        """Before the job: most likely it has failed."""
+        if not self._outcome.done():
+            self._failing = asyncio.create_task(self._learn())
+
+    async def _learn(self) -> None:
+        """Learns how `Run` has ended. That it ended well says nothing: the job's end comes on the
+        stream."""
         try:
             with self._typed_errors():
-                response = await pb_grpc.DecodeStub(channel).Run(request, metadata=metadata)
+                response = await self._call
             if response is None:  # gRPC's word for bytes that do not parse
                 raise protocol_error(self._node.role, "a reply does not parse")
         except PdserveError as error:

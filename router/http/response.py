@@ -127,31 +127,24 @@ async def _stream(
     async def write(sent: bytes) -> None:
         if connection is not None:
             await connection.drain()
-        await response.write(sent)
+        if sent:
+            await response.write(sent)
 
     try:
-        async with aclosing(_events(first, updates, writer)) as events:
-            async for sent in events:
-                if sent:
-                    await write(sent)
+        await write(writer.begin() + await writer.write(first))
+        async for batch in updates:
+            await write(await writer.write(batch))
+        await write(writer.end())
     except asyncio.CancelledError:
         if request.transport is None or request.transport.is_closing():
             raise
         await write(writer.error(stopping()))  # the client is there: this server stops
+    except ConnectionError:  # the client is gone
+        raise
+    except Exception as error:
+        await write(writer.error(as_typed(error)))
     await response.write_eof(writer.last)
     return response
-
-
-async def _events(
-    first: Updates, updates: AsyncGenerator[Updates, None], writer: AnswerWriter
-) -> AsyncGenerator[bytes, None]:
-    try:
-        yield writer.begin() + await writer.write(first)
-        async for batch in updates:
-            yield await writer.write(batch)
-        yield writer.end()
-    except Exception as error:
-        yield writer.error(as_typed(error))
 
 
 def timeline_of(stats: Iterable[GenerationStats]) -> dict[str, Any]:

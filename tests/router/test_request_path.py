@@ -18,7 +18,17 @@ from typing import Any
 import grpc
 import pytest
 
-from fake_nodes import FakeCluster, Fault, dies, fails, fake_cluster, hangs, says, stand_still
+from fake_nodes import (
+    FakeCluster,
+    Fault,
+    dies,
+    fails,
+    fake_cluster,
+    hangs,
+    says,
+    stand_still,
+    token_at,
+)
 from pdserve.common.core.errors import (
     Blame,
     Cancelled,
@@ -461,6 +471,35 @@ async def test_a_priority_is_told_to_every_node_that_goes_on(four: FakeCluster) 
     assert [each async for each in four.updates(request)]
     told = [job for node in four.nodes.values() for job in node.jobs]
     assert len(told) >= 4 and {convert.job_from_pb(job).priority for job in told} == {-3}
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+async def test_every_choice_goes_on_where_it_was(four: FakeCluster, count: int) -> None:
+    """Its decode node dies: the others' texts have neither gap nor repeat either."""
+    died = once(dies)
+    four["d0"].on_token = four["d1"].on_token = {count: died}
+    request = replace(four.request(max_tokens=8), n=3)
+    said = dict[int, list[int]]()
+    async for update in four.updates(request):
+        if isinstance(update, TextDelta):
+            said.setdefault(update.choice, []).extend(each.token_id for each in update.tokens)
+    assert said == {choice: [token_at(5 + each) for each in range(8)] for choice in range(3)}
+    assert four.jobs("d") == 2
+
+
+async def test_the_node_hears_of_a_choice_that_a_stop_string_ends(pair: FakeCluster) -> None:
+    """The first choice is a token ahead, and ends before the others do."""
+
+    async def slow(context: Any) -> None:
+        await asyncio.sleep(0.05)
+
+    pair["d0"].on_token = dict.fromkeys(range(40), slow)
+    request, reasons = pair.request(max_tokens=40), Counter[str | int | None]()
+    async for update in pair.updates(replace(request, n=3, stop=(chr(token_at(15) + 33),))):
+        if isinstance(update, TextDelta) and update.finish_reason:
+            reasons[update.stop_reason] += 1
+    assert list(reasons.values()) == [3] and isinstance(next(iter(reasons)), str)
+    assert pair["d0"].finished == [0]
 
 
 async def test_events_of_a_later_version_are_passed_over(four: FakeCluster) -> None:
