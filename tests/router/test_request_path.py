@@ -502,6 +502,18 @@ async def test_the_node_hears_of_a_choice_that_a_stop_string_ends(pair: FakeClus
     assert pair["d0"].finished == [0]
 
 
+async def test_a_channel_that_is_closed_under_a_call_ends_the_attempt(four: FakeCluster) -> None:
+    async def close(context: Any) -> None:
+        (node,) = (each for each in four.nodes.values() if each.open)
+        asyncio.get_running_loop().create_task(four.channels.drop([node.address]))
+        await hangs(context)
+
+    four["d0"].on_run = four["d1"].on_run = once(close)
+    async with asyncio.timeout(60):
+        assert (await four.ask()).timeline.migrations == 1
+    assert four.jobs("d") == 2
+
+
 async def test_events_of_a_later_version_are_passed_over(four: FakeCluster) -> None:
     for node in four.nodes.values():
         node.tells = lambda event: (
