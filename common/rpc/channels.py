@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +26,6 @@ from pdserve.common.rpc.status import CLOCK_KEY
 from pdserve.common.rpc.tls import TLS
 
 Serializer = Callable[[Any], bytes]
-Start = Callable[[], tuple[str, Any]]  # starts a call; returns (its token, gRPC's call)
-Learnt = Callable[[str, grpc.aio.AioRpcError], bool]  # as `SignedChannel._learnt`
 
 _OPTIONS = [
     *MESSAGE_LIMITS,
@@ -142,35 +147,26 @@ class SignedChannel:
 
     def unary_unary(
         self, method: str, request_serializer: Serializer, *args: Any, **options: Any
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., SignedCall]:
         call = self._channel.unary_unary(method, None, *args, **options)
-
-        return self._signed(SignedCall, method, request_serializer, call)
+        return partial(self._call, method, request_serializer, call)
 
     def unary_stream(
         self, method: str, request_serializer: Serializer, *args: Any, **options: Any
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., SignedCall]:
         call = self._channel.unary_stream(method, None, *args, **options)
+        return partial(self._call, method, request_serializer, call)
 
-        return self._signed(SignedStream, method, request_serializer, call)
+    def _call(
+        self, method: str, serializer: Serializer, call: Any, request: Any, **options: Any
+    ) -> SignedCall:
+        message = serializer(request)
 
-    def _signed(
-        self,
-        kind: Callable[[Start, Learnt], Any],
-        method: str,
-        serializer: Serializer,
-        call: Callable[..., Any],
-    ) -> Callable[..., Any]:
-        def signed(request: Any, **options: Any) -> Any:
-            message = serializer(request)
+        def start() -> tuple[str, Any]:
+            token = self._signer.sign(method, message)
+            return token, call(message, **_with(token, options))
 
-            def start() -> tuple[str, Any]:
-                token = self._signer.sign(method, message)
-                return token, call(message, **_with(token, options))
-
-            return kind(start, self._learnt)
-
-        return signed
+        return SignedCall(start, self._learnt)
 
     def _learnt(self, token: str, error: grpc.aio.AioRpcError) -> bool:
         """Returns whether the call was refused because of its time and may be repeated."""
@@ -186,58 +182,43 @@ class SignedChannel:
 
 
 class SignedCall:
-    """A unary call, with the part of `grpc.aio.UnaryUnaryCall`'s interface that we use."""
+    """A call whose answer is awaited, or a stream that is read, with the part of the interface of
+    `grpc.aio.UnaryUnaryCall` and `UnaryStreamCall` that we use."""
 
-    def __init__(self, start: Start, learnt: Learnt) -> None:
-        """As `SignedStream`'s."""
-        self._start, self._learnt = start, learnt
-        self._token, self._call = start()
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._answer().__await__()
-
-    async def _answer(self) -> Any:
-        try:
-            return await self._call
-        except grpc.aio.AioRpcError as error:
-            if not self._learnt(self._token, error):
-                raise
-        _, self._call = self._start()
-        return await self._call
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """It is called when the first try has ended; awaiting the call repeats it if need be."""
-        self._call.add_done_callback(callback)
-
-    def cancel(self) -> bool:
-        cancelled: bool = self._call.cancel()
-        return cancelled
-
-
-class SignedStream:
-    """A streaming call, with the part of `grpc.aio.UnaryStreamCall`'s interface that we use."""
-
-    def __init__(self, start: Start, learnt: Learnt) -> None:
+    def __init__(
+        self,
+        start: Callable[[], tuple[str, Any]],
+        learnt: Callable[[str, grpc.aio.AioRpcError], bool],
+    ) -> None:
         """`start`: starts the call and returns (its token, gRPC's call)."""
         self._start, self._learnt = start, learnt
         self._token, self._call = start()
         self._may_repeat = True
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer(lambda call: call).__await__()
+
     async def read(self) -> Any:
-        try:
-            event = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            if not (self._may_repeat and self._learnt(self._token, error)):
-                raise
-            _, self._call = self._start()
-            event = await self._call.read()
-        finally:
-            self._may_repeat = False
-        return event
+        return await self._answer(lambda call: call.read())
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (event := await self.read()) is not EOF:
             yield event
+
+    async def _answer(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        try:
+            return await ask(self._call)
+        except grpc.aio.AioRpcError as error:
+            if not (self._may_repeat and self._learnt(self._token, error)):
+                raise
+            _, self._call = self._start()
+        finally:
+            self._may_repeat = False
+        return await ask(self._call)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """It is called when the first try has ended; awaiting the call repeats it if need be."""
+        self._call.add_done_callback(callback)
 
     def cancel(self) -> bool:
         cancelled: bool = self._call.cancel()
