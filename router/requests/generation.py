@@ -104,11 +104,14 @@ class UpdateQueue:
         return bool(self._updates) or self._failure is not None
 
     def put(self, prompt: int, update: Update) -> None:
-        """Raises Cancelled: the client has not read MAX_BEHIND updates."""
+        """Raises Cancelled: the client has not read MAX_BEHIND updates. It hears of that, too,
+        whatever becomes of the prompt."""
         if isinstance(update, GenerationStats):
             self.ended += 1
         elif len(self._updates) >= MAX_BEHIND:
-            raise Cancelled(f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW")
+            error = Cancelled(f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW")
+            self.fail(error)
+            raise error
         if self._failure is None:
             self._updates.append((prompt, update))
             self._wake()

@@ -380,6 +380,25 @@ async def test_the_first_error_of_a_prompt_is_the_answers() -> None:
         await anext(updates)
 
 
+async def test_an_answer_that_lacks_an_update_is_never_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that finds the queue full may be a prompt's last token, after which all is well."""
+    monkeypatch.setattr(generation, "MAX_BEHIND", 2)
+
+    async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
+        put(DELTA)
+        put(DELTA)
+        with suppress(Cancelled):
+            put(DELTA)
+        return DONE
+
+    updates = generate(prompts(1), serve)
+    assert await anext(updates) == [(0, DELTA)] * 2
+    with pytest.raises(Cancelled, match="behind"):
+        await anext(updates)
+
+
 async def test_the_prompts_of_a_body_begin_and_end_a_few_at_a_time() -> None:
     """However many they are, the event loop is everybody's between them."""
     turn, begun, ended = 0, Counter[int](), Counter[int]()
