@@ -1,15 +1,17 @@
-"""Row B10: processes that work for another inherit none of its secrets."""
+"""What processes inherit of the one they work for: no secrets; and how modules are loaded."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.common.core import native
-from pdserve.common.core.host import helper_environment, role_environment
+from pdserve.common.core.host import helper_environment, loading, role_environment
 from pdserve.common.distributed.launch import spawn
 from pdserve.kv_transfer.conformance.remote import Process
 
@@ -70,22 +72,32 @@ def test_roles_get_options_by_flags_and_what_their_libraries_need() -> None:
     assert got.items() >= {**NEEDED, "HF_TOKEN": "s3cret"}.items(), "a role may download"
 
 
-async def test_ranks_inherit_no_secrets(tmp_path: Path) -> None:
-    rank = await spawn(tmp_path, 0)
+async def test_processes_that_work_for_another_inherit_no_secrets(tmp_path: Path) -> None:
+    """Ranks, peers of the conformance kit, and compilers."""
+    before = set(psutil.Process().children())
+    rank, peer = await spawn(tmp_path, 0), Process()
     try:
-        check(shown(rank.pid))
+        children = set(psutil.Process().children()) - before
+        assert len(children) >= 2
+        for child in children:
+            check(shown(child.pid))
     finally:
         rank.kill()
+        peer.kill()
         await rank.wait()
-
-
-def test_compilers_inherit_no_secrets() -> None:
     check(native._run(["env"]))
 
 
-def test_peers_of_the_conformance_kit_inherit_no_secrets() -> None:
-    peer = Process()
-    try:
-        check(shown(peer._process.pid))
-    finally:
-        peer.kill()
+def test_what_is_loaded_is_not_looked_through() -> None:
+    before = gc.get_freeze_count()
+    with loading():
+        assert not gc.isenabled()
+        kept = [[] for _ in range(1000)]
+    assert gc.isenabled() and len(kept) == 1000
+    assert gc.get_freeze_count() >= before + 1000
+
+
+def test_the_collector_is_back_when_loading_fails() -> None:
+    with pytest.raises(ImportError), loading():
+        raise ImportError("no such module")
+    assert gc.isenabled()

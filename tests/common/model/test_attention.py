@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,9 @@ from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import apply_rotary
 from pdserve.common.model.sharding import Sharding
-from tiny_engine import CPU, single_threaded_inference
+from tiny_engine import CPU
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
@@ -30,12 +32,6 @@ KINDS = ["torch", pytest.param("native", marks=needs_compiler)]
 
 
 native_kernels = functools.cache(NativeKernels)
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
 
 
 def backend(kind: str, shape: AttentionShape, dtype: torch.dtype) -> AttentionBackend:

@@ -4,7 +4,6 @@ are where the plain ones were, and models made of them."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,9 +24,12 @@ from pdserve.common.model.moe import MoE
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 from pdserve.common.model.weights import Int8Weight, MatrixPart, WeightMatrix, make_weight
-from tiny_engine import CPU, new_cache, single_threaded_inference, some_tokens, step
+from tiny_engine import CPU, new_cache, some_tokens, step
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
+pytestmark = [
+    pytest.mark.usefixtures("inference"),
+    pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here"),
+]
 
 # Of the tokens, and of the matrix.
 KINDS = [
@@ -37,12 +39,6 @@ KINDS = [
     pytest.param(torch.bfloat16, torch.int8, id="int8 × bfloat16"),
 ]
 every_kind = pytest.mark.parametrize(("dtype", "stored"), KINDS)
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
 
 
 @pytest.fixture

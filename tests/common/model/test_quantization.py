@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,9 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.weights import GroupedWeight, Int8Weight, MatrixPart, Weight, make_weight
 from pdserve.common.node.model_facts import ModelFacts
 from slow_quantization import dequantize, dequantized_folder
-from tiny_engine import CPU, load, new_cache, single_threaded_inference, some_tokens, step
+from tiny_engine import CPU, load, new_cache, some_tokens, step
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 LLAMA = MODELS / "llama-gqa"
 SCHEMES = {
@@ -43,12 +45,6 @@ SCHEMES = {
     "gptq-skipping": Scheme("gptq", v2=True, skipped=("self_attn.o_proj",)),
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,18 @@
-"""A node's part in a hand-over does not wait for the step that its ranks are at."""
+"""A decode node's part in a hand-over, which does not wait for the step that its ranks are at, and
+jobs of which it computes no more."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
 from live_node import Said, decode_node, eventually, run_job
 from pdserve.common.core.errors import Blame, NodeError
-from pdserve.common.core.request import GenerateJob
+from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.convert import job_to_pb
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -21,6 +23,7 @@ from pdserve.decode_node import router_streams
 
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 JOB = GenerateJob("here", tuple(range(3, 67)), PARAMS)  # four blocks
+CHOICES = GenerateJob("three", JOB.prompt_token_ids, replace(PARAMS, max_tokens=200, seed=3))
 FIRST = pb.FirstToken(token=pb.TokenEvent(tokens=[inference_pb2.Token(id=7)]))
 
 
@@ -120,3 +123,79 @@ async def test_a_client_that_leaves_as_its_kv_lands_leaves_no_block() -> None:
         await first.aclose()
         await eventually(lambda: pool.num_free == pool.num_blocks)
         await eventually(lambda: not node.replicas[0].sessions)
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ({"id": 512}, "token id 512"),
+        ({"id": 1, "logprob": -1.0, "top_logprobs": [{"token_id": 512}]}, "token id 512"),
+        ({"id": 1, "logprob": -1.0, "top_logprobs": [{"token_id": 1}] * 21}, "at most 20"),
+    ],
+)
+async def test_a_commit_is_not_trusted(token: dict[str, Any], says: str) -> None:
+    async with (
+        decode_node() as (node, _, _),
+        grpc.aio.insecure_channel(node.address) as channel,
+        asyncio.timeout(60),
+    ):
+        handed_over = run_job(channel, JOB, local_prefill=False)
+        ticket = event(await anext(handed_over)).reserved
+        odd = pb.FirstToken(token=pb.TokenEvent(tokens=[inference_pb2.Token(**token)]))
+        commit = pb.CommitRequest(transfer_id=ticket.transfer_id, epoch=1, first_token=odd)
+        with pytest.raises(grpc.aio.AioRpcError, match=says):
+            await pb_grpc.KVTransferStub(channel).Commit(commit)
+        await handed_over.aclose()
+
+
+async def test_a_finished_choice_is_computed_no_more() -> None:
+    """Also one that was never there, of a request that never was, and twice."""
+    async with (
+        decode_node() as (node, _, (gate,)),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        stub = pb_grpc.DecodeStub(channel)
+
+        async def finish(choice: int, request_id: str = "three") -> None:
+            await stub.FinishChoice(pb.FinishChoiceRequest(request_id=request_id, choice=choice))
+
+        job = replace(CHOICES, choices=(Choice(0), Choice(1), Choice(2)))
+        tokens, finished = {0: 0, 1: 0, 2: 0}, set()
+        scheduler = node.replicas[0].scheduler
+        gate.let(10)
+        async for event in run_job(channel, job):
+            if not isinstance(event, JobTokens):
+                continue
+            tokens[event.choice] += len(event.token_ids)
+            if tokens[1] >= 5 and 1 not in finished:
+                finished.add(1)
+                await finish(1)
+                await finish(1)
+                await finish(7)
+                await finish(0, "another")
+                gate.let(16)
+            if tokens[0] >= 20 and 0 not in finished:
+                finished.add(0)
+                await finish(0)
+                gate.let()
+        assert tokens[2] == 200 and 5 <= tokens[1] < 20 and 20 <= tokens[0] < 40
+        assert scheduler.generation_tokens < sum(tokens.values()) + 10
+        await eventually(lambda: scheduler.pool.num_free == scheduler.pool.num_blocks)
+
+
+async def test_the_last_finished_choice_ends_the_call() -> None:
+    async with (
+        decode_node() as (node, _, (gate,)),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        stub = pb_grpc.DecodeStub(channel)
+        job = CHOICES
+        gate.let(5)
+        async for event in run_job(channel, job):
+            if not isinstance(event, JobTokens):
+                continue
+            await stub.FinishChoice(pb.FinishChoiceRequest(request_id="three", choice=0))
+            gate.let()
+        scheduler = node.replicas[0].scheduler
+        await eventually(lambda: scheduler.pool.num_free == scheduler.pool.num_blocks)
+        assert scheduler.generation_tokens < 100

@@ -35,12 +35,7 @@ from pdserve.kv_transfer.layout import Rect
 # ---- the choice -----------------------------------------------------------------------------
 
 IDLE = Candidate(
-    replica=0,
-    pending_tokens=0,
-    decoding_tokens=0,
-    missing_tokens=100,
-    num_sequences=0,
-    fits=True,
+    replica=0, pending_tokens=0, decoding_tokens=0, missing_tokens=100, num_sequences=0, fits=True
 )
 
 
@@ -83,7 +78,7 @@ def compute(it: Scheduler, one: EngineSequence, num_tokens: int) -> None:
     it.computed(one, num_tokens)
 
 
-def test_an_offer_counts_what_is_still_to_be_computed() -> None:
+def test_an_offer_counts_what_is_still_to_be_computed_and_what_decodes_whole() -> None:
     it, one, two = scheduler(), sequence(10), sequence(7, first=50)
     it.add(one)
     it.add(two)
@@ -91,19 +86,15 @@ def test_an_offer_counts_what_is_still_to_be_computed() -> None:
     it.admit()
     compute(it, one, 8)
     assert candidate(0, it, 5, []).pending_tokens == 2 + 7
-
-
-def test_an_offer_counts_what_decodes_whole() -> None:
-    it, local, remote = scheduler(), sequence(6), sequence(9, first=50, remote=True)
-    it.add(remote)
-    assert candidate(0, it, 5, []).decoding_tokens == 9, "its KV comes, it is not computed here"
-    it.add(local)
+    it.release(two)
+    it.add(remote := sequence(9, first=70, remote=True))
     it.admit()
-    compute(it, local, 6)
-    local.append(SampledToken(1))
+    assert candidate(0, it, 5, []).decoding_tokens == 9, "its KV comes, it is not computed here"
+    compute(it, one, 2)
+    one.append(SampledToken(1))
     offer = candidate(0, it, 5, [])
-    assert (offer.decoding_tokens, offer.pending_tokens) == (9 + 7, 0)
-    it.release(local)
+    assert (offer.decoding_tokens, offer.pending_tokens) == (9 + 11, 0)
+    it.release(one)
     it.release(remote)
     assert candidate(0, it, 5, []) == Candidate(0, 0, 0, 5, num_sequences=0, fits=True)
 
@@ -200,12 +191,9 @@ def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
 
 
 def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 MiB a tenth holds 10,240 blocks, half 51,200; one sequence comes before the tenth."""
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 500 * 10**6)
     assert room_on_cpu(ParallelConfig()) == 50 * 10**6
-
-
-def test_in_little_memory_one_sequence_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 MiB are left: a tenth holds 10,240 blocks, half of them 51,200."""
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 100 * 2**20)
     assert room_on_cpu(ParallelConfig(), 16 * 40_000) == 40_000 * 2**10
     assert room_on_cpu(ParallelConfig(), 16 * 60_000) == 50 * 2**20

@@ -6,6 +6,7 @@ import grpc
 import pytest
 import torch
 
+from clock import Clock
 from live_node import MODEL, decode_node, generate
 from pdserve.common.config.node import MachineConfig
 from pdserve.common.core.model_spec import ModelSpec
@@ -18,14 +19,6 @@ from pdserve.common.worker.peaks import peaks_of
 
 COST = StepCost.whole(Footprint(ModelSpec.from_folder(MODEL), "float32"))
 STEP = StepShape.of([(30, 1)] * 4, sampled=4)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 def made(stages: int = 1) -> tuple[Utilisation, StepShape, Clock]:

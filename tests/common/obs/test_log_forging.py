@@ -49,14 +49,10 @@ def record(message: str, error: BaseException | None = None) -> logging.LogRecor
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_a_text_line_stays_one_line_of_plain_characters(text: str) -> None:
+def test_a_line_stays_one_line_of_plain_characters(text: str) -> None:
     line = TextFormatter("router", colour=False).format(record(text))
     assert line.isprintable(), line
     assert line.endswith(f"router - {printable(text)}")
-
-
-@pytest.mark.parametrize("text", NASTY)
-def test_a_json_line_keeps_the_text_and_shows_no_control_character(text: str) -> None:
     line = JSONFormatter("router").format(record(text))
     assert line.isprintable(), line
     assert json.loads(line)["message"] == text
@@ -94,9 +90,11 @@ class Failing(pb_grpc.PrefillServicer):
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+        self.seen: list[str | None] = []
 
     async def Run(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with serving(context):
+            self.seen.append(request_id_var.get())
             raise self.error
         yield pb.PrefillEvent()
 
@@ -133,21 +131,11 @@ async def test_an_internal_error_stays_inside_and_is_found_by_its_id(
     assert logged.exc_info and "hunter2" in str(logged.exc_info[1])
 
 
-async def test_a_peer_s_request_id_is_a_plain_word_or_none(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    seen: list[str | None] = []
-
-    class Noting(Failing):
-        async def Run(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-            async with serving(context):
-                seen.append(request_id_var.get())
-                raise self.error
-            yield pb.PrefillEvent()
-
+async def test_a_peer_s_request_id_is_a_plain_word_or_none() -> None:
+    noting = Failing(KeyError())
     for given in ("cmpl-7", "two words", "x" * 129):
-        await failed_call(Noting(KeyError()), ((REQUEST_ID_KEY, given),))
-    assert seen == ["cmpl-7", "-", "-"]
+        await failed_call(noting, ((REQUEST_ID_KEY, given),))
+    assert noting.seen == ["cmpl-7", "-", "-"]
 
 
 class Rude(pb_grpc.PrefillServicer):
@@ -169,9 +157,9 @@ async def test_a_peer_s_error_text_is_bounded_and_stripped_before_it_goes_on() -
     assert known.code == "PEER_ERROR"
 
 
-@pytest.mark.parametrize("code", ["", "lower", "A B", "A\nB", "9X", "X" * 65])
-def test_what_is_no_code_of_an_error_is_replaced(code: str) -> None:
-    assert peer_code(code) == "PEER_ERROR"
+def test_what_is_no_code_of_an_error_is_replaced() -> None:
+    for code in ("", "lower", "A B", "A\nB", "9X", "X" * 65):
+        assert peer_code(code) == "PEER_ERROR"
     assert peer_code("PEER_LOST") == "PEER_LOST"
 
 

@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from clock import Clock
 from pdserve.cli.certs import HOSTS, write
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.shared import AuthConfig, TLSConfig
@@ -55,14 +56,6 @@ KEY, OTHER = "of-this-cluster-alone", "of-another-cluster"
 RUN, COMMIT = "/pdserve.v1.Prefill/Run", "/pdserve.v1.KVTransfer/Commit"
 REGISTER = "/pdserve.v1.Registry/Register"
 HERE = "10.0.0.3:5000"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1e9
-
-    def __call__(self) -> float:
-        return self.time
 
 
 # ---- tokens -------------------------------------------------------------------------------
