@@ -15,20 +15,14 @@ from pdserve.common.core.host import helper_environment, loading, role_environme
 from pdserve.common.distributed.launch import spawn
 from pdserve.kv_transfer.conformance.remote import Process
 
+VALUE = "s3cret-of-16-chars"
 SECRETS = {
-    "PDSERVE_API_KEY": "s3cret",
-    "PDSERVE_CLUSTER_KEY": "s3cret-of-16-chars",
-    "HF_TOKEN": "s3cret",
-    "HUGGING_FACE_HUB_TOKEN": "s3cret",
-    "OPENAI_API_KEY": "s3cret",
-    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret",
-    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "authorization=s3cret",
-    "AWS_SECRET_ACCESS_KEY": "s3cret",
-    "AWS_SESSION_TOKEN": "s3cret",
-    "GOOGLE_APPLICATION_CREDENTIALS": "/s3cret",
-    "DB_PASSWORD": "s3cret",
-    "https_proxy": "http://me:s3cret@proxy:3128",
-}
+    "PDSERVE_API_KEY": VALUE, "PDSERVE_CLUSTER_KEY": VALUE, "HF_TOKEN": VALUE,
+    "HUGGING_FACE_HUB_TOKEN": VALUE, "OPENAI_API_KEY": VALUE, "OTEL_EXPORTER_OTLP_HEADERS": VALUE,
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": VALUE, "AWS_SECRET_ACCESS_KEY": VALUE,
+    "AWS_SESSION_TOKEN": VALUE, "GOOGLE_APPLICATION_CREDENTIALS": VALUE, "DB_PASSWORD": VALUE,
+    "https_proxy": f"http://me:{VALUE}@proxy:3128",
+}  # fmt: skip
 NEEDED = {
     "PDSERVE_CACHE": "/cache",
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,7 +41,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(environment: str) -> None:
     """Of a process that runs, as its kernel shows it."""
-    assert "s3cret" not in environment
+    assert VALUE not in environment
     assert not [name for name in SECRETS if f"{name}=" in environment]
     assert "NCCL_SOCKET_IFNAME=eth0" in environment
 
@@ -69,7 +63,7 @@ def test_helpers_get_what_they_need_and_no_secrets() -> None:
 def test_roles_get_options_by_flags_and_what_their_libraries_need() -> None:
     got = role_environment({"PDSERVE_CLUSTER_KEY": "its own"})
     assert got["PDSERVE_CLUSTER_KEY"] == "its own" and "PDSERVE_API_KEY" not in got
-    assert got.items() >= {**NEEDED, "HF_TOKEN": "s3cret"}.items(), "a role may download"
+    assert got.items() >= {**NEEDED, "HF_TOKEN": VALUE}.items(), "a role may download"
 
 
 async def test_processes_that_work_for_another_inherit_no_secrets(tmp_path: Path) -> None:

@@ -64,28 +64,6 @@ def test_admission_waits_for_blocks_and_keeps_the_order():
     assert scheduler.admit() == [small]
 
 
-def test_the_youngest_is_preempted_and_computes_its_tokens_again():
-    scheduler = make(num_blocks=5, block_size=2, caching=False)
-    old, young = sequence(0, [1, 2, 3]), sequence(1, [4, 5])
-    scheduler.add(old)
-    scheduler.admit()
-    run_step(scheduler)  # `old` has 4 tokens, 2 blocks
-    scheduler.add(young)
-    assert scheduler.admit() == [young]
-    run_step(scheduler)
-    for _ in range(10):
-        if scheduler.num_preemptions:
-            break
-        run_step(scheduler)
-    assert young.status is Status.WAITING and young.num_computed == 0 and not young.block_table
-    assert scheduler.waiting[0] is young and young.num_output_tokens > 0
-    scheduler.release(old)
-    assert scheduler.admit() == [young]
-    assert run_step(scheduler) == {1: young.num_tokens - 1}
-    scheduler.release(young)
-    assert scheduler.pool.num_free == 5
-
-
 def test_a_lone_sequence_that_cannot_grow_preempts_itself_and_loses_nothing():
     scheduler = make(num_blocks=3, block_size=2, caching=False)
     lone, remote = sequence(0, [1]), sequence(1, [2, 3, 4, 5], remote=True)

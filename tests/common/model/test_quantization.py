@@ -62,12 +62,6 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_int8(folder: Path, group: Any = None, dtype: torch.dtype = torch.float32) -> CausalLM:
-    spec = ModelSpec.from_folder(folder)
-    config = ModelConfig(model=str(folder), quantization="int8")
-    return load_model(spec, config, Sharding(group or GroupCoordinator(), CPU, dtype))
-
-
 # ---- one matrix ----
 
 
@@ -255,7 +249,7 @@ def test_modules_are_named_by_whole_components() -> None:
 def test_int8_is_not_put_on_top(tmp_path: Path) -> None:
     folder = quantize_folder(LLAMA, tmp_path / "awq", Scheme("awq"))
     with pytest.raises(ConfigError, match=r"--quantization int8 .*quantized \(awq\): leave"):
-        load_int8(folder)
+        load(folder, quantization="int8")
     spec = ModelSpec.from_folder(folder)
     dummy = ModelConfig(model=str(folder), load_format="dummy")
     with pytest.raises(ConfigError, match="dummy cannot make awq weights"):

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -34,12 +33,7 @@ from pdserve.common.obs.logging import (
     request_id_var,
     setup_logging,
 )
-from pdserve.common.obs.metrics import (
-    TOKEN_SECONDS,
-    BulkHistogram,
-    NodeMetrics,
-    RouterMetrics,
-)
+from pdserve.common.obs.metrics import TOKEN_SECONDS, BulkHistogram, NodeMetrics, RouterMetrics
 from pdserve.common.obs.process import read_ports, write_ports
 
 FINISHED = Timeline(
@@ -297,29 +291,6 @@ async def test_a_process_that_crashes_shows_where_it_was() -> None:
         _, errors = await process.communicate()
     assert process.returncode == -signal.SIGSEGV
     assert b"Fatal Python error: Segmentation fault" in errors and b"in run_forever" in errors
-
-
-async def test_routes() -> None:
-    metrics, state = NodeMetrics(), {"ready": (False, "no router yet")}
-    server = await start_metrics_server(
-        bind_metrics("127.0.0.1", 0), metrics.registry, lambda: state["ready"]
-    )
-    url = f"http://127.0.0.1:{server.port}"
-    try:
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{url}/health") as response:
-                assert response.status == 200
-            async with session.get(f"{url}/ready") as response:
-                assert response.status == 503
-                assert await response.json() == {"ready": False, "reason": "no router yet"}
-            state["ready"] = (True, "registered")
-            async with session.get(f"{url}/ready") as response:
-                assert response.status == 200
-            async with session.get(f"{url}/metrics") as response:
-                assert response.headers["Content-Type"].startswith("text/plain")
-                assert "pdserve_kv_transfer_bytes_total 0.0" in await response.text()
-    finally:
-        await server.close()
 
 
 async def test_a_port_is_its_first_listener_s() -> None:

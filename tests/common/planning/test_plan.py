@@ -49,34 +49,20 @@ SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
 CPU = torch.device("cpu")
 GIB = 2**30
 QWEN_14B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 5120,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "intermediate_size": 13824,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "rope_theta": 1000000.0,
-}
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 5120, "num_hidden_layers": 48,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 13824,
+    "vocab_size": 152064, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "rope_theta": 1000000.0,
+}  # fmt: skip
+
 
 QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -427,31 +413,25 @@ def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "--model must name"),
-        (["--model={qwen}"], "--gpu-memory must say"),
-        (["--model={qwen}", "--gpu-memory=lots"], "--gpu-memory 'lots' is not a size"),
-        (["--model=/nowhere", "--gpu-memory=1GiB"], "the folder /nowhere does not exist"),
-        (["--model=README.md", "--gpu-memory=1GiB"], "README.md is not JSON"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--tp=3"], "does not divide"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--tp=2", "--ep=2"], "has no experts"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--pp=49"], "exceeds the model's 48 layers"),
-        (
-            ["--model={qwen}", "--gpu-memory=1GiB", "--pipeline-partition=a,b"],
-            "is not a list such as",
-        ),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--max-model-len=40000"], "32768 positions"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--max-num-seqs=513"], "is less than"),
+        ("", "--model must name"),
+        ("--model={qwen}", "--gpu-memory must say"),
+        ("--model={qwen} --gpu-memory=lots", "--gpu-memory 'lots' is not a size"),
+        ("--model=/nowhere --gpu-memory=1GiB", "the folder /nowhere does not exist"),
+        ("--model=README.md --gpu-memory=1GiB", "README.md is not JSON"),
+        ("--model={qwen} --gpu-memory=1GiB --tp=3", "does not divide"),
+        ("--model={qwen} --gpu-memory=1GiB --tp=2 --ep=2", "has no experts"),
+        ("--model={qwen} --gpu-memory=1GiB --pp=49", "exceeds the model's 48 layers"),
+        ("--model={qwen} --gpu-memory=1GiB --pipeline-partition=a,b", "is not a list such as"),
+        ("--model={qwen} --gpu-memory=1GiB --max-model-len=40000", "32768 positions"),
+        ("--model={qwen} --gpu-memory=1GiB --max-num-seqs=513", "is less than"),
     ],
 )
 def test_wrong_options(
-    argv: list[str],
-    message: str,
-    qwen: Path,
-    capsys: pytest.CaptureFixture[str],
+    argv: str, message: str, qwen: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(ROOT)
-    assert main(["plan", *(word.format(qwen=qwen) for word in argv)]) == 2
+    assert main(["plan", *argv.format(qwen=qwen).split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("pdserve plan: error: ")
     assert message in error

@@ -7,7 +7,6 @@ import socket
 import ssl
 import stat
 import struct
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -28,14 +27,10 @@ from yarl import URL
 
 from connector_ranks import ID, RECT, SINK_IDS, Rank, ranks, submit, submit_to, wait_for
 from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
-from paths import HELPERS
-from pdserve.cli import cluster as cluster_module
 from pdserve.cli.certs import HOSTS, write
-from pdserve.cli.cluster import Cluster
-from pdserve.cli.host_share import NodeShare
 from pdserve.cli.main import main
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import EngineConfig, WorkerNodeConfig
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.config.sources import parse
@@ -50,13 +45,7 @@ from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.tls import TLS
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.kv_transfer.blocks import piece_nbytes
-from pdserve.kv_transfer.connector import (
-    BlockRun,
-    Failed,
-    Landed,
-    Sent,
-    SinkTransfer,
-)
+from pdserve.kv_transfer.connector import BlockRun, Failed, Landed, Sent, SinkTransfer
 from pdserve.kv_transfer.connectors.base import handshake, server
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import TLSPipe
@@ -74,7 +63,6 @@ from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer, https_context
 
 FILL = struct.unpack("=f", b"\x3f" * 4)[0]
-FAKE_ROLE = str(HELPERS / "fake_role.py")
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -347,30 +335,6 @@ async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> N
         assert (await stub.GetModel(inference_pb2.GetModelRequest(), metadata=key)).id == "tiny"
         assert [each async for each in stub.Generate(request, metadata=key)]
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-
-
-async def test_up_gives_the_key_to_the_router_alone_and_not_as_a_flag(certs: Path) -> None:
-    lines: list[tuple[str, str]] = []
-    fakes = {role: (sys.executable, FAKE_ROLE, role) for role in cluster_module.PROGRAMS}
-    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0, api_key="secret")
-    config = ClusterConfig(server=server, tls=TLSConfig(**files(certs / "ours")))
-    cluster = Cluster(
-        config,
-        [NodeShare(EngineConfig())] * 2,
-        lambda name, line: lines.append((name, line)),
-        fakes,
-    )
-    try:
-        assert await cluster.start()
-    finally:
-        await cluster.stop()
-    assert not [line for _, line in lines if "secret" in line]
-    options_of = {name: line for name, line in lines if " options " in line}
-    assert "PDSERVE_API_KEY" in options_of["router"]
-    assert "PDSERVE_API_KEY" not in options_of["prefill-0"] + options_of["decode-0"]
-    for name in ("router", "prefill-0", "decode-0"):
-        flags = next(line for who, line in lines if who == name and " flags " in line)
-        assert all(path in flags for path in files(certs / "ours").values())
 
 
 # ---- HTTPS --------------------------------------------------------------------------------

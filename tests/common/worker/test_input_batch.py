@@ -11,9 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from pdserve.common.config.node import (
-    SchedulerConfig,
-)
+from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
