@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from paths import HELPERS
-from pdserve.common.core.errors import Blame, ConfigError, NodeError, TransferError
+from pdserve.common.core.errors import Blame, NodeError, TransferError
 from pdserve.common.distributed import fanout, wire
 from pdserve.common.distributed.executor import Executor, InProcessExecutor, WorkerSpec
 from pdserve.common.distributed.launch import MultiprocessExecutor, make_executor
@@ -161,15 +161,6 @@ async def test_call_without_extension(size: int) -> None:
     async with running(executor):
         with pytest.raises(NodeError, match="no extension"):
             await executor.call(0, b"x")
-
-
-@either_size
-async def test_config_error_at_start_stays_one(size: int) -> None:
-    executor = make_executor(specs(size, fail_rank=size - 1))
-    with pytest.raises(ConfigError, match="no such folder") as caught:
-        await executor.start()
-    assert caught.value.code == "NO_MODEL"
-    await executor.shutdown(1.0)
 
 
 @either_size

@@ -186,20 +186,6 @@ def test_ranks_that_disagree_are_named(ranks: Ranks) -> None:
         assert message.endswith("disagree on the block count: ranks 0, 1, 2: 0; rank 3: 5")
 
 
-def _pipeline(state: ParallelState) -> tuple[float, int, int]:
-    """Two stages of two ranks: a sum, an activation to the next stage, a sum there."""
-    hidden = state.tp.all_reduce(torch.full((2, 3), state.world.rank + 1.0))
-    if state.pp.rank == 0:
-        state.pp.send(hidden, dst=1)
-    else:
-        hidden = state.tp.all_reduce(hidden * 0 + state.pp.recv((2, 3), torch.float32, src=0))
-    return float(hidden[0, 0]), state.tp.rank, state.pp.rank
-
-
-def test_tensor_and_pipeline_parallel_groups_side_by_side(ranks: Ranks) -> None:
-    assert ranks.run(_pipeline, tp=2, pp=2) == [(3, 0, 0), (3, 1, 0), (6, 0, 1), (6, 1, 1)]
-
-
 def on_threads(
     folder: Path, size: int, work: Callable[[ParallelState], T], timeout: float = 20.0, **sizes: int
 ) -> list[T]:

@@ -27,17 +27,13 @@ WINDOW, NUM_BLOCKS = 40, 13
 CLIENTS = 40
 
 
-def speculator(guessing: str) -> Speculator | None:
+def speculator(guessing: str, drafts: BlockPool) -> Speculator | None:
     if guessing == "ngram":
-        return PromptLookup(
-            Speculation.read(
-                {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-            ),
-            WINDOW,
-        )
+        config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+        return PromptLookup(Speculation.read(config), WINDOW)
     if guessing == "draft":
-        config = Speculation.read({"model": "x", "num_speculative_tokens": 3})
-        return DraftModel(config, WINDOW - 6, BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE), chunk=8)
+        config = {"model": "x", "num_speculative_tokens": 3}
+        return DraftModel(Speculation.read(config), WINDOW - 6, drafts, chunk=8)
     return None
 
 
@@ -48,8 +44,9 @@ class Walk:
         self.rng = random.Random(seed)
         self.ranks = ChecksumRanks(self.rng)
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        config = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24)
-        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, speculator(guessing))
+        self.drafts = BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE)
+        config, guesses = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24), self.drafts
+        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, speculator(guessing, guesses))
         self.engine = EngineCore(self.ranks, self.scheduler, self, WINDOW)
         self.seen: Counter[str] = Counter()
         self.told: dict[int, list[int]] = {}
@@ -194,5 +191,4 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
     assert walk.seen.keys() >= {"length", "stopped", "held", "given up"}
     if (speculator := walk.scheduler.speculator) is not None:
         assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens
-    if isinstance(speculator, DraftModel):
-        assert speculator._pool.num_free == speculator._pool.num_blocks
+    assert walk.drafts.num_free == walk.drafts.num_blocks

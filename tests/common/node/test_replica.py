@@ -14,7 +14,7 @@ import pytest
 from live_node import decode_node, eventually, generate, node_config
 from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.shared import LogConfig
-from pdserve.common.core.errors import ConfigError, NodeError, TransferError
+from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.engine.block_pool import BlockPool, hash_blocks
@@ -27,10 +27,6 @@ from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode
-from pdserve.decode_node.service import KVTransferService
-from pdserve.kv_transfer.control.sink import KVSink
-from pdserve.kv_transfer.control.ticket import RankEndpoint
-from pdserve.kv_transfer.layout import Rect
 
 # ---- the choice -----------------------------------------------------------------------------
 
@@ -128,32 +124,6 @@ def test_whether_a_job_fits(num_tokens: int, held: int, waiting: int, fits: bool
     if waiting:
         it.add(sequence(waiting, first=100))
     assert candidate(0, it, num_tokens, []).fits is fits
-
-
-# ---- the front over the sinks ---------------------------------------------------------------
-
-
-def sink() -> KVSink:
-    async def call(rank: int, message: bytes) -> bytes:
-        return b"\x80"  # an empty reply
-
-    rank = RankEndpoint(0, Rect(0, 1, 0, 1), b"")
-    return KVSink([rank], fingerprint="f", block_size=4, address="a", lease_s=5.0, call=call)
-
-
-async def test_a_transfer_is_its_replicas() -> None:
-    both = sink(), sink()
-    service, freed = KVTransferService(both, vocab_size=50), asyncio.Event()
-    ticket, _ = await both[1].reserve(8, 0, (0, 1), freed.set)
-    assert service._sink(ticket.transfer_id) is both[1]
-    await both[1].cancel(ticket.transfer_id)
-    assert freed.is_set()
-    assert service._sink(ticket.transfer_id) is both[1], "a late commit learns how it ended"
-    with pytest.raises(TransferError) as caught:
-        service._sink(bytes(16)).renew(bytes(16), 1)
-    assert caught.value.code == "UNKNOWN_TRANSFER"
-    for each in both:
-        await each.close()
 
 
 # ---- where the ranks are --------------------------------------------------------------------

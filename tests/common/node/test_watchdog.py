@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,17 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clock import Clock
 from live_node import decode_node, eventually, generate
-from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import Blame, NodeError, TransferError
 from pdserve.common.engine.core import EngineProgress
-from pdserve.common.engine.messages import LOADED, AdapterCall
 from pdserve.common.node.replica import Watchdog
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import serving
-from pdserve.common.worker.adapters import RankAdapters
 from pdserve.decode_node.node import DecodeNode
 from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.control.sink_client import (
@@ -182,9 +178,7 @@ async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) ->
     watching.cancel()
 
 
-async def test_a_refusal_shows_that_the_network_leads_there_and_no_address_that_it_does_not() -> (
-    None
-):
+async def test_a_refusal_shows_that_the_network_leads_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert await why_unreachable(address) == ""
@@ -278,26 +272,6 @@ async def test_a_node_without_memory_says_so_and_recovers() -> None:
         pool.free(taken)
         node.replicas[0].engine._work.set()  # as whoever frees blocks does
         assert await waiting == 4
-        await eventually(lambda: node.ready()[0])
-
-
-async def test_a_rank_that_stands_still_over_an_adapter_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    goes_on = threading.Event()
-
-    def serve(ranks: RankAdapters, call: AdapterCall) -> bytes:
-        goes_on.wait(30.0)
-        return LOADED
-
-    monkeypatch.setattr(RankAdapters, "serve", serve)
-    async with decode_node(stall=STALL, lora=LoRAConfig(enable_lora=True)) as (node, _, _):
-        setting = asyncio.create_task(node.adapters.set({"a": "/a"}))
-        try:
-            await eventually(lambda: "rank 0 has not answered a call" in node.ready()[1])
-        finally:
-            goes_on.set()
-        assert await setting == {}
         await eventually(lambda: node.ready()[0])
 
 

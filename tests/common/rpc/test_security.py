@@ -398,13 +398,6 @@ def connect(sink: Rank) -> socket.socket:
     return socket.create_connection((where.host, where.port), 10)
 
 
-def test_kv_inside_tls(rank: Callable[..., Rank], certs: Path) -> None:
-    ours = files(certs / "ours")
-    sink, source = rank(options=ours), rank(options=ours, fill=1.0)
-    check_healthy(sink, source)
-    check_healthy(sink, source, b"transfer-id-0002")  # on the connection that was kept
-
-
 def test_given_up_inside_tls_nothing_encrypted_gets_into_the_blocks(
     rank: Callable[..., Rank], certs: Path
 ) -> None:
@@ -428,26 +421,33 @@ def test_given_up_inside_tls_nothing_encrypted_gets_into_the_blocks(
     assert set(sink.cache.unique().tolist()) <= {0.0, FILL}
 
 
-@pytest.mark.parametrize("who", ["plain", "theirs", "elsewhere"])
+@pytest.mark.parametrize(
+    ("of_sink", "of_source", "code", "says"),
+    [
+        ("ours", "theirs", "CONNECT_FAILED", ""),
+        ("ours", "elsewhere", "CONNECT_FAILED", ""),
+        ("ours", "", "TLS_MISMATCH", "the decode node takes KV over TLS"),
+        ("", "ours", "TLS_MISMATCH", "takes KV over plain TCP and the prefill node sends it over"),
+    ],
+)
 def test_a_source_without_our_certificate_is_refused(
-    rank: Callable[..., Rank], certs: Path, who: str
+    rank: Callable[..., Rank], certs: Path, of_sink: str, of_source: str, code: str, says: str
 ) -> None:
-    ours = files(certs / "ours")
-    options = {} if who == "plain" else files(certs / who)
-    sink, stranger = rank(options=ours), rank(options=options, fill=1.0)
+    own, others = (files(certs / name) if name else {} for name in (of_sink, of_source))
+    sink, stranger = rank(options=own), rank(options=others, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     send(stranger, sink)
     failed = stranger.expect(Failed)
-    if who == "plain":  # a node that is misconfigured; a stranger speaks all the same
-        assert failed.code == "TLS_MISMATCH" and "takes KV over TLS" in failed.message
+    assert failed.code == code and says in failed.message
+    if not of_source:  # a node that is misconfigured; a stranger speaks all the same
         with connect(sink) as sock, contextlib.suppress(ConnectionError):
             sock.sendall(Frame(FrameKind.HELLO, nbytes=4).encode() + b"same")
             assert b"pdKV" not in sock.recv(64)
-    else:
-        assert failed.code == "CONNECT_FAILED"
     sink.connector.quiesce(ID)
     assert not sink.cache.any()
-    check_healthy(sink, rank(options=ours, fill=1.0), b"transfer-id-0002")
+    source = rank(options=own, fill=1.0)
+    check_healthy(sink, source, b"transfer-id-0002")
+    check_healthy(sink, source, b"transfer-id-0003")  # on the connection that was kept
 
 
 def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
@@ -465,16 +465,6 @@ def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
             with pytest.raises(OSError):
                 pipe.recv_bytes(10)
     pipe.close()
-
-
-def test_a_sink_without_tls_is_told_apart_in_words(rank: Callable[..., Rank], certs: Path) -> None:
-    sink, source = rank(), rank(options=files(certs / "ours"), fill=1.0)
-    send(source, sink)
-    failed = source.expect(Failed)
-    assert failed.code == "TLS_MISMATCH"
-    assert "takes KV over plain TCP and the prefill node sends it over TLS: give both the same" in (
-        failed.message
-    )
 
 
 def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
@@ -525,13 +515,13 @@ def test_a_sink_that_does_not_greet_back_is_given_up(
     assert "no greeting within 0.2 s" in failed.message
 
 
-def test_connections_are_bounded(
+def test_connections_are_bounded_and_a_lack_of_threads_leaves_the_port_open(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sources that have said who they are; `test_connectors_guarded.py` has the others."""
+    """Those of sources that have said who they are; `test_connectors_guarded.py` has the others."""
     monkeypatch.setattr(server, "MAX_PIPES", 2)
     monkeypatch.setattr(server, "MAX_STRANGERS", 1)
-    sink = rank()
+    sink, start = rank(), threading.Thread.start
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(greeted(sink)) for _ in range(3)]
         late = stack.enter_context(connect(sink))
@@ -540,13 +530,6 @@ def test_connections_are_bounded(
         sources[0].close()
         wait_for_count(sink, "PEER_LOST", 1)
         check_healthy(sink, rank(fill=1.0))
-
-
-def test_a_connection_without_a_thread_for_it_leaves_the_port_open(
-    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So many strangers that the container allows no more threads."""
-    sink, start = rank(), threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name == "kv-sink":
@@ -557,8 +540,8 @@ def test_a_connection_without_a_thread_for_it_leaves_the_port_open(
         full.setattr(threading.Thread, "start", refuse)
         with connect(sink) as late:
             assert is_closed(late)
-    assert sink.connector.counts["refused_connection"] == 1
-    check_healthy(sink, rank(fill=1.0))
+    assert sink.connector.counts["refused_connection"] == 2
+    check_healthy(sink, rank(fill=1.0), b"transfer-id-0002")
 
 
 @contextlib.contextmanager
