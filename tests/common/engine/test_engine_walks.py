@@ -1,5 +1,6 @@
 """Random lives of sequences in a whole engine: computed here or elsewhere, preempted, guessed,
-deferred, broken, given up and held. Each gets the tokens it would get alone."""
+deferred, broken, given up and held. Each gets the tokens it would get alone, from ranks that know
+of it what the engine knows."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish, Sequence, Status
 from pdserve.common.engine.speculation import Speculator
 
-WINDOW, NUM_BLOCKS = 40, 13
+WINDOW, NUM_BLOCKS, MAX_NUM_SEQS = 40, 13, 5
 CLIENTS = 40
 
 
@@ -45,8 +46,9 @@ class Walk:
         self.ranks = ChecksumRanks(self.rng)
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         self.drafts = BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE)
-        config, guesses = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24), self.drafts
-        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, speculator(guessing, guesses))
+        config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=24)
+        guesses = speculator(guessing, self.drafts)
+        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, guesses)
         self.engine = EngineCore(self.ranks, self.scheduler, self, WINDOW)
         self.seen: Counter[str] = Counter()
         self.told: dict[int, list[int]] = {}
@@ -101,7 +103,7 @@ class Walk:
         seq_id, begun = sequence.seq_id, len(job.choices[0].output_token_ids)
         expected, reason = generate(job.prompt_token_ids, job.sampling, seed, WINDOW)
         expected = expected[begun:]
-        self.ranks.token_ids[seq_id] = sequence.token_ids
+        self.ranks.sequences[seq_id] = sequence
         self.told[seq_id] = told = []
         self._ended[seq_id] = ended = asyncio.get_running_loop().create_future()
         self._admitted[seq_id] = asyncio.Event()
@@ -154,7 +156,8 @@ class Walk:
             min_tokens=rng.choice([0, 0, 1, most // 2]),
             seed=rng.randrange(3),
             stop_token_ids=(STOP,),
-            bad_words_token_ids=((VOCAB - 1,) * 9,) if rng.random() < 0.3 else (),
+            bad_words_token_ids=self._words() if rng.random() < 0.3 else (),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
             prompt_logprobs=0 if rng.random() < 0.2 else None,
         )
         seed = params.seed + index
@@ -162,6 +165,10 @@ class Walk:
         begun = output[: rng.randrange(len(output))] if rng.random() < 0.3 else []
         job = GenerateJob("r", prompt, params, (Choice(index, tuple(begun)),))
         return job, seed
+
+    def _words(self) -> tuple[tuple[int, ...], ...]:
+        """Some of what is drawn all the time; ranks draw it nevertheless."""
+        return tuple(tuple(self.rng.choices(range(1, 6), k=n)) for n in (1, 2, 2, 3, 9))
 
     async def _land(self, sequence: Sequence, token: int) -> Finish | None:
         """Its KV comes from elsewhere."""
@@ -186,6 +193,7 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
         await asyncio.wait(clients)
         engine.cancel()
     assert walk.pool.num_free == NUM_BLOCKS
+    assert walk.ranks.num_known < 2 * MAX_NUM_SEQS, "they forget what has ended"
     assert walk.scheduler.generation_tokens == sum(map(len, walk.told.values()))
     assert walk.scheduler.num_preemptions and walk.scheduler.cache_hits
     assert walk.seen.keys() >= {"length", "stopped", "held", "given up"}

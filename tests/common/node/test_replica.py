@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
-from live_node import decode_node, eventually, generate, node_config
+from live_node import node_config
 from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
@@ -227,50 +225,7 @@ async def test_one_that_does_not_stop_keeps_no_other_from_it() -> None:
     assert all(each.stopped for each in executors)
 
 
-# ---- a node of two --------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("ranks_left")
-async def test_a_stalled_replica_is_avoided_until_it_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    async with (
-        decode_node(replicas=2, stall=2.5) as (node, _, gates),
-        grpc.aio.insecure_channel(node.address) as channel,
-    ):
-        sample, (one, two) = node.metrics.registry.get_sample_value, node.replicas
-        assert await generate(channel) == 4, "on replica 0: all else is equal"
-        assert one.scheduler.generation_tokens == 4
-
-        gates[0].open.clear()
-        stalled = asyncio.create_task(generate(channel))
-        await eventually(lambda: one.sessions)
-        with pytest.raises(NodeError, match=r"replica 0: step \d+ has been running") as caught:
-            await stalled
-        assert caught.value.code == "ENGINE_STALLED"
-        assert await generate(channel) == 4, "on the other one, though this one has the prefix"
-        assert two.scheduler.generation_tokens == 4
-        ready, reason = node.ready()
-        assert ready and "replica 0: step" in reason
-        assert node.load().healthy and node.load().reason == reason
-        assert [sample("pdserve_engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
-
-        gates[1].open.clear()
-        with pytest.raises(NodeError, match="replica 1: step"):
-            await generate(channel)
-        ready, reason = node.ready()
-        assert not ready and "replica 0: " in reason and "replica 1: " in reason
-        with pytest.raises(NodeError, match=r"replica 0: .*replica 1: "):
-            await generate(channel)
-        assert sample("pdserve_healthy") == 0
-
-        for gate in gates:
-            gate.open.set()
-        await eventually(lambda: node.ready() == (True, "ok"))
-        assert await generate(channel) == 4
-        await eventually(lambda: node.load().free_blocks == node.load().total_blocks == 512)
-        assert node.load().most_free_blocks == 256
+# ---- metrics --------------------------------------------------------------------------------
 
 
 def test_metrics_name_the_replica() -> None:

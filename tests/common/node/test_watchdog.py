@@ -230,33 +230,50 @@ async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int
     return check.status == health_pb2.HealthCheckResponse.SERVING, status, reason, metric
 
 
-async def test_a_node_whose_step_stalls_says_so_and_recovers(
+async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until_it_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     async with (
-        decode_node(stall=STALL) as (node, _, [gate]),
+        decode_node(replicas=2, stall=STALL) as (node, _, gates),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
-        pool = node.replicas[0].scheduler.pool
-        assert await generate(channel) == 4
+        sample, (one, two) = node.metrics.registry.get_sample_value, node.replicas
+        assert await generate(channel) == 4, "on replica 0: all else is equal"
+        assert one.scheduler.generation_tokens == 4
         assert await health(node, channel) == (True, 200, "ok", 1.0)
-        gate.open.clear()
-        with pytest.raises(NodeError, match="step 5 has been running for") as caught:
+
+        gates[0].open.clear()
+        with pytest.raises(NodeError, match=r"replica 0: step \d+ has been running") as caught:
             await generate(channel)
         assert caught.value.code == "ENGINE_STALLED"
         assert caught.value.blame is Blame.DECODE and caught.value.retryable
-        with pytest.raises(NodeError, match="has been running"):
-            await generate(channel)
-        await eventually(lambda: "unhealthy: step 5 has been running" in caplog.text)
-        serving, status, reason, metric = await health(node, channel)
-        assert (serving, status, metric) == (False, 503, 0.0) and "step 5" in reason
+        pool = one.scheduler.pool
         assert pool.num_free < pool.num_blocks, "the step still computes into them"
-        gate.open.set()
-        await eventually(lambda: "healthy again" in caplog.text)
+        assert await generate(channel) == 4, "on the other one, though this one has the prefix"
+        assert two.scheduler.generation_tokens == 4
+        serving, status, reason, metric = await health(node, channel)
+        assert (serving, status, metric) == (True, 200, 1.0) and "replica 0: step" in reason
+        assert node.load().reason == reason
+        assert [sample("pdserve_engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
+
+        gates[1].open.clear()
+        with pytest.raises(NodeError, match="replica 1: step"):
+            await generate(channel)
+        with pytest.raises(NodeError, match=r"replica 0: .*replica 1: "):
+            await generate(channel)
+        await eventually(lambda: "unhealthy: replica 0" in caplog.text)
+        serving, status, reason, metric = await health(node, channel)
+        assert (serving, status, metric) == (False, 503, 0.0)
+        assert "replica 0: " in reason and "replica 1: " in reason
+
+        for gate in gates:
+            gate.open.set()
+        await eventually(lambda: "healthy again" in caplog.text and node.ready() == (True, "ok"))
         assert await health(node, channel) == (True, 200, "ok", 1.0)
         assert await generate(channel) == 4
-        await eventually(lambda: pool.num_free == pool.num_blocks)
+        await eventually(lambda: node.load().free_blocks == node.load().total_blocks == 512)
+        assert node.load().most_free_blocks == 256
 
 
 async def test_a_node_without_memory_says_so_and_recovers() -> None:

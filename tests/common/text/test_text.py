@@ -178,6 +178,7 @@ def test_a_stop_string_across_pieces_is_not_leaked_and_of_two_the_longer_wins() 
     assert run_stop(pieces, ["<stop>"]) == ("ab", "<stop>")
     assert run_stop(pieces, ["<stop>"], include=True) == ("ab<stop>", "<stop>")
     assert run_stop(["xabc"], ["c", "abc"]) == ("x", "abc")
+    assert run_stop(["a", "b", "b"], ["aa", "abb"]) == ("", "abb")
 
 
 @given(

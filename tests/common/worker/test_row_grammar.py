@@ -1,5 +1,5 @@
 """Grammars on the rank that draws: compiled beside the steps, masks within a budget, rows that are
-deferred, and what a sampler makes of a mask."""
+deferred. What a sampler makes of a mask is in `test_sampler.py`."""
 
 from __future__ import annotations
 
@@ -301,40 +301,7 @@ def test_dear_ones_among_themselves_wait_for_no_turn() -> None:
     assert [each.grammar.masks for each in rows] == [10, 10]  # type: ignore[union-attr]
 
 
-# ---- the sampler ----
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_the_mask_allows_is_drawn_and_logprobs_stay_the_model_s(
-    grammars: Grammars, tokens: GrammarTokens, temperature: float
-) -> None:
-    options = {"temperature": temperature, "logprobs": 3}
-    done, _ = MaskScheduler().take(
-        [row(ready(grammars, "[a-f]+"), 1, **options), row(seq_id=2, **options)], alone=True
-    )
-    rows = [each for each in done.values() if isinstance(each, StepSequence)]
-    first, second = sample(LOGITS[:2], rows)
-    assert not isinstance(first, FailedRow) and not isinstance(second, FailedRow)
-    bits = np.unpackbits(rows[0].mask.view(np.uint8), bitorder="little").astype(bool)
-    assert set(text_of(tokens, first.token_id)) <= set("abcdef") and bits[first.token_id]
-    if not temperature:
-        best = LOGITS[0].masked_fill(~torch.from_numpy(bits[:VOCAB]), -torch.inf).argmax()
-        assert first.token_id == int(best)
-    (free,) = sample(LOGITS[1:2], [row(seq_id=2, **options)])
-    assert free == second, "its neighbour's mask is not its own"
-    raw = LOGITS[0].log_softmax(-1)
-    assert first.logprobs is not None
-    assert first.logprobs.logprob == pytest.approx(float(raw[first.token_id]))
-    assert [i for i, _ in first.logprobs.top] == raw.topk(3).indices.tolist()
-
-
-def test_masks_that_are_shorter_than_a_vocabulary_and_those_without_a_token() -> None:
-    mask = np.full(1, -1, np.int32)  # of 32 tokens: the others have no bit
-    (token,) = sample(LOGITS[:1], [replace(row(), mask=mask)])
-    assert not isinstance(token, FailedRow)
-    assert token.token_id == int(LOGITS[0, :32].argmax())
-    (failed,) = sample(LOGITS[:1], [replace(row(), mask=np.zeros(16, np.int32))])
-    assert isinstance(failed, FailedRow) and failed.forbidden
+# ---- the end ----
 
 
 def test_min_tokens_yields_to_a_text_that_is_whole(

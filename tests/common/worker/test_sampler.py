@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +39,7 @@ class Case:
     seed: int
     position: int
     chunk: int  # tokens that its step computes
+    mask: frozenset[int] | None  # the tokens of a grammar
 
 
 # ---- the reference --------------------------------------------------------------------------
@@ -66,6 +68,8 @@ def reference(case: Case, nudge: float = 0.0) -> int | None:
             scores[last] = -INF
     if p.allowed_token_ids:
         scores = [x if token in p.allowed_token_ids else -INF for token, x in enumerate(scores)]
+    if case.mask is not None:
+        scores = [x if token in case.mask else -INF for token, x in enumerate(scores)]
     best = max(scores)
     if best == -INF:
         return None
@@ -149,7 +153,19 @@ def make_case(rng: random.Random, vocab: int) -> Case:
         seed=rng.choice((0, 7, rng.getrandbits(63))),
         position=rng.choice((9, 10, rng.randint(9, 2**33))),
         chunk=rng.choice((1, 1, 9)),
+        mask=make_mask(rng, vocab) if rng.random() < 0.1 else None,
     )
+
+
+def make_mask(rng: random.Random, vocab: int) -> frozenset[int]:
+    """Tokens of which it has bits: a large vocabulary has some that are only padding."""
+    within = min(vocab, 288)
+    return frozenset(rng.sample(range(within), rng.choice((0, 1, within // 2, within))))
+
+
+def packed(mask: frozenset[int], vocab: int) -> np.ndarray:
+    words = min(-(-vocab // 32), 9)
+    return np.frombuffer(sum(1 << token for token in mask).to_bytes(4 * words, "little"), np.int32)
 
 
 def make_logits(rng: random.Random, vocab: int) -> list[float]:
@@ -217,6 +233,7 @@ def outcomes(cases: list[Case]) -> list[int | None]:
             else None,
             banned_token_ids=banned(case),
             seed=case.seed,
+            mask=None if case.mask is None else packed(case.mask, len(case.logits)),
         )
         for i, case in enumerate(cases)
     ]
@@ -273,6 +290,7 @@ def test_every_row_is_what_a_slow_sampler_says() -> None:
         cases = [make_case(rng, vocab) for _ in range(BATCH if vocab < 300 else 10)]
         for case, found in zip(cases, outcomes(cases), strict=True):
             assert found is None or (0 <= found < vocab and found not in case.banned), case
+            assert found is None or case.mask is None or found in case.mask, case
             if is_odd(case.params, vocab):
                 seen["odd"] += 1
             elif (expected := reference(case)) == found:
