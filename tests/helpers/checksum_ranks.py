@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from zlib import crc32
@@ -102,6 +103,7 @@ class ChecksumRanks(StepsAlone):
         self.rng = rng
         self.cache = Cache()
         self.sequences: dict[int, EngineSequence] = {}  # by seq_id: the engine's
+        self.touched = Counter[int]()  # seq_ids of the steps in flight
         # seq_ids whose next token fails, with the KV of its step.
         self.broken: set[int] = set()
         self._batch, self._draft_batch = _input_batch(), _input_batch()
@@ -115,11 +117,14 @@ class ChecksumRanks(StepsAlone):
 
     async def step(self, message: bytes) -> bytes:
         delta = msgspec.msgpack.decode(message, type=StepDelta)
+        sequences = Counter(each.seq_id for each in delta.sequences)
+        self.touched += sequences
         async with self._computing:
             await ticks(self.rng, 4)
             output = self._compute(self._with_drafts(delta))
         async with self._answering:
             await ticks(self.rng, 4)
+        self.touched -= sequences
         return msgspec.msgpack.encode(output)
 
     def _with_drafts(self, delta: StepDelta) -> StepDelta:

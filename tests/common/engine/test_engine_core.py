@@ -115,27 +115,6 @@ async def test_what_experts_did_is_told_with_each_step() -> None:
         assert [line for line in log.lines if line[0] == "routed"] == [("routed", (5, 7))] * 2
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-async def test_what_steps_touch_is_freed_after_the_last_of_them(stages: int) -> None:
-    async with running(stages) as (engine, executor, log, _):
-        sequence = engine.new_sequence(job(16), Choice())
-        engine.add(sequence)
-        await settle()
-        assert [batch.step for batch in executor.batches] == [1, 2][:stages]
-        stopping = asyncio.create_task(engine.stop(sequence))
-        for _ in range(stages):
-            await settle()
-            assert not stopping.done() and engine.scheduler.pool.num_free < 16
-            with pytest.raises(RuntimeError, match="stopped before"):
-                engine.release(sequence)
-            executor.started.set()
-            await executor.finish_step()
-        await asyncio.wait_for(stopping, SOON)
-        engine.release(sequence)
-        assert engine.scheduler.pool.num_free == 16
-        assert log.lines == [("admitted", 0)]  # nobody hears of a step of a stopped sequence
-
-
 async def test_blocks_are_admitted_while_a_step_runs() -> None:
     """When there are too few, as soon as they are given back."""
     async with running() as (engine, executor, log, _):

@@ -125,6 +125,9 @@ class Walk:
             if rng.random() < 0.5 and sequence.status is Status.RUNNING:
                 self.ranks.broken.add(seq_id)
                 await ended
+            else:
+                while not ended.done() and seq_id not in self.ranks.touched:
+                    await asyncio.sleep(0)
         how = ended.result() if ended.done() else "stopped"
         self.seen[how] += 1
         assert told == expected[: len(told)]
@@ -136,12 +139,20 @@ class Walk:
         await self._leave(sequence, how)
 
     async def _leave(self, sequence: Sequence, how: str) -> None:
-        """What is held stays as it is."""
+        """What a step touches is not freed before its end, nobody hears of a stopped sequence, and
+        what is held stays as it is."""
+        heard = len(self.told[sequence.seq_id])
+        if sequence.seq_id in self.ranks.touched:
+            with pytest.raises(RuntimeError, match="stopped before"):
+                self.engine.release(sequence)
+            self.seen["in flight"] += 1
         await self.engine.stop(sequence)
+        assert sequence.seq_id not in self.ranks.touched
         if how == "held":
             for _ in range(self.rng.randrange(12)):
                 await asyncio.sleep(0)
                 self._check_kv(sequence)
+        assert len(self.told[sequence.seq_id]) == heard
         self.engine.release(sequence)
 
     def _job(self) -> tuple[GenerateJob, int]:
@@ -196,7 +207,7 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
     assert walk.ranks.num_known < 2 * MAX_NUM_SEQS, "they forget what has ended"
     assert walk.scheduler.generation_tokens == sum(map(len, walk.told.values()))
     assert walk.scheduler.num_preemptions and walk.scheduler.cache_hits
-    assert walk.seen.keys() >= {"length", "stopped", "held", "given up"}
+    assert walk.seen.keys() >= {"length", "stopped", "held", "given up", "in flight"}
     if (speculator := walk.scheduler.speculator) is not None:
         assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens
     assert walk.drafts.num_free == walk.drafts.num_blocks
