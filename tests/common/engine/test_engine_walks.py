@@ -65,6 +65,7 @@ class Walk:
         self._check_kv(sequence)
 
     def computed(self, sequence: Sequence) -> None:
+        assert not sequence.cancelled, "nobody hears of one that was stopped"
         self._check_kv(sequence)
 
     def sampled(

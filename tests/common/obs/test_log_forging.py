@@ -18,13 +18,12 @@ from pdserve.common.obs.logging import (
     TextFormatter,
     request_id_var,
 )
-from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, serving
 from pdserve.kv_transfer.connectors.base.channel import as_transfer_error
 from pdserve.router.api.app_state import UnknownFields
+from prefill_server import serving_prefill
 
 FORGED = "12:00:00.000 INFO    router - all is well"
 NASTY = [
@@ -102,21 +101,11 @@ class Failing(pb_grpc.PrefillServicer):
 async def failed_call(
     servicer: pb_grpc.PrefillServicer, metadata: Any = ()
 ) -> grpc.aio.AioRpcError:
-    server, channels = GrpcServer(), Channels()
-    descriptor = pb.DESCRIPTOR.services_by_name["Prefill"]
-    server.add(descriptor, pb_grpc.add_PrefillServicer_to_server, servicer)
-    port = server.bind("127.0.0.1", 0)
-    await server.start()
-    try:
-        call = pb_grpc.PrefillStub(channels.get(f"127.0.0.1:{port}")).Run(
-            pb.PrefillRequest(), metadata=metadata
-        )
+    async with serving_prefill(servicer) as address, grpc.aio.insecure_channel(address) as channel:
+        call = pb_grpc.PrefillStub(channel).Run(pb.PrefillRequest(), metadata=metadata)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         return caught.value
-    finally:
-        await channels.close()
-        await server.stop(0)
 
 
 async def test_an_internal_error_stays_inside_and_is_found_by_its_id(

@@ -49,6 +49,7 @@ from pdserve.router.cluster.registry_service import (
     RegistryService,
 )
 from pdserve.router.grpc.door import ClientDoor, Messages
+from prefill_server import serving_prefill
 
 KEY, OTHER = "of-this-cluster-alone", "of-another-cluster"
 RUN, COMMIT = "/pdserve.v1.Prefill/Run", "/pdserve.v1.KVTransfer/Commit"
@@ -253,16 +254,9 @@ class Prefill(pb_grpc.PrefillServicer):
 async def prefill_server(
     auth: AuthInterceptor, tls: TLS | None = None
 ) -> AsyncIterator[tuple[Prefill, str]]:
-    server, servicer = GrpcServer(auth), Prefill()
-    descriptor = pb.DESCRIPTOR.services_by_name["Prefill"]
-    server.add(descriptor, pb_grpc.add_PrefillServicer_to_server, servicer)
-    auth.address = f"127.0.0.1:{server.bind('127.0.0.1', 0, tls)}"
-    await server.start()
-    await server.set_healthy(True)
-    try:
-        yield servicer, auth.address
-    finally:
-        await server.stop(0)
+    servicer = Prefill()
+    async with serving_prefill(servicer, auth, tls) as address:
+        yield servicer, address
 
 
 async def run(channels: Channels, address: str) -> str:

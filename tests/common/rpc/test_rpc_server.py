@@ -17,8 +17,8 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
+from prefill_server import serving_prefill
 
-ADD_PREFILL = pb_grpc.add_PrefillServicer_to_server
 FAST = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
 
 
@@ -41,17 +41,15 @@ class SilentPrefill(pb_grpc.PrefillServicer):
 @asynccontextmanager
 async def linked() -> AsyncIterator[tuple[SilentPrefill, Link, str]]:
     """A server, a link to it, and the link's address."""
-    servicer, server = SilentPrefill(), GrpcServer()
-    server.add(pb.DESCRIPTOR.services_by_name["Prefill"], ADD_PREFILL, servicer)
-    link = Link(server.bind("127.0.0.1", 0))
-    await server.start()
-    proxy = await asyncio.start_server(link.join, "127.0.0.1", 0)
-    try:
-        yield servicer, link, f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
-    finally:
-        link.close()
-        proxy.close()
-        await server.stop(0)
+    servicer = SilentPrefill()
+    async with serving_prefill(servicer) as address:
+        link = Link(int(address.rpartition(":")[2]))
+        proxy = await asyncio.start_server(link.join, "127.0.0.1", 0)
+        try:
+            yield servicer, link, f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        finally:
+            link.close()
+            proxy.close()
 
 
 def faster(options: list[tuple[str, int]]) -> list[tuple[str, int]]:

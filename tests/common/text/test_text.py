@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_pipeline import byte_fallback_folder, byte_level_folder
@@ -16,6 +16,9 @@ from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.text.detokenizer import Detokenizer, TextOffsets
 from pdserve.common.text.stream import StopMatcher, TextStream
 from pdserve.common.text.tokenizer import Tokenizer
+
+settings.register_profile("patient", deadline=None)  # however busy the machine is
+settings.load_profile("patient")
 
 TEXT = "hello  world 叫 🙂 é <|x|>"
 
