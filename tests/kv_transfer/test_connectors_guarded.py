@@ -30,7 +30,7 @@ from pdserve.kv_transfer.connector import (
     Sent,
     SinkTransfer,
 )
-from pdserve.kv_transfer.connectors.base import handshake, pull, server
+from pdserve.kv_transfer.connectors.base import handshake, server
 from pdserve.kv_transfer.connectors.nccl.connector import NCCLConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Endpoint, TCPConnector
@@ -396,18 +396,3 @@ def test_lines_left_out_are_counted(caplog: pytest.LogCaptureFixture) -> None:
         "who is it (4 more since the last line)",
         "who is it",
     ]
-
-
-def test_another_user_s_connection_takes_no_place(
-    rank: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel says who is at a Unix socket: another user gets no thread and no word."""
-    sink = rank(OLD, ShmConnector)
-    name = sink.connector.endpoint()
-    before = threading.active_count()
-    monkeypatch.setattr(pull.os, "geteuid", lambda: 4711)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.connect(b"\0" + name)
-        assert hung_up(sock)
-    wait_for(lambda: counts(sink).get("refused_connection") == 1)
-    assert threading.active_count() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -105,14 +106,11 @@ def test_every_byte_in_parts_and_over_a_kept_connection(
         assert not sink.cache[:, :, others].any()
         for each in (sink, source):
             each.connector.quiesce(ID)
-    assert len(sink.connector._server._pipes) == 1
+    assert len([each for each in threading.enumerate() if each.name == "kv-sink"]) == 1
 
 
-@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
-def test_a_piece_is_part_of_the_source_rank(
-    make: Callable[..., Rank], kind: type[KVConnector]
-) -> None:
-    sink, source = make(kind), make(kind)
+def test_a_piece_is_part_of_the_source_rank(make: Callable[..., Rank]) -> None:
+    sink, source = make(CpuIpcConnector), make(CpuIpcConnector)
     source.cache.copy_(torch.randn(source.cache.shape))
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     piece = Piece(0, 0, Rect(1, 3, 1, 2))
@@ -125,44 +123,48 @@ def test_a_piece_is_part_of_the_source_rank(
     assert torch.equal(sink.cache, expected)
 
 
-@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [(CpuIpcConnector, None), (ShmConnector, None), (ShmConnector, "given up"), (ShmConnector, 2)],
+)
 def test_a_read_counts_only_when_it_is_confirmed(
-    make: Callable[..., Rank], kind: type[KVConnector]
+    make: Callable[..., Rank], kind: type[KVConnector], held: Any
 ) -> None:
+    """Also when the source holds another epoch, or has given this one up."""
     sink, source = make(kind), make(kind, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    channel = source.connector.dial(sink.connector.endpoint())
-    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
-    send_frame(channel._pipe, offer, bytes(16))
-    assert recv_frame(channel._pipe).kind is FrameKind.TAKEN
+    if held:
+        source.connector.submit(SourceTransfer(ID, 1 if held == "given up" else held, ()))
+    if held == "given up":
+        source.connector.quiesce(ID)
+    channel, offer = read_before_it_is_confirmed(source, sink)
     send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))
     failed = sink.expect(Failed)
     assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
+    gate = Gate()
+    gate.close()
+    assert channel.deliver(offer, (0, 1, 2, 3), gate) == 0
     channel.close()
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2])  # 0: the source has given it up
-def test_a_read_of_what_is_surely_held_counts_at_once(
-    make: Callable[..., Rank], epoch: int
-) -> None:
+def test_a_read_of_what_is_surely_held_counts_at_once(make: Callable[..., Rank]) -> None:
     sink, source = make(ShmConnector), make(ShmConnector, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    source.connector.submit(SourceTransfer(ID, 1, ()))
+    channel, offer = read_before_it_is_confirmed(source, sink)
+    assert sink.expect(Landed).nbytes == piece_nbytes(sink.cache, RECT, 4)
+    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))  # given up since
+    send_frame(channel._pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))  # the connection goes on
+    assert sink.expect(Progress).nbytes == 0
+    channel.close()
+
+
+def read_before_it_is_confirmed(source: Rank, sink: Rank) -> tuple[Any, Frame]:
     channel = source.connector.dial(sink.connector.endpoint())
-    source.connector._holds.enter(ID, epoch or 1)
-    if not epoch:
-        source.connector.quiesce(ID)
     offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
     send_frame(channel._pipe, offer, bytes(16))
     assert recv_frame(channel._pipe).kind is FrameKind.TAKEN
-    if epoch == 1:
-        assert sink.expect(Landed).nbytes == piece_nbytes(sink.cache, RECT, 4)
-    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))  # given up since
-    if epoch == 1:
-        send_frame(channel._pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))  # the connection goes on
-        assert sink.expect(Progress).nbytes == 0
-    else:
-        assert sink.expect(Failed).code == "EXPIRED"
-    channel.close()
+    return channel, offer
 
 
 def test_a_table_of_holds_has_what_is_held_now() -> None:
@@ -241,6 +243,7 @@ def test_late_offers_are_not_read(make: Callable[..., Rank], kind: type[KVConnec
 def test_a_peer_of_another_user_is_refused(
     make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The kernel says who it is: nobody takes a place or a thread, on either side."""
     sink, source = make(ShmConnector), make(ShmConnector)
     sink.connector.endpoint()
     monkeypatch.setattr(pull.os, "geteuid", lambda: 4711)
@@ -248,6 +251,8 @@ def test_a_peer_of_another_user_is_refused(
     failed = source.expect(Failed)
     assert failed.code == "CONNECT_FAILED"
     assert "not 4711" in failed.message
+    wait_for(lambda: sink.connector.counts["refused_connection"] == 1)
+    assert not [each for each in threading.enumerate() if each.name == "kv-sink"]
 
 
 # ---- CUDA IPC ----

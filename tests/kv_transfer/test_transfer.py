@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from pdserve.kv_transfer.control.source import SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
 from pdserve.router.cluster.health import AwakeClock
+from thinned import only
 
 FAKE = "kv_fakes:FakeConnector"
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
@@ -41,21 +44,40 @@ async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
             await made.close()
 
 
+class SkippingClock:
+    """The loop's time, by which leases lapse: it stops while this process stands still, and a test
+    can skip some."""
+
+    def __init__(self, real: Callable[[], float]) -> None:
+        self.awake = AwakeClock(0.1, real)
+        self.skipped = 0.0
+
+    def __call__(self) -> float:
+        return self.awake() + self.skipped
+
+
 @contextmanager
 def awake_time() -> Iterator[None]:
-    """The loop's time, by which leases lapse, does not go on while this process stands still."""
-
     async def look() -> None:
         while True:
             await asyncio.sleep(0.02)
 
     loop = asyncio.get_running_loop()
-    loop.time = AwakeClock(0.1, loop.time)  # type: ignore[method-assign]
+    loop.time = SkippingClock(loop.time)  # type: ignore[method-assign]
     looking = loop.create_task(look())
     try:
         yield
     finally:
         looking.cancel()
+
+
+async def go_on(seconds: float, steps: int = 20) -> None:
+    """So much time passes, in steps between which all that waits has its turns."""
+    clock: Any = asyncio.get_running_loop().time
+    for _ in range(steps):
+        clock.skipped += seconds / steps
+        for _ in range(5):
+            await asyncio.sleep(0)
 
 
 async def start(made: Pair, first_block: int = 0) -> tuple[Ticket, SendTransfer]:
@@ -79,9 +101,13 @@ def assert_landed(made: Pair, full: torch.Tensor, first_block: int = 0) -> None:
         assert not cache[:, :, others].any()  # nothing beside the blocks was written
 
 
-@pytest.mark.parametrize("connector", ["tcp", "shm"])
-@pytest.mark.parametrize("source_tp", [1, 2, 4])
-@pytest.mark.parametrize("sink_tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("connector", "source_tp", "sink_tp"),
+    only(
+        product(("tcp", "shm"), (1, 2, 4), (1, 2, 4)),
+        [("tcp", 1, 2), ("shm", 4, 1), ("tcp", 2, 4), ("shm", 2, 2)],
+    ),
+)
 async def test_every_byte_for_all_tensor_parallel_pairs(
     connector: str, source_tp: int, sink_tp: int
 ) -> None:
@@ -98,8 +124,9 @@ async def test_every_byte_for_all_tensor_parallel_pairs(
         assert made.freed == ["source"]  # the sink's blocks are the waiter's now
 
 
-@pytest.mark.parametrize("streams", [2, 3, 7])
-@pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("streams", "source_tp", "sink_tp"), [(2, 1, 1), (3, 2, 1), (2, 1, 4), (7, 1, 4)]
+)
 async def test_several_streams_share_the_layers(streams: int, source_tp: int, sink_tp: int) -> None:
     options = {"tcp": {"streams": streams}}
     async with pair("tcp", source_tp, sink_tp, options=options) as made:
@@ -110,10 +137,9 @@ async def test_several_streams_share_the_layers(streams: int, source_tp: int, si
             await handoff.commit(turn)
             assert (await made.landed(ticket.transfer_id)).first_token == turn
             assert_landed(made, full)
-        (tcp,) = made.source_node.children(0).values()
-        pairs_of_ranks = max(1, sink_tp // source_tp)
-        wanted = min(streams, made.source_node.geometry.layers) * pairs_of_ranks
-        assert len(tcp.sender._workers) == wanted
+        at_work = [each for each in threading.enumerate() if each.name == "kv-source"]
+        layers = made.source_node.geometry.layers
+        assert len(at_work) == min(streams, layers) * max(source_tp, sink_tp)
 
 
 @pytest.mark.parametrize("connector", ["tcp", "shm"])
@@ -203,7 +229,7 @@ async def test_progress_renews_the_lease() -> None:
     async with pair(FAKE, lease_s=1.0, faults={}) as made:
         ticket, handoff = await start(made)
         for block in range(5):  # 1.5 s altogether
-            await asyncio.sleep(0.3)
+            await go_on(0.3)
             handoff.ready(BlockRun(block, 1), SOURCE_IDS[block : block + 1], last=block == 4)
         await handoff.commit(0)
         await made.landed(ticket.transfer_id)
@@ -237,7 +263,7 @@ async def test_the_client_leaves(connector: str, stage: str) -> None:
             handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
         if stage == "committing":  # the last runs never come, so it stays open
             committing = handoff.commit(0)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0)
         assert await made.sink.cancel(ticket.transfer_id) is True
         with pytest.raises(TransferError, match="CANCELLED"):
             await made.landed(ticket.transfer_id)
@@ -259,7 +285,7 @@ async def test_cancel_after_the_landing_leaves_the_blocks_to_the_waiter() -> Non
 async def test_a_prompt_that_waits_long_keeps_both_leases() -> None:
     async with pair(FAKE, faults={}, lease_s=0.6) as made:
         ticket, handoff = await start(made)
-        await asyncio.sleep(2.0)
+        await go_on(2.0)
         assert made.freed == []
         announce(handoff)
         await handoff.commit(0)
@@ -276,10 +302,12 @@ async def test_a_waiting_source_learns_that_the_sink_is_done_with_it() -> None:
 
 
 async def test_the_source_aborts() -> None:
-    async with pair("tcp", lease_s=1.0) as made:
+    """What it has sent may be completed by another one, until the lease lapses."""
+    async with pair("tcp") as made:
         ticket, handoff = await start(made)
         handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
         await handoff.abort("out of blocks")
+        await go_on(60.0)
         with pytest.raises(TransferError, match="out of blocks"):
             await made.landed(ticket.transfer_id)
         assert made.freed == ["sink", "source"]
@@ -529,15 +557,6 @@ async def test_a_sink_that_has_every_block_takes_the_commit_alone(connector: str
         await asyncio.wait_for(handoff.commit("token"), 30)
         arrival = await made.landed(ticket.transfer_id)
         assert (arrival.first_token, arrival.nbytes) == ("token", 0)
-
-
-async def test_suspended_blocks_are_freed_with_the_lease() -> None:
-    async with pair("tcp", lease_s=0.3) as made:
-        ticket, handoff = await start(made)
-        await handoff.abort("gone")
-        with pytest.raises(TransferError, match="gone"):
-            await made.landed(ticket.transfer_id)
-        assert made.freed == ["sink", "source"]
 
 
 @pytest.mark.parametrize(

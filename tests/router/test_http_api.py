@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -33,6 +33,7 @@ from pdserve.router.http.app import make_app
 from pdserve.router.http.events import EventWriter
 from pdserve.router.http.request import STATE
 from pdserve.router.http.server import HTTPServer
+from waiting import eventually
 
 WINDOW = 100
 CHAT = [{"role": "user", "content": "hello"}]
@@ -303,27 +304,6 @@ async def test_max_completion_tokens_wins(site: Site) -> None:
     assert body["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count"),
-    [("ab", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2)],
-)
-async def test_prompt_forms_and_indices(site: Site, prompt: Any, count: int) -> None:
-    body = await site.complete(prompt=prompt, n=2, echo=True)
-    assert [choice["index"] for choice in body["choices"]] == list(range(2 * count))
-    echoed = [
-        site.tokenizer.decode(request.prompt_token_ids)
-        for request in site.generator.requests
-        for _ in range(2)
-    ]
-    assert [c["text"] for c in body["choices"]] == [text + "hello world" for text in echoed]
-    assert body["usage"]["prompt_tokens"] == sum(
-        len(request.prompt_token_ids) for request in site.generator.requests
-    )
-    assert body["usage"]["completion_tokens"] == 16 * count
-    ids = {request.request_id for request in site.generator.requests}
-    assert len(ids) == count
-
-
 async def test_empty_prompt_needs_a_bos(site: Site, tmp_path: Path) -> None:
     await check_error(await site.post("/v1/completions", {"prompt": ""}), 400, "prompt")
     async with serve(byte_fallback_folder(tmp_path / "llama")) as llama:
@@ -331,25 +311,6 @@ async def test_empty_prompt_needs_a_bos(site: Site, tmp_path: Path) -> None:
         body = await llama.complete(prompt="")
         assert body["choices"][0]["text"] == "hello world"
         assert body["usage"]["prompt_tokens"] == 1
-
-
-async def test_completion_logprobs(site: Site) -> None:
-    body = await site.complete(logprobs=2, max_tokens=3)
-    logprobs = body["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["hell", "o", " w"]
-    assert logprobs["text_offset"] == [0, 4, 5]
-    assert logprobs["token_logprobs"] == [-0.5] * 3
-    assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2, 2]
-    assert logprobs["top_logprobs"][0]["hell"] == -0.5
-
-
-async def test_chat_logprobs_have_exact_bytes(site: Site) -> None:
-    site.generator.text = "é"
-    body = await site.chat(logprobs=True, top_logprobs=1)
-    first, second, _eos = body["choices"][0]["logprobs"]["content"]
-    assert first["bytes"] + second["bytes"] == list("é".encode())
-    assert first["token"] == "\ufffd"
-    assert first["top_logprobs"] == [{"token": "\ufffd", "logprob": -0.5, "bytes": first["bytes"]}]
 
 
 async def test_messages_parts_roles_and_continuation(site: Site) -> None:
@@ -378,23 +339,6 @@ async def test_unknown_fields_are_logged_once(site: Site, caplog: pytest.LogCapt
     await site.complete(frobnicate=1)
     await site.complete(frobnicate=2)
     assert caplog.text.count("frobnicate") == 1
-
-
-async def test_timeline_only_on_request(site: Site) -> None:
-    assert "pdserve" not in await site.complete()
-    response = await site.post("/v1/completions", {"prompt": "a"}, **{"X-Pdserve-Timeline": "1"})
-    timeline = (await response.json())["pdserve"]["timeline"]
-    assert timeline["first_token"] == 0.5 and timeline["transfer_bytes"] == 7
-    events = await site.events(
-        "/v1/chat/completions", {"messages": CHAT}, **{"X-Pdserve-Timeline": "1"}
-    )
-    assert events[-1]["choices"] == []
-    assert events[-1]["pdserve"]["timeline"]["first_token"] == 0.5
-    in_body = await site.complete(timeline=True)
-    assert in_body["pdserve"]["timeline"].keys() == timeline.keys()
-    assert "pdserve" not in await site.complete(timeline=False)
-    wrong = await site.post("/v1/completions", {"prompt": "a", "timeline": "yes"})
-    assert (wrong.status, (await wrong.json())["error"]["param"]) == (400, "timeline")
 
 
 # ---- streams ------------------------------------------------------------------------------
@@ -441,41 +385,21 @@ async def test_c11_offsets_are_of_the_text_that_the_client_gets(site: Site) -> N
 
 # ---- errors -------------------------------------------------------------------------------
 
+# Those that `tests/e2e/test_api.py` asks of a cluster are not here.
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": None}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
     ({"prompt": [["a"]]}, "prompt"),
-    ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [10**6]}, "prompt"),
     ({"prompt": {}}, "prompt"),
-    ({"prompt": [5] * WINDOW}, "prompt"),
-    ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": "5.5"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 10**400}, "prompt"),
     ({"min_tokens": -1}, "min_tokens"),
-    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-    ({"temperature": -0.1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": float("inf")}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 2}, "min_p"),
-    ({"n": 0}, "n"),
     ({"n": 10**6}, "n"),
     ({"best_of": 2}, "best_of"),  # they are streams
-    ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 129}, "best_of"),
-    ({"seed": -2}, "seed"),
     ({"seed": 2**63}, "seed"),
-    ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
-    ({"stop": ""}, "stop"),
     ({"stop": ["x" * 999 + str(i) for i in range(9)]}, "stop"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"guided_json": {"type": "banana"}}, "guided_json"),
@@ -492,28 +416,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"n": "1e1000"}, "n"),
     ({"logit_bias": {"5": "1e9"}}, "logit_bias"),
     ({"stop": [1]}, "stop"),
+    ({"timeline": "yes"}, "timeline"),
     ({"stop": "x" * 2000}, "stop"),
-    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5.5]}, "allowed_token_ids[0]"),
-    ({"allowed_token_ids": 5}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5], "min_tokens": 1, "stop_token_ids": [5]}, "min_tokens"),
-    ({"bad_words": [""]}, "bad_words"),
-    ({"bad_words": ["a", "  "]}, "bad_words"),
-    ({"bad_words": ["x" * 65]}, "bad_words"),
-    ({"bad_words": ["x"] * 129}, "bad_words"),
-    ({"bad_words": ["🐶" * 64]}, "bad_words"),
-    ({"bad_words": "word"}, "bad_words"),
-    ({"bad_words": [5]}, "bad_words[0]"),
-    ({"presence_penalty": 3}, "presence_penalty"),
-    ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repetition_penalty": 1e-39}, "repetition_penalty"),
     ({"repetition_penalty": 1e-45, "temperature": 1}, "repetition_penalty"),
     ({"repetition_penalty": 101}, "repetition_penalty"),
@@ -523,30 +427,19 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 10**4000}, "seed"),
     ({"max_tokens": 10**4299}, "prompt"),
     ({"logit_bias": {str(10**4000): 1}}, "logit_bias"),
-    ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"logprobs": 20, "echo": True, "n": 128, "prompt": [[1] * 8] * 32}, "prompt_logprobs"),
-    ({"suffix": "x"}, "suffix"),
     ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"stream": "yes"}, "stream"),
 ]
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content",
-    ),
     ({"messages": [{"role": "user", "content": "x" * 2 * WINDOW}]}, "messages"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": 3}, "logprobs"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"verbosity": "low"}, "verbosity"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"echo": True}, "echo"),
@@ -556,39 +449,31 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS)
-async def test_bad_completions(site: Site, fields: dict[str, Any], param: str) -> None:
-    response = await site.post("/v1/completions", {"prompt": "a", "stream": True, **fields})
-    error = await check_error(response, 400, param)
-    assert error["type"] == "invalid_request_error"
-    assert site.generator.requests == []
-
-
-@pytest.mark.parametrize(("fields", "param"), BAD_CHATS)
-async def test_bad_chats(site: Site, fields: dict[str, Any], param: str) -> None:
-    response = await site.post("/v1/chat/completions", {"messages": CHAT, **fields})
-    await check_error(response, 400, param)
-    assert site.generator.requests == []
-
-
-async def test_a_request_that_does_not_parse_is_one_line_in_the_log(
-    site: Site, caplog: pytest.LogCaptureFixture
+async def check_refused(
+    site: Site, path: str, body: dict[str, Any], cases: Sequence[tuple[dict[str, Any], str]]
 ) -> None:
-    caplog.set_level(logging.INFO)
-    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
-    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nno colon \x1b[31m\r\n\r\n")
-    assert (await asyncio.wait_for(reader.readline(), 30)).split()[1] == b"400"
-    writer.close()
-    (record,) = [each for each in caplog.records if "malformed" in each.getMessage()]
-    assert record.levelno == logging.INFO and not record.exc_info
-    assert "\n" not in record.getMessage() and "\x1b" not in record.getMessage()
-    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+    """Each of the fields, in such a body, is the client's mistake; no node hears of it."""
+    for fields, param in cases:
+        response = await site.post(path, {**body, **fields})
+        error = (await response.json())["error"]
+        found = (response.status, error["type"], error["param"])
+        assert found == (400, "invalid_request_error", param), (fields, error)
+        assert response.headers["X-Request-Id"]
+    assert site.generator.requests == []
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 5000])
-async def test_malformed_json(site: Site, raw: bytes) -> None:
-    error = await check_error(await site.post("/v1/completions", raw), 400)
-    assert error["code"] == "invalid_json"
+async def test_bad_completions(site: Site) -> None:
+    await check_refused(site, "/v1/completions", {"prompt": "a", "stream": True}, BAD_COMPLETIONS)
+
+
+async def test_bad_chats(site: Site) -> None:
+    await check_refused(site, "/v1/chat/completions", {"messages": CHAT}, BAD_CHATS)
+
+
+async def test_malformed_json(site: Site) -> None:
+    for raw in (b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 5000):
+        error = await check_error(await site.post("/v1/completions", raw), 400)
+        assert error["code"] == "invalid_json", raw
 
 
 async def test_context_message_has_all_numbers(site: Site) -> None:
@@ -597,22 +482,6 @@ async def test_context_message_has_all_numbers(site: Site) -> None:
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is 100 tokens" in error["message"]
     assert "requested 110 tokens (90 in the prompt, 20 for the completion)" in error["message"]
-
-
-async def test_transport_errors(site: Site) -> None:
-    response = await site.post("/v1/completions", {"prompt": "a", "model": "other"})
-    assert (await check_error(response, 404, "model"))["code"] == "model_not_found"
-    await check_error(await site.post("/v1/nothing", {}), 404)
-    async with site.session.get(site.url + "/v1/models/other") as response:
-        await check_error(response, 404, "model")
-    async with site.session.get(site.url + "/v1/completions") as response:
-        await check_error(response, 405)
-        assert "POST" in response.headers["Allow"]
-    large = await check_error(await site.post("/v1/completions", b"x" * 100_000), 413)
-    assert large["code"] == "request_too_large"  # whatever this Python calls the status
-    await check_error(await site.post("/v1/completions", b"x", **{"Content-Encoding": "gzip"}), 400)
-    text = {"Content-Type": "text/plain"}
-    await check_error(await site.post("/v1/completions", {"prompt": "a"}, **text), 415)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -684,8 +553,7 @@ async def test_hanging_up_closes_the_generation(site: Site, stream: bool, prompt
     if stream:
         await reader.readuntil(b"data: ")
     else:
-        while site.generator.open < len(prompt):
-            await asyncio.sleep(0.005)
+        await eventually(lambda: site.generator.open == len(prompt))
     hung_up = monotonic()
     writer.close()
     while site.generator.open:
@@ -705,8 +573,7 @@ async def test_request_id_is_the_clients_if_it_is_a_word(site: Site) -> None:
 async def test_stop_lets_requests_end(site: Site) -> None:
     site.generator.delay = 0.02
     request = asyncio.create_task(site.complete())
-    while not site.generator.open:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: site.generator.open)
     await site.server.stop(drain_timeout=5)
     assert (await request)["choices"][0]["finish_reason"] == "stop"
 
@@ -715,14 +582,9 @@ async def test_stop_lets_requests_end(site: Site) -> None:
 async def test_stop_tells_those_it_cuts_off(site: Site, stream: bool) -> None:
     site.generator.delay = 0.05
     site.generator.text = "hello " * 10
-    body = {"prompt": "a", "max_tokens": 70}
-    if stream:
-        request = asyncio.create_task(site.events("/v1/completions", body))
-    else:
-        request = asyncio.create_task(site.post("/v1/completions", body))
-    while not site.generator.open:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.12)
+    ask = site.events if stream else site.post
+    request = asyncio.create_task(ask("/v1/completions", {"prompt": "a", "max_tokens": 70}))
+    await eventually(lambda: site.generator.tokens_said)
     await site.server.stop(drain_timeout=0.05)
     assert site.generator.open == 0
     if stream:
@@ -736,8 +598,7 @@ async def test_no_new_request_while_draining(site: Site) -> None:
     site.generator.delay = 0.05
     await site.complete(max_tokens=1)
     _, writer = await raw_request(site, {"prompt": "a"})
-    while not site.generator.open:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: site.generator.open)
     stop = asyncio.create_task(site.server.stop(drain_timeout=5))
     await asyncio.sleep(0)
     await check_error(await site.post("/v1/completions", {"prompt": "a"}), 503)
@@ -774,29 +635,3 @@ async def test_models(site: Site) -> None:
     }
     assert body == {"object": "list", "data": [card, card | {"id": "alias"}]}
     assert await (await get(site, "/v1/models/tiny/model")).json() == card
-
-
-async def test_health_ready_metrics_version_cluster(site: Site) -> None:
-    health = await get(site, "/health")
-    assert (health.status, await health.text()) == (200, "")
-    assert (await get(site, "/ready")).status == 200
-    site.generator.not_ready = "no decode node"
-    error = await check_error(await get(site, "/ready"), 503)
-    assert error["message"] == "no decode node"
-    metrics = await get(site, "/metrics")
-    assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    assert "things_total 1.0" in await metrics.text()
-    assert (await (await get(site, "/version")).json())["version"]
-    assert await (await get(site, "/v1/cluster")).json() == {"nodes": []}
-
-
-async def test_tokenize_and_back(site: Site) -> None:
-    body = await (await site.post("/tokenize", {"prompt": "hello"})).json()
-    assert body == {"tokens": list(site.tokenizer.encode("hello")), "count": 2,
-                    "max_model_len": WINDOW}  # fmt: skip
-    back = await site.post("/detokenize", {"tokens": body["tokens"]})
-    assert await back.json() == {"prompt": "hello"}
-    chat = await (await site.post("/tokenize", {"messages": CHAT})).json()
-    assert tuple(chat["tokens"]) == site.tokenizer.apply_chat_template(CHAT)
-    await check_error(await site.post("/tokenize", {}), 400, "prompt")
-    await check_error(await site.post("/detokenize", {"tokens": [10**6]}), 400, "tokens")
