@@ -61,28 +61,22 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("encoding", "body"), COMPRESSED.values(), ids=COMPRESSED)
-async def test_bodies_may_be_compressed(site: Site, encoding: str, body: bytes) -> None:
-    assert await sent(site, encoding, body) == (200, "", True)
+async def test_bodies_may_be_compressed(site: Site) -> None:
+    for name, (encoding, body) in COMPRESSED.items():
+        assert await sent(site, encoding, body) == (200, "", True), name
 
 
-@pytest.mark.parametrize(("encoding", "body"), BROKEN.values(), ids=BROKEN)
-async def test_broken_compression_is_the_clients_fault(
-    site: Site, encoding: str, body: bytes
-) -> None:
-    code, message, is_open = await sent(site, encoding, body)
-    assert (code, is_open) == (400, True)
-    assert message.startswith(f"the body cannot be read as {encoding}: ")
+async def test_broken_compression_is_the_clients_fault(site: Site) -> None:
+    for name, (encoding, body) in BROKEN.items():
+        code, message, is_open = await sent(site, encoding, body)
+        assert (code, is_open) == (400, True), name
+        assert message.startswith(f"the body cannot be read as {encoding}: "), name
 
 
-@pytest.mark.parametrize("encoding", ["snappy", "gzip, gzip", "zstd", "br"])
-async def test_after_an_unknown_encoding_the_connection_goes_on(site: Site, encoding: str) -> None:
-    code, message, is_open = await sent(site, encoding, BODY)
-    assert (code, is_open) == (415, True) and "gzip or deflate" in message
-
-
-async def test_two_headers_of_encodings_are_two_encodings(site: Site) -> None:
-    assert (await sent(site, "gzip\r\nContent-Encoding: gzip", gzip.compress(BODY)))[0] == 415
+async def test_after_an_unknown_encoding_the_connection_goes_on(site: Site) -> None:
+    for encoding in ("snappy", "gzip, gzip", "zstd", "br", "gzip\r\nContent-Encoding: gzip"):
+        code, message, is_open = await sent(site, encoding, gzip.compress(BODY))
+        assert (code, is_open) == (415, True) and "gzip or deflate" in message, encoding
 
 
 async def test_an_empty_compressed_body_is_an_empty_body(site: Site) -> None:
