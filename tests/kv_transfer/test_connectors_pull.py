@@ -31,6 +31,7 @@ from pdserve.kv_transfer.connector import (
 from pdserve.kv_transfer.connectors.base import channel as base_channel
 from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
 from pdserve.kv_transfer.connectors.shm import Holds, PeerHolds, ShmConnector
 from pdserve.kv_transfer.frame import Frame, FrameKind
@@ -137,13 +138,30 @@ def test_a_read_counts_only_when_it_is_confirmed(
         source.connector.submit(SourceTransfer(ID, 1 if held == "given up" else held, ()))
     if held == "given up":
         source.connector.quiesce(ID)
-    channel, offer = read_before_it_is_confirmed(source, sink)
-    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))
+    pipe, offer = read_before_it_is_confirmed(source, sink)
+    send_frame(pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))
     failed = sink.expect(Failed)
     assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
-    gate = Gate()
-    gate.close()
+    pipe.close()
+
+
+@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+def test_a_read_during_which_the_source_gave_it_up_does_not_count(
+    make: Callable[..., Rank], kind: type[KVConnector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, recv = Gate(), pull.PullMover.recv
+
+    def late(self: pull.PullMover, *args: Any) -> bool:
+        gate.close()  # the source's
+        return recv(self, *args)
+
+    monkeypatch.setattr(pull.PullMover, "recv", late)
+    sink, source = make(kind), make(kind, fill=1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    channel = source.connector.dial(sink.connector.endpoint())
+    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
     assert channel.deliver(offer, (0, 1, 2, 3), gate) == 0
+    assert sink.expect(Failed).code == "EXPIRED"
     channel.close()
 
 
@@ -151,20 +169,22 @@ def test_a_read_of_what_is_surely_held_counts_at_once(make: Callable[..., Rank])
     sink, source = make(ShmConnector), make(ShmConnector, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     source.connector.submit(SourceTransfer(ID, 1, ()))
-    channel, offer = read_before_it_is_confirmed(source, sink)
+    pipe, offer = read_before_it_is_confirmed(source, sink)
     assert sink.expect(Landed).nbytes == piece_nbytes(sink.cache, RECT, 4)
-    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))  # given up since
-    send_frame(channel._pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))  # the connection goes on
+    send_frame(pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))  # given up since
+    send_frame(pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))  # the connection goes on
     assert sink.expect(Progress).nbytes == 0
-    channel.close()
+    pipe.close()
 
 
-def read_before_it_is_confirmed(source: Rank, sink: Rank) -> tuple[Any, Frame]:
-    channel = source.connector.dial(sink.connector.endpoint())
-    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
-    send_frame(channel._pipe, offer, bytes(16))
-    assert recv_frame(channel._pipe).kind is FrameKind.TAKEN
-    return channel, offer
+def read_before_it_is_confirmed(source: Rank, sink: Rank) -> tuple[SocketPipe, Frame]:
+    pipe = source.connector.connect(sink.connector.endpoint())
+    source.connector.introduce(pipe)
+    assert recv_frame(pipe).kind is FrameKind.WELCOME
+    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4, 16)
+    send_frame(pipe, offer, bytes(16))
+    assert recv_frame(pipe).kind is FrameKind.TAKEN
+    return pipe, offer
 
 
 def test_a_table_of_holds_has_what_is_held_now() -> None:

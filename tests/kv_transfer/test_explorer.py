@@ -72,7 +72,7 @@ def explore(setting: Setting, choices: int, most_runs: int | None = None) -> Rep
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_events_out_of_turn_break_no_promise(name: str) -> None:
     """Of two, the first hundreds: all that one changes, and the beginning of the others."""
-    report = explore(SETTINGS[name], choices=2, most_runs=700)
+    report = explore(SETTINGS[name], choices=2, most_runs=400)
     assert "activated" in report.outcomes and report.runs > 200
 
 
@@ -98,7 +98,7 @@ def test_three_events_out_of_turn_break_no_promise(name: str) -> None:
 )
 def test_what_can_succeed_succeeds(setting: Setting) -> None:
     """Damaged data is sent again; when A fails, B takes over, and A cannot get in its way."""
-    report = explore(replace(setting, succeeds=True), choices=3, most_runs=1500)
+    report = explore(replace(setting, succeeds=True), choices=3, most_runs=600)
     assert report.outcomes == {"activated"}
 
 
@@ -350,22 +350,6 @@ def test_the_explorer_catches(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -
         Explorer(mutant.setting).run(choices=3, most_runs=4000)
     print("", *caught.value.trace, sep="\n")
     assert caught.value.promise is mutant.breaks
-
-
-def test_a_counterexample_reads_as_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
-    [mutant] = [each for each in MUTANTS if each.name == "retargets without quiesce"]
-    mutant.change(monkeypatch)
-    with pytest.raises(Violation) as caught:
-        Explorer(mutant.setting).run(choices=2)
-    *story, end = caught.value.trace
-    assert story[:3] == [
-        "D: rank 0 does accept",
-        "D: rank 0 has done accept",
-        "R gets the first ticket",
-    ]
-    assert "D gets retarget from R" in story
-    assert story[-1] == "rank 0 of D gets data of epoch 1 from A"
-    assert str(Promise.NO_STALE_WRITE) in end
 
 
 def test_every_promise_can_be_broken() -> None:

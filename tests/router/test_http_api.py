@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, Counter
 from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder, served_model
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import (
-    ConfigError,
     DeadlineExceeded,
     NodeError,
     Overloaded,
@@ -246,20 +245,6 @@ async def test_the_end_of_a_prompt(site: Site) -> None:
     assert tuple(ends[2]) == site.tokenizer.apply_chat_template(CHAT)[-4:]
 
 
-async def test_a_prompt_alone(site: Site) -> None:
-    """`max_tokens` 0 is for `echo`; a token is computed and not given."""
-    body = await site.complete(prompt="hell", max_tokens=0, echo=True, n=2)
-    assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [("hell", "length")] * 2
-    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == 1
-    (event,) = await site.events(
-        "/v1/completions", {"prompt": "hell", "max_tokens": 0, "echo": True}
-    )
-    assert event["choices"][0]["text"] == "hell"
-    await check_error(
-        await site.post("/v1/completions", {"prompt": "a", "max_tokens": 0}), 400, "max_tokens"
-    )
-
-
 async def test_token_ids(site: Site) -> None:
     said = [*site.tokenizer.encode("hello world"), site.tokenizer.eos_token_ids[0]]
     options = {"return_token_ids": True, "logprobs": 0, "return_tokens_as_token_ids": True}
@@ -359,27 +344,6 @@ async def test_chat_stream_raw(site: Site) -> None:
     assert deltas[1:-1] == [{"content": "é"}, {"content": " "}, {"content": "o"}]
     assert deltas[-1] == {}
     assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["stop"]
-
-
-async def test_c11_offsets_are_of_the_text_that_the_client_gets(site: Site) -> None:
-    site.generator.text = "é 🙂 wow"
-    body = {"prompt": ["x", "y叫"], "n": 2, "logprobs": 0}
-    whole = await site.complete(**body)
-    pieces: dict[int, tuple[str, list[str], list[int]]] = {}
-    for event in await site.events("/v1/completions", body):
-        (choice,) = event["choices"]
-        text, names, offsets = pieces.get(choice["index"], ("", [], []))
-        told = choice["logprobs"]
-        names, offsets = names + told["tokens"], offsets + told["text_offset"]
-        pieces[choice["index"]] = (text + choice["text"], names, offsets)
-    for choice in whole["choices"]:
-        told = choice["logprobs"]
-        seen = (choice["text"], told["tokens"], told["text_offset"])
-        assert pieces[choice["index"]] == seen
-        assert told["text_offset"] == [0, 0, 1, 2, 2, 2, 2, 3, 5, 6, 7]
-        for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
-            if not name.startswith(("bytes:", "<|")):
-                assert choice["text"][offset:].startswith(name)
 
 
 # ---- errors -------------------------------------------------------------------------------
@@ -543,14 +507,6 @@ async def raw_request(site: Site, body: dict[str, Any]) -> tuple[Any, Any]:
     return reader, writer
 
 
-async def test_request_id_is_the_clients_if_it_is_a_word(site: Site) -> None:
-    response = await site.post("/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "abc-1"})
-    assert response.headers["X-Request-Id"] == "abc-1"
-    for bad in ("a b", "x" * 200):
-        response = await site.post("/v1/completions", b"{", **{"X-Request-Id": bad})
-        assert response.headers["X-Request-Id"].startswith("req-")
-
-
 async def test_stop_lets_requests_end(site: Site) -> None:
     site.generator.delay = 0.02
     request = asyncio.create_task(site.complete())
@@ -585,13 +541,6 @@ async def test_no_new_request_while_draining(site: Site) -> None:
     await check_error(await site.post("/v1/completions", {"prompt": "a"}), 503)
     await stop
     writer.close()
-
-
-async def test_a_taken_port_is_a_config_error(site: Site) -> None:
-    serving = AppState(pipeline=site.generator, model=site.server.app[STATE].model)
-    app = make_app(serving, CollectorRegistry(), 1024)
-    with pytest.raises(ConfigError, match="cannot listen"):
-        await HTTPServer.start(app, "127.0.0.1", site.port)
 
 
 # ---- the rest -----------------------------------------------------------------------------

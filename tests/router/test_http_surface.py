@@ -100,14 +100,6 @@ async def test_load_and_ping(site: Site) -> None:
     assert (await site.post("/ping", b"")).status == 200
 
 
-async def test_what_was_cached_before_a_reset_is_not_found(site: Site) -> None:
-    for _ in range(3):
-        await site.complete(cache_salt="a")
-        assert (await site.post("/reset_prefix_cache", b"")).status == 200
-    salts = [request.cache_salt for request in site.generator.requests]
-    assert salts[0] == "a" and len(set(salts)) == 3
-
-
 async def test_a_root_path(tmp_path: Path) -> None:
     async with serve(byte_level_folder(tmp_path), root_path="/llm") as site:
         for prefix in ("", "/llm"):

@@ -228,7 +228,7 @@ async def test_a_large_body_is_never_one_block() -> None:
 
 async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_module, "MAX_WAITING", 2)
-    bodies = Bodies(MIB, timeout=60)
+    bodies = Bodies(MIB, timeout=60, share=1.0)
 
     async def read(client: str) -> None:
         async with bodies.reading(Slow(MIB), client):  # type: ignore[arg-type]
@@ -239,8 +239,9 @@ async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Overloaded):
         await read("a")
     other = asyncio.create_task(read("b"))
-    with pytest.raises(Overloaded):  # whoever has most waiting gives way
+    with pytest.raises(Overloaded):  # whoever has most waiting gives way, the newest first
         await many[-1]
+    assert not any(task.done() for task in many[:-1])
     for task in (*many, other):
         task.cancel()
     await asyncio.gather(*many, other, return_exceptions=True)

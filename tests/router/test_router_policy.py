@@ -638,8 +638,8 @@ async def test_a_place_granted_to_a_request_that_leaves_is_given_back():
         first, leaving, _ = [await full.hold("a") for _ in range(3)]
         (release,) = [release for release, task in full.held if task is first]
         release.set()
-        await first  # `leaving` has the place and has not run since
-        leaving.cancel()
+        asyncio.get_running_loop().call_soon(leaving.cancel)  # it has the place and has not run
+        await first
         await asyncio.gather(leaving, return_exceptions=True)
         await asyncio.sleep(0)
         assert full.sizes == (1, 0)
