@@ -97,19 +97,6 @@ def test_frames_survive_the_wire() -> None:
             Frame.decode(bytes(broken))
 
 
-def test_garbage_ends_the_connection_and_nothing_else(rank: Callable[..., Rank]) -> None:
-    sink, source = rank(TCPConnector), rank(TCPConnector, fill=1.0)
-    pipe = TCPTransport(Options()).dial(sink.connector.endpoint())
-    pipe.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100))
-    assert closed(pipe)
-    pipe.close()
-    assert sink.connector.counts["BAD_FRAME"] == 1
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    submit(source, sink)
-    source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
-    sink.expect(Landed)
-
-
 def test_a_refusal_is_read_when_the_sink_has_left_in_mid_greeting(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

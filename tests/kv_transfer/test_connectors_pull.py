@@ -245,21 +245,6 @@ def test_a_table_that_could_shrink_is_refused() -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
-def test_late_offers_are_not_read(make: Callable[..., Rank], kind: type[KVConnector]) -> None:
-    sink, source = make(kind), make(kind, fill=1.0)
-    channel = source.connector.dial(sink.connector.endpoint())
-    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 2)
-    channel.deliver(offer, (0, 1), Gate())
-    sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
-    channel.deliver(offer, (0, 1), Gate())
-    assert not sink.cache.any()
-    assert sink.connector.counts["unknown_frame"] == sink.connector.counts["stale_frame"] == 1
-    channel.deliver(replace(offer, epoch=2), (0, 1), Gate())
-    assert sink.cache[:, :, list(SINK_IDS[:2])].all()
-    channel.close()
-
-
 def test_a_peer_of_another_user_is_refused(
     make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
