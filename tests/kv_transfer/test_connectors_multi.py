@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_transfer as transfers
 import torch
 
+import transfers
 from kv_fakes import Geometry, Pair, shared_cache
 from paths import ROOT
 from pdserve.common.config.node import TransferConfig

@@ -8,17 +8,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
+from cpu_ipc import CpuIpcConnector
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import (
     BlockRun,
-    Capabilities,
     Failed,
     KVConnector,
     Landed,
@@ -39,23 +39,6 @@ from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 
 SHAPE = torch.Size(GEOMETRY.shape(RECT))
-
-
-class CpuIpcConnector(CudaIpcConnector):
-    """Shares memory with its own process only, by number."""
-
-    capabilities: ClassVar[Capabilities] = replace(
-        CudaIpcConnector.capabilities, devices=frozenset({"cpu"})
-    )
-    shared: ClassVar[dict[bytes, torch.UntypedStorage]] = {}
-
-    def share(self, storage: torch.UntypedStorage) -> Handle:
-        key = str(len(self.shared)).encode()
-        self.shared[key] = storage
-        return 0, key, storage.nbytes(), 0, b"", 0, b"", False
-
-    def open_storage(self, handle: Handle) -> torch.UntypedStorage:
-        return self.shared[handle[1]]
 
 
 class Unreachable(CpuIpcConnector):

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from test_connectors_pull import CpuIpcConnector
-from test_transfer import FAKE, pair
 
+from cpu_ipc import CpuIpcConnector
 from kv_fakes import FINGERPRINT, FakeNode, Geometry, Pair
 from kv_faults import Place, spoil
 from pdserve.kv_transfer.commands import Command, Reply, Verify
@@ -26,8 +25,9 @@ from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.rank.digester import Digester
 from thinned import only
+from transfers import FAKE, pair
 
-CPU_IPC = "test_connectors_pull:CpuIpcConnector"  # the logic of cuda_ipc
+CPU_IPC = "cpu_ipc:CpuIpcConnector"  # the logic of cuda_ipc
 CONNECTORS = ("shm", "tcp", "nccl", "shm,tcp", CPU_IPC, FAKE)
 FAULTS_IN_PLACE = 18_000  # for each connector: 108,000 altogether
 GEOMETRY = Geometry(layers=2, num_blocks=320)

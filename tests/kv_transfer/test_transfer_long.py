@@ -13,17 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_transfer import (
-    SINK_IDS,
-    SOURCE_IDS,
-    TOKENS,
-    Spoiler,
-    announce,
-    assert_landed,
-    go_on,
-    pair,
-    start,
-)
 
 from kv_fakes import Geometry, Pair
 from pdserve.common.core.errors import Blame, NodeError, TransferError
@@ -52,6 +41,17 @@ from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Piece, Rect
 from pdserve.kv_transfer.rank import digester
 from pdserve.kv_transfer.rank.digester import Digester
+from transfers import (
+    SINK_IDS,
+    SOURCE_IDS,
+    TOKENS,
+    Spoiler,
+    announce,
+    assert_landed,
+    go_on,
+    pair,
+    start,
+)
 
 decode = msgspec.msgpack.Decoder(Command).decode
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from test_http_api import Site, serve
 
 from fakes_pipeline import byte_level_folder
+from http_site import Site, serve
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.http import server as server_module
 from pdserve.common.obs.http import bind_metrics, start_metrics_server

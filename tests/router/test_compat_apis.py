@@ -12,9 +12,9 @@ import pytest
 from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
-from test_http_api import Site, check_refused, serve
 
 from fakes_pipeline import byte_level_folder
+from http_site import Site, check_refused, serve
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import ChatConfig

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from test_http_api import CHAT, Site, serve
 
 from fakes_pipeline import byte_level_folder
+from http_site import CHAT, Site, serve
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError

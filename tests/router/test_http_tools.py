@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_http_api import Site, check_error, check_refused, serve
 
 from fakes_pipeline import byte_level_folder
+from http_site import Site, check_error, check_refused, serve
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser
