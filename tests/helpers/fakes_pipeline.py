@@ -95,6 +95,7 @@ class FakeGenerator:
         self.not_ready = ""
         self.requests: list[GenerationRequest] = []
         self.open = 0
+        self.tokens_said = 0
         self.closed = asyncio.Event()
         self.closed_at = 0.0
         self.timelines = Timelines(kept=8)
@@ -134,6 +135,7 @@ class FakeGenerator:
             reason = FinishReason.STOP if token_id == eos else None
             if position == len(said) - 1:
                 reason = reason or FinishReason.LENGTH
+            self.tokens_said += 1
             for choice in list(streams):
                 total += 1
                 output = streams[choice].push(
