@@ -35,7 +35,12 @@ def test_a_job_carries_its_salt_wherever_it_goes_on() -> None:
     assert job_from_pb(job_to_pb(job)) == job
     adapter = Adapter("name", "/folder", digest="b")
     request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a", adapter=adapter)
-    after_failure: Any = RequestState(request, None, RoutingConfig())  # type: ignore[arg-type]
+    after_failure: Any = RequestState(
+        request,
+        lambda update: None,
+        None,  # type: ignore[arg-type]
+        RoutingConfig(),
+    )
     same = {"adapter": "b", "client": request.batch.alias}
     again = GenerateJob("r", (1, 2, 3), SamplingParams(), (Choice(),), "a", **same)
     assert after_failure.job == again

@@ -65,7 +65,9 @@ def add_all(registry, words):
 def a_run(num_tokens=8, **options) -> RequestState:
     sampling = SamplingParams(max_tokens=4)
     request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
-    return RequestState(request, None, RoutingConfig(queue_timeout=0, **options))
+    return RequestState(
+        request, lambda update: None, None, RoutingConfig(queue_timeout=0, **options)
+    )
 
 
 async def place(registry, run=None, **options) -> tuple[Node | None, Node]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,14 @@ from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.requests import generation as generation_module
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    Put,
+    TextDelta,
+    Updates,
+    generate,
+)
 from waiting import eventually
 
 MODEL = MODELS / "llama-gqa"
@@ -46,17 +53,18 @@ class Talker:
         self.finished = asyncio.Event()  # without having been closed
         self.closed = asyncio.Event()
 
-    async def generate(
-        self, request: GenerationRequest
-    ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
+        return generate(requests, self._serve)
+
+    async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         self.open += 1
         try:
             for _ in range(self.pieces):
                 await asyncio.sleep(0)
-                yield TextDelta(0, PIECE, (SampledToken(1),))
-            yield TextDelta(0, "", (SampledToken(2),), FinishReason.STOP)
-            yield GenerationStats(1, self.pieces, 0, Timeline())
+                put(TextDelta(0, PIECE, (SampledToken(1),)))
+            put(TextDelta(0, "", (SampledToken(2),), FinishReason.STOP))
             self.finished.set()
+            return GenerationStats(1, self.pieces, 0, Timeline())
         finally:
             self.open -= 1
             self.closed.set()
