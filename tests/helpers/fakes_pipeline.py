@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -97,7 +96,6 @@ class FakeGenerator:
         self.open = 0
         self.tokens_said = 0
         self.closed = asyncio.Event()
-        self.closed_at = 0.0
         self.timelines = Timelines(kept=8)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
@@ -110,7 +108,6 @@ class FakeGenerator:
             return await self._say(request, put)
         finally:
             self.open -= 1
-            self.closed_at = monotonic()
             self.closed.set()
 
     def ready(self) -> tuple[bool, str]:

@@ -297,8 +297,8 @@ async def test_bytes_of_clients_messages_are_bounded_until_they_are_requests(
 ) -> None:
     monkeypatch.setattr(grpc_door, "HELD", 4)
     messages = Messages(LIMIT, share=1.0)
-    most = 0
-    read = receive.read_message
+    most, known = 0, list[int]()
+    read, preprocess = receive.read_message, AppState.preprocess
 
     async def reading(context: Any, limit: int) -> bytes:
         nonlocal most
@@ -306,10 +306,17 @@ async def test_bytes_of_clients_messages_are_bounded_until_they_are_requests(
         most = max(most, messages._room.held)
         return raw
 
+    async def preprocessing(*args: Any) -> Any:
+        known.append(messages._room.held)
+        return await preprocess(*args)
+
     monkeypatch.setattr(grpc_door, "read_message", reading)
+    monkeypatch.setattr(AppState, "preprocess", preprocessing)
     generator.delay = 0.02
     async with started(client_server(generator, messages)) as port, dialled(port) as channel:
         text = inference_pb2.GenerateRequest(text="h", request_id="x").SerializeToString()
+        await told(channel, GENERATE, text, BEARER)
+        assert max(known) <= len(text)  # once it is there, no more than it has
         ends = await asyncio.gather(*(told(channel, GENERATE, text, BEARER) for _ in range(40)))
         assert set(ends) == {(grpc.StatusCode.OK, "")}
         assert LIMIT <= most <= 4 * LIMIT and messages._room.held == 0

@@ -5,6 +5,7 @@ from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
+from clock import Clock
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
 from pdserve.common.core.sampling import SamplingParams
@@ -24,17 +25,9 @@ from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.request_state import RequestState
 
 
-class Clock:
-    def __init__(self):
-        self.time = 100.0
-
-    def __call__(self):
-        return self.time
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -37,13 +37,6 @@ from ranks import Ranks
 
 T = TypeVar("T")
 TRANSPORTS = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(4, tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 @pytest.fixture(params=TRANSPORTS, ids=lambda each: f"{each[1]}-{each[0]}")

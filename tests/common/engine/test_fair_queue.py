@@ -7,9 +7,10 @@ from collections import Counter
 from itertools import count
 
 import pytest
+from test_scheduler import land
 
 from pdserve.common.config.node import SchedulerConfig
-from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.fair_queue import ClientSlots
 from pdserve.common.engine.scheduler import Scheduler
@@ -43,10 +44,7 @@ class Engine:
         assert batch is not None
         by_id = {each.seq_id: each for each in self.scheduler.running}
         taken = [by_id[entry.seq_id] for entry in batch.sequences]
-        for sequence, entry in zip(taken, batch.sequences, strict=True):
-            self.scheduler.computed(sequence, len(entry.token_ids))
-            if entry.samples:
-                sequence.append(SampledToken(7))
+        land(self.scheduler, batch)
         return taken
 
     def until_drawn(self, *sequences: Sequence) -> int:

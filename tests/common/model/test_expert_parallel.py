@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -32,13 +31,6 @@ BACKENDS = list(BUILTIN)
 EXCHANGES = ["allgather_reducescatter", "alltoallv"]
 PROMPT, TABLE, COUNT = [17, 130, 3, 44, 256, 9, 80], [9, 3, 7, 1], 24
 SPREAD = [(tp, ep, name) for tp, ep in [(2, 2), (4, 2), (4, 4)] for name in BACKENDS]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(4, tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 # ---- whole models ----

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -169,15 +169,14 @@ def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.Mo
     assert room_on_cpu(pair, 16 * 40_000) == 25 * 2**20
 
 
-def test_a_cache_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are taken when first written: the kernel would kill the node under load."""
+def test_what_memory_cannot_hold_and_gpus_that_are_not_there_say_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cache's pages are taken when first written: the kernel would kill the node under load."""
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 2**20)
     kv_cache.check_ram(2**20)
     with pytest.raises(ConfigError, match=r"of 2\.0 MiB .* 1\.0 MiB .*--kv-cache-memory"):
         kv_cache.check_ram(2**21)
-
-
-def test_a_replica_without_a_gpu_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"rank 2 of the node .*--data-parallel-size"):
         worker.choose_device("cuda", 2)
@@ -186,14 +185,6 @@ def test_a_replica_without_a_gpu_says_what_to_lower(monkeypatch: pytest.MonkeyPa
 # ---- starting -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ranks_left() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))  # of other tests of this process
-    yield
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
-@pytest.mark.usefixtures("ranks_left")
 async def test_when_one_replica_cannot_start_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def specs(config: WorkerConfig, role: str, log: LogConfig, replica: int) -> list[WorkerSpec]:
         if replica == 1:
@@ -201,8 +192,10 @@ async def test_when_one_replica_cannot_start_none_is_left(monkeypatch: pytest.Mo
         return worker_specs(config, role, log, replica)
 
     monkeypatch.setattr(ranks, "worker_specs", specs)
+    before = set(psutil.Process().children(recursive=True))  # of other tests of this process
     with pytest.raises(ConfigError, match="/no"):
         await DecodeNode(node_config(replicas=2)).serve()
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 class Started:

@@ -92,9 +92,9 @@ def test_two_cards_hold_them_and_some_69_000_tokens(qwen: Path) -> None:
     assert found.max_concurrent_sequences == 4
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_fix_fixes(qwen: Path, option: str) -> None:
-    assert qwen_plan(qwen, **{option: 2}).fits
+def test_a_fix_fixes(qwen: Path) -> None:
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        assert qwen_plan(qwen, **{option: 2}).fits
     shorter = qwen_plan(qwen, quantization="int8", max_model_len=32768)
     assert not shorter.fits
     length = int(next(m for m in shorter.fixes if "max-model-len" in m).split()[1])

@@ -44,11 +44,6 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def tokens() -> GrammarTokens:
-    return GrammarTokens(read_tokenizer_json(str(MODELS / "qwen3"), None, None), VOCAB, EOS)
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(MODELS / "qwen3")
 

@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from paths import MODELS
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.text.grammar import GrammarError, GrammarTokens, Matcher, to_grammar
 from pdserve.common.text.opening import AnswerMatcher
-from pdserve.common.text.tokenizer_file import read_tokenizer_json
 from pdserve.common.worker import grammar as rank_grammar
 from pdserve.common.worker import masks
 from pdserve.common.worker.grammar import MAX_COMPILED, Grammars, Mask, RowGrammar
@@ -33,11 +31,6 @@ LOGITS = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
 
 def regex(pattern: str) -> str:
     return to_grammar(StructuredOutput(ConstraintKind.REGEX, pattern))
-
-
-@pytest.fixture(scope="module")
-def tokens() -> GrammarTokens:
-    return GrammarTokens(read_tokenizer_json(str(MODELS / "qwen3"), None, None), VOCAB, EOS)
 
 
 @pytest.fixture
