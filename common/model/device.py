@@ -35,8 +35,8 @@ def device_type(requested: str) -> str:
 
 
 def choose_device(requested: str, rank: int) -> torch.device:
-    """Resolves --device to a device: rank r of a host uses GPU r, or the CPU. Replica i of w ranks
-    has the node's ranks i·w … (i + 1)·w - 1.
+    """Resolves --device to a device, which nothing has touched yet: rank r of a host uses GPU r, or
+    the CPU. Replica i of w ranks has the node's ranks i·w … (i + 1)·w - 1.
 
     Raises:
         ConfigError: the host has too few GPUs.
@@ -50,9 +50,7 @@ def choose_device(requested: str, rank: int) -> torch.device:
             "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, join hosts "
             "to a Ray cluster (--distributed-executor-backend), or pass --device cpu"
         )
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", rank)
 
 
 def choose_dtype(requested: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:

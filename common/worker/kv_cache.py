@@ -29,6 +29,7 @@ from pdserve.common.planning.kv_budget import (
     plan_num_blocks,
 )
 from pdserve.common.planning.role_plan import adapter_bytes
+from pdserve.common.worker.gpu_memory import GpuMemory, check_free
 from pdserve.common.worker.graphs import GRAPH_BYTES, graph_sizes
 from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_blocks
 
@@ -136,6 +137,8 @@ def choose_num_blocks(
     size = num_blocks * block_bytes
     if device.type == "cpu":
         check_ram(size)
+    else:
+        check_free(size, device)
     if group.rank == 0:
         tokens = num_blocks * engine.cache.block_size
         logger.info(
@@ -155,21 +158,22 @@ def available_bytes(
     device: torch.device,
     link: StageLink,
     draft_bytes: int = 0,
+    memory: GpuMemory | None = None,
 ) -> int:
     """Returns the bytes for KV blocks of `shape` plus `draft_bytes` each. On a CPU a share of the
-    available RAM; on a GPU what --gpu-memory-utilization leaves after other processes, weights and
-    the largest step's activations."""
+    available RAM; on a GPU, which needs its `memory`, the rest of the node's share after its own
+    weights, the largest step's activations and what it holds outside torch."""
     if device.type == "cpu":
         sequence = blocks_per_sequence(config, max_model_len) * (cache_bytes(shape) + draft_bytes)
         return cpu_cache_bytes(available_ram(), config.parallel.world_size_across_dp, sequence)
+    assert memory is not None, "a rank on a GPU knows its memory"
     peak = _peak_of_largest_step(config, model, shape, device, link)
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
+    others = memory.outside_torch(device)
     if config.lora.enable_lora:  # they are loaded later
         parallel, dtype = config.parallel, dtype_name(model.dtype)
         tp, ep = parallel.tensor_parallel_size, parallel.expert_parallel_size
         others += adapter_bytes(Footprint(model.spec, dtype, tp, ep), config, model.stage)
-    return gpu_cache_bytes(total, config.cache.gpu_memory_utilization, others, peak)
+    return gpu_cache_bytes(memory.total, config.cache.gpu_memory_utilization, others, peak)
 
 
 def available_ram() -> int:

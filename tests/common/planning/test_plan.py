@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fake_card import FakeCard
 from paths import ROOT
 from pdserve.cli import topology
 from pdserve.cli.main import main
@@ -37,6 +38,7 @@ from pdserve.common.model.stages import Stage, pipeline_stages
 from pdserve.common.planning.footprint import Footprint, overhead
 from pdserve.common.planning.role_plan import RolePlan
 from pdserve.common.worker import kv_cache
+from pdserve.common.worker.gpu_memory import GpuMemory
 from pdserve.common.worker.runner import ModelRunner, num_dummy_blocks
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from tiny_engine import single_threaded_inference
@@ -402,15 +404,16 @@ def test_a_gpu_gives_nodes_what_the_plan_says(
     config = PlanConfig(gpu_memory="24GiB", max_model_len=16384, **options)
     engine = setup(config, spec, "decode").engine
     reserved = found.rank.weights + found.rank.activations + 2**28  # torch keeps some unused
-    free = 24 * GIB - reserved - overhead(world_size=2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    card = FakeCard(24 * GIB, context=overhead(world_size=2))
+    card.install(monkeypatch)
+    memory = GpuMemory.enter(cuda := torch.device("cuda", 0))
+    card.inside = reserved
     peak = found.rank.weights + found.rank.activations
     monkeypatch.setattr(kv_cache, "_peak_of_largest_step", lambda *args: peak)
     unused: Any = None
     stage = Stage.whole(spec.num_layers)
     model: Any = SimpleNamespace(spec=spec, dtype=torch.bfloat16, stage=stage)
-    room = kv_cache.available_bytes(engine, model, unused, 16384, torch.device("cuda", 0), unused)
+    room = kv_cache.available_bytes(engine, model, unused, 16384, cuda, unused, 0, memory)
     assert room == found.rank.left_for_kv
 
 
