@@ -18,6 +18,7 @@ import torch
 import fake_flashinfer
 from pdserve.common.model.attention import AttentionBatch, AttentionShape, SlotMapping
 from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.flashinfer_limits import workspace_bytes
 
 INSTALLED = find_spec("flashinfer")
 MODULE = "pdserve.common.model.attention_flashinfer"
@@ -74,6 +75,30 @@ def test_its_signatures_take_our_calls(backend: Any) -> None:
         for method, args, options in wrapper.calls:
             assert any(takes(each, args, options) for each in methods[method]), (name, method)
         assert {method for method, _, _ in wrapper.calls} == {"__init__", "plan", "run"}
+
+
+# Query heads, KV heads, head size, largest graph: bytes by FlashInfer 0.6.6's `PrefillPlan` and
+# `DecodePlan` on an H100 of 132 multiprocessors, worked out by hand from its sources.
+WORKSPACES = [
+    ((32, 8, 128), 0, 32 * 33 * 128 * 129 * 4),
+    ((64, 8, 128), 0, 64 * 33 * 128 * 129 * 4),  # 139 MB
+    ((32, 8, 128), 256, 32 * (64 + 255) * 16 * 129 * 4),
+    ((32, 8, 128), 512, 32 * (128 + 511) * 16 * 129 * 4),  # 169 MB
+    ((64, 8, 128), 256, 64 * (128 + 255) * 16 * 129 * 4),  # 202 MB
+    ((64, 8, 128), 8, 64 * 33 * 16 * 129 * 4),  # thread blocks decide
+    ((28, 4, 128), 512, 28 * (224 + 511) * 16 * 129 * 4),
+    ((96, 1, 256), 64, 96 * (96 + 63 + 105) * 64 * 257 * 4),  # 264 thread blocks
+    ((16, 8, 128), 512, 16 * 264 * 129 * 4),  # without tensor cores
+]
+
+
+@pytest.mark.parametrize(("heads", "size", "expected"), WORKSPACES, ids=str)
+def test_the_workspace_is_as_large_as_its_plan(
+    heads: tuple[int, int, int], size: int, expected: int
+) -> None:
+    found = workspace_bytes(AttentionShape(*heads), 132, size)
+    assert found >= expected
+    assert found <= max(expected + 32, 128 * 2**20)
 
 
 def signatures(path: Path, class_name: str) -> dict[str, list[inspect.Signature]]:
