@@ -134,6 +134,14 @@ class ModelRunner:
             batch = _costly(batch, self.model.spec.vocab_size, self.device)
         self.run(batch)
 
+    def close(self) -> None:
+        """Drops the graphs, and waits until the device has done all steps."""
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 class StageLink:
     """Sends hidden states between pipeline stages.

@@ -150,6 +150,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     extension = _build_extension(extension_config, cache, spec.rank, emit)
     if adapters is not None:
         extension = AdapterExtension(adapters, extension)
+    state.serve()
     grammars = Grammars(lambda: _read_grammar_tokens(engine.model, model_spec))
     return ModelWorker(spec.rank, state, runner, cache, peaks, extension, grammars, drafter)
 
@@ -204,7 +205,9 @@ class ModelWorker:
         return self._encoder.encode(self.runner.run(batch))
 
     def close(self) -> None:
+        """Captured collectives must be gone, and queued ones done, before their communicators."""
         self._grammars.close()
+        self.runner.close()
         self._state.close()
         self._cache.close()
         if self._drafter is not None:
@@ -305,10 +308,13 @@ class _LoadingLog:
 
 
 def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
-    """Runs the largest step on a GPU. On a CPU, which selects no kernels, a short step checks that
-    the ranks compute together."""
+    """Runs the largest step on a GPU, and one of single queries. On a CPU, which selects no kernels,
+    a short step checks that the ranks compute together."""
+    scheduler = engine.scheduler
     if runner.device.type == "cuda":
-        runner.warm_up(engine.scheduler.max_num_batched_tokens, engine.max_num_rows)
+        runner.warm_up(scheduler.max_num_batched_tokens, engine.max_num_rows)
+        # Single queries have a kernel of their own, which is compiled at its first use.
+        runner.warm_up(scheduler.max_num_seqs, scheduler.max_num_seqs)
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
     if engine.compilation.compile:
