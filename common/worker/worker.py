@@ -308,7 +308,7 @@ class _LoadingLog:
 
 
 def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
-    """Runs the largest step on a GPU, and one of single queries. On a CPU, which selects no kernels,
+    """Runs the largest step on a GPU, and one of single queries. On a CPU, without such kernels,
     a short step checks that the ranks compute together."""
     scheduler = engine.scheduler
     if runner.device.type == "cuda":
