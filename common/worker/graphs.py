@@ -24,6 +24,7 @@ from torch import Tensor
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.model.attention import AttentionBatch, AttentionContext, SlotMapping
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.moe import MoE
 from pdserve.common.model.staging import upload_together
 from pdserve.common.planning.kv_budget import blocks_per_sequence, format_bytes
 
@@ -186,8 +187,9 @@ def graph_sizes(model: CausalLM, engine: EngineConfig) -> tuple[int, ...]:
 
 def why_eager(model: CausalLM) -> str:
     """Returns why the model's steps cannot be captured, "" if they can."""
-    if model.spec.moe is not None:
-        return "the host must know how many tokens each expert gets"
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE) and (number := layer.mlp.why_host_waits):
+            return f"the host must know {number}"
     if not model.attention.has_fixed:
         return "attention without FlashInfer has different shapes in each step"
     return ""

@@ -21,6 +21,7 @@ from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.node import EngineConfig, SchedulerConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.model import moe
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.stages import Stage
@@ -102,6 +103,24 @@ def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
     assert recorder.replayed == [2, 2, 4, 4, 4, 2, 4]
     used = sorted({block for _, table in PROMPTS for block in table})
     torch.testing.assert_close(caches[1][:, :, used], caches[0][:, :, used], equal_nan=True)
+
+
+def test_mixtures_are_captured_where_a_kernel_counts(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's grouped product, as a CPU computes it, stands for the kernel of a GPU."""
+    mixture = load(MODELS / "mixtral", kernels="torch")
+    mixture.attention = type(model.attention)(mixture.attention.shape, CPU, torch.float32)
+    caches = [new_cache(mixture), new_cache(mixture)]
+    eager = ModelRunner(mixture, caches[0], CPU, samples=True)
+    expected, loads = steps(eager, [2, 3, 4]), mixture.expert_loads()
+    monkeypatch.setattr(moe, "_has_kernel", lambda weight: True)
+    assert why_eager(mixture) == ""
+    captured = ModelRunner(mixture, caches[1], CPU, samples=True)
+    captured.graphs = DecodeGraphs(mixture, caches[1], SIZES, 3, recorder := Recorder())
+    assert steps(captured, [2, 3, 4]) == expected
+    assert recorder.replayed == [2, 4, 4]
+    assert torch.equal(mixture.expert_loads(), loads)  # no rows were filled up in the last step
 
 
 @pytest.mark.parametrize("stage", [None, Stage(1, 2, first=False, last=False)], ids=str)
