@@ -107,7 +107,7 @@ class FusedExperts:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether one kernel computes all experts, and reads on the device how many rows they have."""
+        """Whether one kernel computes all experts, and reads on the device how many rows each."""
         return _has_kernel(self.gate_up_proj) and _has_kernel(self.down_proj)
 
     def __call__(self, tokens: RoutedTokens) -> Tensor:
