@@ -20,18 +20,19 @@ from pdserve.common.model.device import make_backend
 from pdserve.common.model.flashinfer_limits import why_not
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128)
-DTYPE = torch.float16  # all GPUs have it
 BLOCK_SIZE = 16
 # Queries of three sequences, which have 5, 30 and 0 tokens in the cache: a decode and a mixed step.
 STEPS = ([1, 1, 1], [1, 9, 20])
 
 
 def main() -> None:
-    if why := why_not(SHAPE, DTYPE):
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if bfloat16 else torch.float16
+    if why := why_not(SHAPE, dtype):
         print(json.dumps({"why": why}))
         return
     started = time.monotonic()
-    error = attention_error(make_backend(SHAPE, torch.device("cuda", 0), DTYPE))
+    error = attention_error(make_backend(SHAPE, torch.device("cuda", 0), dtype))
     print(json.dumps({"error": error, "seconds": time.monotonic() - started}))
 
 

@@ -14,7 +14,7 @@ from pdserve.cli.topology import Topology, read_topology
 
 CHECK = "pdserve.common.model.attention_check"
 COMPILE_SECONDS = 300  # on few cores
-TOLERANCE = 0.01  # of float16
+TOLERANCE = 0.03  # of bfloat16
 SIZE = 512  # rows and columns of the matrices that each GPU multiplies
 
 
