@@ -1,11 +1,11 @@
 """The first run on a GPU, in ten minutes: what works, whether text is exact, how fast steps are.
 
-    scripts/first-gpu-run [--out DIR] [--seconds 570] [--stages machine,kernels,…] [--cpu]
+    OUT=DIR scripts/first-gpu-run [--seconds 570] [--stages machine,kernels,…] [--cpu]
 
 Each stage is a process of its own with a time limit: one that fails or hangs stops no other. After
-each one the results so far are written to `DIR/first-gpu-run.json`; at the end comes a table.
-`--cpu` runs what a CPU can run, small, to try the script itself. How to read the table, and what
-never ran on a GPU: docs/gpu.md.
+each one the results so far are written to `DIR/first-gpu-run.json`; at the end come a table and
+`DIR/first-gpu-run.log`. `--cpu` runs what a CPU can run, small, to try the script itself. How to
+read the table, and what never ran on a GPU: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from benchmarks.gpu_clusters import CLUSTERS, Served, text_of_cluster
 from benchmarks.gpu_shapes import SHAPES, make_shape
 
 ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "first-gpu-run"  # emptied at the start
+LOG_CHARS = 100_000
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 
@@ -41,10 +44,12 @@ class Result:
 
 
 class Run:
-    """What stages share: the device, the folder of results and the time that is left."""
+    """What stages share: the device, a folder for logs and models, and the time that is left."""
 
-    def __init__(self, out: Path, seconds: float, on_cpu: bool) -> None:
-        self.out, self.on_cpu = out, on_cpu
+    def __init__(self, seconds: float, on_cpu: bool) -> None:
+        self.work, self.on_cpu = WORK, on_cpu
+        shutil.rmtree(WORK, ignore_errors=True)
+        WORK.mkdir(parents=True)
         self._end = time.monotonic() + seconds
 
     @property
@@ -58,7 +63,7 @@ class Run:
     def command(self, name: str, command: Sequence[str], limit: float) -> tuple[int, str]:
         """Runs a command, at most `limit` seconds; returns its exit code (124: it took too long)
         and its last line. All it prints is in `name.log`."""
-        log = self.out / f"{name}.log"
+        log = self.work / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
@@ -101,7 +106,7 @@ def doctor(run: Run) -> Iterator[Result]:
     """The host, and FlashInfer's kernels of bfloat16 with heads of 128: compiled here."""
     command = ["pdserve", "doctor", "--json", *([] if run.on_cpu else ["--gpu"])]
     result = run.checked("doctor", command, 240)
-    found = json.loads((run.out / "doctor.log").read_text())
+    found = json.loads((run.work / "doctor.log").read_text())
     wrong = [f"{each['subject']}: {each['seen']}" for each in found if each["verdict"] != "ok"]
     result.says = "; ".join(wrong) or "all in order"
     result.details["findings"] = found
@@ -116,7 +121,7 @@ def kernels(run: Run) -> Iterator[Result]:
 
 def steps(run: Run) -> Iterator[Result]:
     """The sampler, replayed graphs against eager steps, and waits of the host."""
-    files = ["tests/gpu/test_gpu_steps.py", "tests/gpu/test_gpu_fake_tensors.py"]
+    files = ["tests/gpu/test_gpu_steps.py", "tests/common/model/test_fake_forward.py"]
     yield run.checked("steps", [*PYTEST, *files], 120)
 
 
@@ -130,7 +135,7 @@ def clusters(run: Run) -> Iterator[Result]:
         if run.left < 40:
             yield Result(f"cluster {name}", NOT_RUN, "no time was left")
             continue
-        found = text_of_cluster(cluster, run.out / f"cluster-{name}.log", run.device, run.left)
+        found = text_of_cluster(cluster, run.work / f"cluster-{name}.log", run.device, run.left)
         served.append((cluster.group, found))
         says = found.error or f"text {found.digest[:12]}, ready in {found.ready_seconds:.0f} s"
         yield Result(f"cluster {name}", FAILED if found.error else OK, says, details=asdict(found))
@@ -154,8 +159,8 @@ def speeds(run: Run) -> Iterator[Result]:
             yield Result(f"bench {name}", NOT_RUN, "no time was left")
             continue
         shape, _, eager = name.partition(" ")
-        folder = make_shape(run.out / f"shape-{shape}", SHAPES[shape])
-        file = run.out / f"bench-{name.replace(' ', '-')}.json"
+        folder = make_shape(run.work / f"shape-{shape}", SHAPES[shape])
+        file = run.work / f"bench-{name.replace(' ', '-')}.json"
         cells = ["--batch", "1,8,32", "--context", "1024", "--chunk", "2048"]
         if run.on_cpu:
             cells = ["--batch", "1,4", "--context", "64", "--repetitions", "3"]
@@ -191,21 +196,21 @@ NEED_GPU = ("kernels", "steps")
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    run, results = Run(options.out, options.seconds, options.cpu), []
+    run, results = Run(options.seconds, options.cpu), []
+    out = Path(os.environ.get("OUT", WORK))
+    out.mkdir(parents=True, exist_ok=True)
     for name in options.stages.split(","):
         for result in _results(name, run):
             results.append(result)
             print(f"{result.verdict:8} {result.stage:22} {result.seconds:5.0f} s  {result.says}")
-            _write(options.out / "first-gpu-run.json", results)
+            _write(out / "first-gpu-run.json", results)
     _table(results)
+    _write_log(out / "first-gpu-run.log", run.work)
     return 1 if any(result.verdict == FAILED for result in results) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="first-gpu-run", description=__doc__)
-    folder = Path(os.environ.get("OUT", ROOT / "build" / "first-gpu-run"))
-    parser.add_argument("--out", type=Path, default=folder, help="folder of results")
     parser.add_argument("--seconds", type=float, default=570.0, help="time of all stages")
     parser.add_argument("--stages", default=",".join(STAGES), help="which, separated by commas")
     parser.add_argument("--cpu", action="store_true", help="what a CPU can run, small")
@@ -229,6 +234,13 @@ def _results(name: str, run: Run) -> Iterator[Result]:
 
 def _write(file: Path, results: Sequence[Result]) -> None:
     file.write_text(json.dumps([asdict(each) for each in results], indent=2) + "\n")
+
+
+def _write_log(file: Path, work: Path) -> None:
+    """Puts the ends of all logs into one file, in the order in which they were begun."""
+    logs = sorted(work.glob("*.log"), key=lambda log: log.stat().st_ctime)
+    parts = [f"==== {log.name}\n{log.read_text(errors='replace')[-LOG_CHARS:]}" for log in logs]
+    file.write_text("\n".join(parts))
 
 
 def _table(results: Sequence[Result]) -> None:

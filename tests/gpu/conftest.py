@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 # Kernels first: their compilation must not be part of a cluster's start.
-ORDER = ("test_gpu_kernels", "test_gpu_steps", "test_gpu_fake_tensors", "test_gpu_clusters")
+ORDER = ("test_gpu_kernels", "test_gpu_steps", "test_gpu_clusters")
 
 
 @pytest.hookimpl(trylast=True)
