@@ -34,6 +34,13 @@ def device_type(requested: str) -> str:
     return requested
 
 
+def gpu_bytes() -> int:
+    """Returns the bytes of this host's first GPU; 0 without one: ranks may be on other hosts."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def choose_device(requested: str, rank: int) -> torch.device:
     """Resolves --device to a device, which nothing has touched yet: rank r of a host uses GPU r, or
     the CPU. Replica i of w ranks has the node's ranks i·w … (i + 1)·w - 1.

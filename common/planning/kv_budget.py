@@ -55,7 +55,7 @@ def plan_num_blocks(
     fitting = max(0, available_bytes) // block_bytes
     if device == "cuda":
         return fitting
-    usable = config.scheduler.max_num_seqs * blocks_per_sequence(config, max_model_len)
+    usable = config.scheduler.seqs * blocks_per_sequence(config, max_model_len)
     return min(fitting, usable)
 
 

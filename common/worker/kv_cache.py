@@ -210,7 +210,7 @@ def _peak_of_largest_step(
 ) -> int:
     """Returns torch's peak bytes in the largest possible step, weights included, plus the memory of
     the CUDA graphs."""
-    step = (config.scheduler.max_num_batched_tokens, config.max_num_rows)
+    step = (config.scheduler.tokens, config.max_num_rows)
     blocks = num_dummy_blocks(*step, block_size=shape.block_size)
     cache = KVCache.allocate(resized(shape, blocks), device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -312,9 +312,9 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
     a short step checks that the ranks compute together."""
     scheduler = engine.scheduler
     if runner.device.type == "cuda":
-        runner.warm_up(scheduler.max_num_batched_tokens, engine.max_num_rows)
+        runner.warm_up(scheduler.tokens, engine.max_num_rows)
         # Single queries have a kernel of their own, which is compiled at its first use.
-        runner.warm_up(scheduler.max_num_seqs, scheduler.max_num_seqs)
+        runner.warm_up(scheduler.seqs, scheduler.seqs)
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
     if engine.compilation.compile:

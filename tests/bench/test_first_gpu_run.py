@@ -1,4 +1,4 @@
-"""The first run on a GPU as a program: a stage that fails or hangs stops no other. None runs here as
+"""The first run on a GPU as a program: a stage that fails or hangs stops no other. No stage runs as
 it would on a GPU."""
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from fake_card import GIB, FakeCard
 from paths import MODELS
-from pdserve.common.config.node import CacheConfig, EngineConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfig, WorkerNodeConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.node import engine_node
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.gpu_memory import MAX_OUTSIDE_BYTES, GpuMemory, check_free
 
@@ -81,3 +83,30 @@ def test_a_cache_that_a_fake_card_cannot_hold_is_refused(card: FakeCard) -> None
     check_free(19 * GIB, CUDA)
     with pytest.raises(ConfigError, match=r"20\.00 GiB does not fit into the 19\.00 GiB"):
         check_free(20 * GIB, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("memory", "given", "expected"),
+    [
+        (80 * GIB, {}, (256, 8192)),
+        (24 * GIB, {}, (256, 2048)),
+        (0, {}, (256, 2048)),  # the ranks are on other hosts
+        (80 * GIB, {"max_num_seqs": 64}, (64, 8192)),
+        (80 * GIB, {"max_num_batched_tokens": 100}, (100, 100)),
+        (80 * GIB, {"max_num_seqs": 9000}, (9000, 9000)),
+    ],
+)
+def test_steps_of_a_fake_gpu_are_larger_unless_options_say_otherwise(
+    memory: int,
+    given: dict[str, int],
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_node, "gpu_bytes", lambda: memory)
+    config = WorkerNodeConfig(engine=EngineConfig(scheduler=SchedulerConfig(**given)))  # type: ignore[arg-type]
+    assert engine_node.on_device(config, "cpu") is config
+    scheduler = engine_node.on_device(config, "cuda").engine.scheduler
+    assert (scheduler.seqs, scheduler.tokens) == expected
+    shared = replace(config.engine, cache=CacheConfig(gpu_memory_utilization=0.35))
+    scheduler = engine_node.on_device(replace(config, engine=shared), "cuda").engine.scheduler
+    assert scheduler.tokens == given.get("max_num_batched_tokens", max(2048, scheduler.seqs))
