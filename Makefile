@@ -80,8 +80,8 @@ lock-clients:
 test-gpu: $(STAMP)
 	$(BIN)/python $(PIP) install -e '.[cuda]'
 	$(BIN)/pdserve doctor --gpu
-	$(BIN)/pytest tests/common/model/test_flashinfer.py tests/common/model/test_fake_forward.py \
-		tests/gpu $(TEST_ARGS)
+	$(BIN)/pytest tests/common/model/test_flashinfer.py tests/common/model/test_flashinfer_layer.py \
+		tests/common/model/test_fake_forward.py tests/gpu $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
