@@ -75,10 +75,13 @@ $(CLIENTS_NPM)/.installed: tests/clients/ai_sdk/package-lock.json
 lock-clients:
 	$(PYTHON) tests/clients/lock.py "$(TORCH)"
 
-# On a host with a GPU: make test-gpu TORCH=torch
+# On a host with a GPU: make test-gpu TORCH=torch. Kernels first, then steps, then clusters. Without
+# network: scripts/first-gpu-run (docs/gpu.md).
 test-gpu: $(STAMP)
 	$(BIN)/python $(PIP) install -e '.[cuda]'
-	$(BIN)/pytest tests/gpu tests/common/model/test_flashinfer.py $(TEST_ARGS)
+	$(BIN)/pdserve doctor --gpu
+	$(BIN)/pytest tests/common/model/test_flashinfer.py tests/common/model/test_flashinfer_layer.py \
+		tests/common/model/test_fake_forward.py tests/gpu $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,9 +26,15 @@ BUILTIN = {
 }
 ENTRY_POINTS = "pdserve.kv_connectors"
 REMOVED = {"shared": "use shm, or serve a CPU host with pdserve up --both, which moves no KV"}
-# The connectors of `auto`, by the device of the cache, the best first. cuda_ipc and nccl have not
-# run on a GPU yet, so they must be named.
-AUTO = {"cpu": ("shm", "tcp"), "cuda": ("tcp",)}
+# The connectors of `auto`, by the device of the cache, the best first.
+PREFERRED = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nccl", "tcp")}
+# Those that have not moved KV on their hardware yet must be named. One leaves this set once its
+# tests in `tests/gpu` have passed on a GPU.
+NEVER_RUN = frozenset({"cuda_ipc", "nccl"})
+AUTO = {
+    device: tuple(name for name in names if name not in NEVER_RUN)
+    for device, names in PREFERRED.items()
+}
 KEY_PURPOSE = "KV connections"  # ranks and plugins get a key for this, not the cluster's
 RANK_FACTORY = "pdserve.kv_transfer.rank.worker_connector:build_worker_connector"
 

@@ -63,6 +63,7 @@ class BenchStepConfig:
     )
     cpu_kernels: str = same_option(ParallelConfig, "cpu_kernels")
     compile: bool = same_option(CompilationConfig, "compile")
+    enforce_eager: bool = same_option(CompilationConfig, "enforce_eager")
     device: str = same_option(ParallelConfig, "device")
     block_size: int = same_option(CacheConfig, "block_size")
     model: ModelConfig = field(default_factory=ModelConfig)

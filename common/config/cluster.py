@@ -141,8 +141,8 @@ class PlanConfig:
         None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU)"
     )
     block_size: int = same_option(CacheConfig, "block_size")
-    max_num_seqs: int = same_option(SchedulerConfig, "max_num_seqs")
-    max_num_batched_tokens: int = same_option(SchedulerConfig, "max_num_batched_tokens")
+    max_num_seqs: int | None = same_option(SchedulerConfig, "max_num_seqs")
+    max_num_batched_tokens: int | None = same_option(SchedulerConfig, "max_num_batched_tokens")
     enable_lora: bool = same_option(LoRAConfig, "enable_lora")
     max_loras: int = same_option(LoRAConfig, "max_loras")
     max_lora_rank: int = same_option(LoRAConfig, "max_lora_rank")

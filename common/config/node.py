@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_address
 from pdserve.common.core.parameters import MAX_LOGPROBS
+
+CPU_SEQS, CPU_TOKENS = 64, 512
+GPU_SEQS, GPU_TOKENS, LARGE_GPU_TOKENS = 256, 2048, 8192
+LARGE_GPU_BYTES = 32 * 2**30  # of a node's part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +198,15 @@ class CacheConfig:
 class SchedulerConfig:
     """Scheduling"""
 
-    max_num_seqs: int = option(64, "most sequences in one step", minimum=1)
-    max_num_batched_tokens: int = option(512, "most tokens in one step (chunk size)", minimum=1)
+    max_num_seqs: int | None = option(
+        None, f"most sequences in one step (default: {CPU_SEQS}; on a GPU {GPU_SEQS})", minimum=1
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        f"most tokens in one step (chunk size) (default: {CPU_TOKENS}; on a GPU {GPU_TOKENS}, or "
+        f"{LARGE_GPU_TOKENS} if the node may use 32 GiB of it)",
+        minimum=1,
+    )
     engine_stall_timeout: float = option(
         20.0,
         "seconds after which the node reports itself unhealthy: without an answer to a step, or "
@@ -203,6 +214,26 @@ class SchedulerConfig:
         "that long)",
         minimum=0.1,
     )
+
+    @property
+    def seqs(self) -> int:
+        """Most sequences in one step."""
+        return self.max_num_seqs or min(CPU_SEQS, self.max_num_batched_tokens or CPU_SEQS)
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens in one step."""
+        return self.max_num_batched_tokens or max(CPU_TOKENS, self.seqs)
+
+    def on_gpu(self, usable: int) -> SchedulerConfig:
+        """Fills in the defaults for a GPU of which a node may use so many bytes. Larger steps use
+        its arithmetic better, and their activations take memory from KV."""
+        seqs = self.max_num_seqs or GPU_SEQS
+        tokens = LARGE_GPU_TOKENS if usable >= LARGE_GPU_BYTES else GPU_TOKENS
+        tokens = self.max_num_batched_tokens or max(tokens, seqs)
+        if self.max_num_seqs is None:
+            seqs = min(seqs, tokens)
+        return replace(self, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,15 +270,15 @@ class EngineConfig:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Batch sizes of the decode steps that a GPU captures as CUDA graphs."""
-        return self.compilation.graph_sizes(self.scheduler.max_num_seqs)
+        return self.compilation.graph_sizes(self.scheduler.seqs)
 
     def __post_init__(self) -> None:
-        self.compilation.graph_sizes(self.scheduler.max_num_seqs)  # raises ConfigError if wrong
-        if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
+        seqs, tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
+        self.compilation.graph_sizes(seqs or GPU_SEQS)  # raises ConfigError if wrong
+        if tokens is not None and tokens < (seqs or 0):
             raise ConfigError(
-                f"--max-num-batched-tokens {self.scheduler.max_num_batched_tokens} is less than "
-                f"--max-num-seqs {self.scheduler.max_num_seqs}: a step could not compute one token "
-                "of every running sequence"
+                f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step "
+                "could not compute one token of every running sequence"
             )
 
     @property
@@ -255,7 +286,7 @@ class EngineConfig:
         """Most rows of logits in a step: one per sequence, and one per draft token."""
         speculation, scheduler = self.speculation.speculation, self.scheduler
         drafts = speculation.num_speculative_tokens if speculation else 0
-        return min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens)
+        return min(scheduler.seqs * (1 + drafts), scheduler.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,10 @@ class All2AllManager(ABC):
     """Moves tokens for the layers of one rank. Rank r of the group holds the r-th equal share of
     each layer's experts. All ranks must call the same methods in the same order."""
 
+    host_waits: ClassVar[bool] = True
+    """Whether the host waits for a number that the device computes. Only without can steps be
+    captured as CUDA graphs."""
+
     def __init__(self, group: GroupCoordinator) -> None:
         """`group`: the ranks that hold different experts."""
         self.group = group
@@ -97,6 +101,8 @@ class Replicated(All2AllManager):
     """Every rank routes all tokens and computes its experts for all of them. The tensor-parallel
     all-reduce that follows also adds up the experts' outputs."""
 
+    host_waits = False
+
     def share(self, num_tokens: int) -> slice:
         return slice(0, num_tokens)
 
@@ -110,6 +116,8 @@ class Replicated(All2AllManager):
 class AllGatherReduceScatter(All2AllManager):
     """The simplest exchange: a rank sends each of its tokens to the `R - 1` others, wherever its
     experts are, and returns a row for every token of theirs."""
+
+    host_waits = False
 
     def dispatch(self, tokens: RoutedTokens, num_tokens: int) -> Dispatched:
         missing = self._most(num_tokens) - len(tokens.hidden)

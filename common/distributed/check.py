@@ -101,6 +101,7 @@ class CheckWorker:
         self.state = initialize_model_parallel(
             environment, config.tensor_parallel_size, config.pipeline_parallel_size
         )
+        self.state.serve()
         self._host = describe_host(environment)
 
     @property

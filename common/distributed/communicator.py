@@ -66,7 +66,7 @@ class CommunicatorContext:
 
 
 class DeviceCommunicator(ABC):
-    """The collectives of one group. Each ends within the context's `timeout`.
+    """The collectives of one group. Each ends within the context's `timeout` once it serves.
 
     Every method raises `NodeError` (code RANK_LOST) or torch's RuntimeError when a rank is gone or
     silent; the group cannot be used afterwards. All ranks must call the same methods in the same
@@ -112,6 +112,11 @@ class DeviceCommunicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None: ...
+
+    def serve(self) -> None:  # noqa: B027, most have nothing to do
+        """Called when the rank is ready to compute steps. Until then ranks load, compile and
+        capture, each at its own pace: a transport whose time-outs end the process may have longer
+        ones."""
 
     @abstractmethod
     def close(self) -> None:

@@ -154,7 +154,12 @@ class GroupCoordinator:
             message = f"the {self.name} ranks disagree on {what}: {'; '.join(views)}"
             raise NodeError(message, code="RANKS_DISAGREE")
 
-    # ---- the end ----
+    # ---- from start to end ----
+
+    def serve(self) -> None:
+        """Ends the start: from now on the time-outs of service hold."""
+        for communicator in self._communicators.values():
+            communicator.serve()
 
     def close(self) -> None:
         """Leaves the group; no collective may follow. May be called again."""

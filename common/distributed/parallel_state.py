@@ -60,9 +60,18 @@ class ParallelState:
     ep: GroupCoordinator
     layout: Layout
 
+    def serve(self) -> None:
+        """Ends the start: from now on the time-outs of service hold."""
+        for group in self._groups:
+            group.serve()
+
     def close(self) -> None:
-        for group in (self.world, self.tp, self.pp, self.ep):
+        for group in self._groups:
             group.close()
+
+    @property
+    def _groups(self) -> tuple[GroupCoordinator, ...]:
+        return self.world, self.tp, self.pp, self.ep
 
 
 def initialize_model_parallel(

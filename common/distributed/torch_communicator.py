@@ -22,6 +22,9 @@ from pdserve.common.distributed.communicator import (
     rank_lost,
 )
 
+# For a rank's start: FlashInfer compiles its kernels at the first step, which takes minutes.
+START_SECONDS = 900.0
+
 
 class TorchCommunicator(DeviceCommunicator):
     """Collectives on the process group of a subclass. Data that is only moved is sent as bytes, so
@@ -125,7 +128,7 @@ class NCCLCommunicator(TorchCommunicator):
         if context.device.type != "cuda":
             raise ConfigError(f"{context.name}: NCCL needs CUDA devices, not {context.device}")
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=context.timeout)
+        options._timeout = timedelta(seconds=max(context.timeout, START_SECONDS))
         return dist.ProcessGroupNCCL(context.store, context.rank, context.size, options)
 
     @property
@@ -135,6 +138,9 @@ class NCCLCommunicator(TorchCommunicator):
     def barrier(self) -> None:
         super().barrier()
         torch.cuda.synchronize(self.context.device)
+
+    def serve(self) -> None:
+        self._group._set_default_timeout(timedelta(seconds=self.context.timeout))
 
     def close(self) -> None:
         if self._connected is not None:

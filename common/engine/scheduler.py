@@ -93,7 +93,7 @@ class Scheduler:
         one that does not fit. Skips sequences whose client has no free slot."""
         if not self.waiting:
             return []
-        slots = ClientSlots(self.config.max_num_seqs, chain(self.running, self.remote))
+        slots = ClientSlots(self.config.seqs, chain(self.running, self.remote))
         admitted: list[Sequence] = []
         while (head := slots.first(self.waiting)) is not None and self._try_admit(head, slots):
             self.waiting.remove(head)
@@ -141,7 +141,7 @@ class Scheduler:
 
     def schedule(self) -> StepDelta | None:
         """Returns the next step, or None if there is nothing to compute that is not in flight."""
-        tokens, seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        tokens, seqs = self.config.tokens, self.config.seqs
         drafts = self.speculator.budget(self.running, tokens) if self.speculator else 0
         decodes: list[SequenceDelta] = []
         for sequence in self._decodes():
@@ -251,7 +251,7 @@ class Scheduler:
         priority; if blocks are short, clients with fewer running sequences, because a sequence
         already in the step cannot be preempted; if not all fit, those not scheduled for longest."""
         decoding = sum(each.num_scheduled >= each.num_prompt_tokens for each in self.running)
-        prompts, most = len(self._prompts()), self.config.max_num_seqs
+        prompts, most = len(self._prompts()), self.config.seqs
         room = most - prompt_slots(decoding, prompts, most, self._steps.step)
         share = min(-(-decoding // self.micro_batches), room)
         late, short = decoding > room, self.pool.num_free < decoding

@@ -132,6 +132,11 @@ class AttentionBackend(ABC):
         attend to at most `max_blocks` blocks. It writes to the values of `slots` at that time."""
         raise NotImplementedError
 
+    def fixed_bytes(self, sizes: Sequence[int], blocks_per_query: int) -> int:
+        """Returns the bytes that the contexts of `fixed` hold for all of `sizes`, the largest made
+        first."""
+        raise NotImplementedError
+
     def refill(self, context: AttentionContext, batch: AttentionBatch, block_ids: Tensor) -> None:
         """Fills a context of `fixed` with a step. `block_ids`: its used tables end to end, int64 on
         the device."""

@@ -24,9 +24,13 @@ from pdserve.common.model.attention import (
     AttentionShape,
     SlotMapping,
 )
+from pdserve.common.model.flashinfer_limits import (
+    INT_WORKSPACE_BYTES,
+    tensor_cores,
+    workspace_bytes,
+)
 from pdserve.common.model.staging import Mark, upload
 
-WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation
 LAYOUT = "HND"  # blocks are [kv_heads, block_size, head_dim]
 
 
@@ -44,16 +48,25 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(shape, device, dtype)
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = self._zeros(self._workspace_bytes())
+        self._graph_workspace = self._workspace  # a larger one if `fixed` needs it
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
-        self._decode = self._decode_wrapper()
+        self._decode = self._decode_wrapper(self._workspace)
         self._block_ids = torch.empty(0, dtype=torch.int32, device=device)  # of fixed contexts
         self._planned = Mark(device)
 
-    def _decode_wrapper(self, **buffers: Any) -> Any:
-        tensor_cores = self.shape.num_heads >= 4 * self.shape.num_kv_heads
+    def _zeros(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _workspace_bytes(self, graph_size: int = 0) -> int:
+        multiprocessors = 0
+        if self.device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return workspace_bytes(self.shape, multiprocessors, graph_size)
+
+    def _decode_wrapper(self, workspace: Tensor, **buffers: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, LAYOUT, use_tensor_cores=tensor_cores, **buffers
+            workspace, LAYOUT, use_tensor_cores=tensor_cores(self.shape), **buffers
         )
 
     def prepare(self, batch: AttentionBatch) -> FlashInferContext:
@@ -69,15 +82,28 @@ class FlashInferAttention(AttentionBackend):
         def buffer(length: int) -> Tensor:
             return torch.zeros(length, dtype=torch.int32, device=self.device)
 
-        if len(self._block_ids) < max_blocks:  # all sizes share it if the largest comes first
+        # All sizes share what follows if the largest comes first.
+        if len(self._block_ids) < max_blocks:
             self._block_ids = buffer(max_blocks)
+        if len(self._graph_workspace) < (needed := self._workspace_bytes(size)):
+            self._graph_workspace = self._zeros(needed)
         wrapper = self._decode_wrapper(
+            self._graph_workspace,
             use_cuda_graph=True,
             paged_kv_indptr_buffer=buffer(size + 1),
             paged_kv_indices_buffer=self._block_ids,
             paged_kv_last_page_len_buffer=buffer(size),
         )
         return FlashInferContext(slots, wrapper)
+
+    def fixed_bytes(self, sizes: Sequence[int], blocks_per_query: int) -> int:
+        largest, workspace = max(sizes), self._workspace_bytes(max(sizes))
+        shared = 4 * largest * blocks_per_query
+        if workspace > len(self._workspace):
+            shared += workspace
+        # Offsets of blocks and lengths of last blocks; tensor cores want offsets of queries, too.
+        lists = [2 * size + 1 + (size + 1 if tensor_cores(self.shape) else 0) for size in sizes]
+        return shared + len(sizes) * INT_WORKSPACE_BYTES + 4 * sum(lists)
 
     def refill(self, context: FlashInferContext, batch: AttentionBatch, block_ids: Tensor) -> None:
         self._plan(context.wrapper, batch, block_ids.to(torch.int32), decoding=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 
 import torch
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import cpu_flags
 from pdserve.common.core.native import BuildError
+from pdserve.common.model import flashinfer_limits
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.attention_torch import TorchAttention
@@ -34,9 +34,16 @@ def device_type(requested: str) -> str:
     return requested
 
 
+def gpu_bytes() -> int:
+    """Returns the bytes of this host's first GPU; 0 without one: ranks may be on other hosts."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def choose_device(requested: str, rank: int) -> torch.device:
-    """Resolves --device to a device: rank r of a host uses GPU r, or the CPU. Replica i of w ranks
-    has the node's ranks i·w … (i + 1)·w - 1.
+    """Resolves --device to a device, which nothing has touched yet: rank r of a host uses GPU r, or
+    the CPU. Replica i of w ranks has the node's ranks i·w … (i + 1)·w - 1.
 
     Raises:
         ConfigError: the host has too few GPUs.
@@ -50,9 +57,7 @@ def choose_device(requested: str, rank: int) -> torch.device:
             "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, join hosts "
             "to a Ray cluster (--distributed-executor-backend), or pass --device cpu"
         )
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", rank)
 
 
 def choose_dtype(requested: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
@@ -112,25 +117,16 @@ def make_backend(
     dtype: torch.dtype,
     kernels: Kernels | None = None,
 ) -> AttentionBackend:
-    """Returns FlashInfer on a GPU if it is installed and supports `dtype`, native attention with
+    """Returns FlashInfer on a GPU if it is installed and has kernels for it, native attention with
     native `kernels` on a CPU; else torch, with a warning on a GPU, where it is slower."""
     if device.type != "cuda":
         if isinstance(kernels, NativeKernels) and can_attend(shape):
             return NativeAttention(shape, device, dtype, kernels)
         return TorchAttention(shape, device, dtype)
-    if missing := _without_flashinfer(dtype):
+    if missing := flashinfer_limits.why_not(shape, dtype):
         logger.warning("using torch attention, which is slower: %s", missing)
         return TorchAttention(shape, device, dtype)
     # Importing flashinfer takes seconds and needs a GPU.
     from pdserve.common.model.attention_flashinfer import FlashInferAttention
 
     return FlashInferAttention(shape, device, dtype)
-
-
-def _without_flashinfer(dtype: torch.dtype) -> str:
-    """Returns why FlashInfer cannot be used, and the fix; "" if it can."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashInfer does not compute in {dtype}: use --dtype bfloat16 or float16"
-    if find_spec("flashinfer") is None:
-        return "FlashInfer is not installed: pip install 'pdserve[cuda]'"
-    return ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import usable_cores
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.checkpoint import open_checkpoint
@@ -23,6 +26,7 @@ from pdserve.common.model.stages import Stage
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 DUMMY_SCALE = 0.05
+MAX_DRAWN = 8  # dummy tensors at once, in float32
 
 
 def load_model(
@@ -120,12 +124,19 @@ def _check_dummy(spec: ModelSpec) -> None:
 
 def _dummy_parts(shards: list[Shard], seed: int) -> Iterator[tuple[Shard, Tensor]]:
     """Yields small random matrices and biases, and norms of one. Draws whole tensors and cuts them,
-    so that groups of any size have the same model."""
-    for shard in shards:
-        if shard.name.endswith("norm.weight"):
-            yield shard, torch.ones(shard.shape)[shard.index]
-            continue
-        digest = hashlib.blake2b(f"{seed} {shard.name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest))
-        whole = torch.empty(shard.shape).uniform_(-DUMMY_SCALE, DUMMY_SCALE, generator=generator)
-        yield shard, whole[shard.index]
+    so that groups of any size have the same model. Drawing takes one core a tensor: several at
+    once, as a large model would take minutes."""
+    count = min(usable_cores(), MAX_DRAWN)
+    with ThreadPoolExecutor(count, "dummy-weights") as pool:
+        for start in range(0, len(shards), count):
+            some = shards[start : start + count]
+            yield from zip(some, pool.map(partial(_draw, seed), some), strict=True)
+
+
+def _draw(seed: int, shard: Shard) -> Tensor:
+    if shard.name.endswith("norm.weight"):
+        return torch.ones(shard.shape)[shard.index]
+    digest = hashlib.blake2b(f"{seed} {shard.name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    whole = torch.empty(shard.shape).uniform_(-DUMMY_SCALE, DUMMY_SCALE, generator=generator)
+    return whole[shard.index]

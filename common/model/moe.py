@@ -27,16 +27,24 @@ class MoE:
         self.shared: SharedExpert | None = None
         if inner := moe.shared_intermediate_size:
             self.shared = SharedExpert(prefix, spec, inner, sharding)
-        self.loads = torch.zeros(moe.num_experts, dtype=torch.int64)
-        """int64 `[num_experts]`: tokens of the last step per expert."""
+        self.loads = torch.zeros(moe.num_experts, dtype=torch.int64, device=sharding.device)
+        """int64 `[num_experts]`: tokens of the last step per expert, with those that fill up a CUDA
+        graph. Its memory stays the same, because graphs write to it."""
 
     def __call__(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x) if self.shared is None else self.shared(x)
         own = self.all2all.share(len(x))
         dispatched = self.all2all.dispatch(self.router(x[own]), len(x))
         total[own] += self.all2all.combine(self.experts(dispatched.tokens), dispatched)
-        self.loads = dispatched.loads
+        self.loads.copy_(dispatched.loads)
         return self.group.all_reduce(total)
+
+    @property
+    def why_host_waits(self) -> str:
+        """Returns for which number the host waits in each step, "" if for none."""
+        if self.all2all.host_waits:
+            return "how many tokens each rank gets"
+        return "" if self.experts.has_kernel else "how many tokens each expert gets"
 
     def shards(self) -> Iterator[Shard]:
         yield from shards_of(self.router, self.experts)
@@ -97,6 +105,11 @@ class FusedExperts:
         self.down_proj = sharding.zeros(self.count, hidden, inner)
         self._packed = False
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether one kernel computes all experts, and reads on the device how many rows each."""
+        return _has_kernel(self.gate_up_proj) and _has_kernel(self.down_proj)
+
     def __call__(self, tokens: RoutedTokens) -> Tensor:
         """Returns `[T, H]`: per token the weighted sum of its experts on this rank, zeros without
         any. The order of summation does not depend on other tokens in the step."""
@@ -106,6 +119,9 @@ class FusedExperts:
             self._inner(tokens.hidden, order // k, counts), self.down_proj, counts
         )
         outputs *= tokens.weights.flatten()[order, None]
+        if self.has_kernel:  # it has left out rows of other ranks' experts, which come last
+            beyond = torch.arange(len(order), device=order.device) >= counts.sum()
+            outputs.masked_fill_(beyond[:, None], 0)
         places = outputs.new_zeros(count, k, outputs.shape[1])
         places.flatten(0, 1)[order] = outputs
         return places.sum(1)
@@ -128,11 +144,13 @@ class FusedExperts:
 
     def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the indices into flat `experts` `[T * k]` of this rank's experts, sorted by
-        expert, and int64 `[count]`, how many per expert. On a GPU the host waits here."""
+        expert, and int64 `[count]`, how many per expert. With a kernel those of others follow, so
+        that the host of a GPU need not wait for their number."""
         own = experts.flatten() - self.first
         own = own.masked_fill((own < 0) | (own >= self.count), self.count)
         counts = occurrences(own, self.count + 1)[: self.count]
-        return own.argsort(stable=True)[: int(counts.sum())], counts
+        order = own.argsort(stable=True)
+        return order if self.has_kernel else order[: int(counts.sum())], counts
 
     def shards(self) -> Iterator[Shard]:
         names, whole = self.spec.family, slice(None)
@@ -165,9 +183,10 @@ def grouped_linear(
 
 
 def _has_kernel(weight: Tensor) -> bool:
-    """Returns whether torch's grouped GEMM helps: bfloat16 on NVIDIA GPUs since Ampere, with rows
-    of a multiple of 16 bytes. Elsewhere it is a loop like ours, or an error."""
+    """Returns whether torch's grouped GEMM helps: bfloat16 on NVIDIA GPUs of compute capability 9
+    or 10, with rows of a multiple of 16 bytes. Elsewhere it is a loop like ours, for which the host
+    waits, or an error."""
     if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
         return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    return aligned and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+    return aligned and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)

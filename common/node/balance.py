@@ -74,7 +74,7 @@ def candidate(
         decoding_tokens=sum(decoding),
         missing_tokens=num_tokens - cached * pool.block_size,
         num_sequences=len(sequences),
-        fits=len(sequences) < scheduler.config.max_num_seqs and promised + needed <= pool.num_free,
+        fits=len(sequences) < scheduler.config.seqs and promised + needed <= pool.num_free,
     )
 
 

@@ -11,6 +11,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
@@ -18,6 +19,7 @@ from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
+from pdserve.common.model.device import gpu_bytes
 from pdserve.common.node.adapters import AdaptersService, NodeAdapters
 from pdserve.common.node.balance import choose_replica
 from pdserve.common.node.load import export, node_load, num_blocks, unhealthy_reasons
@@ -60,6 +62,15 @@ class TransferSetup(Protocol):
     def rank_config(self) -> bytes: ...
 
 
+def on_device(config: WorkerNodeConfig, device: str) -> WorkerNodeConfig:
+    """Returns the config with the defaults that depend on the device filled in."""
+    if device == "cpu":
+        return config
+    engine = config.engine
+    usable = int(gpu_bytes() * engine.cache.gpu_memory_utilization)
+    return replace(config, engine=replace(engine, scheduler=engine.scheduler.on_gpu(usable)))
+
+
 class EngineNode(ABC, Generic[S, T]):
     """`serve` runs the node from start to stop and returns the process's exit code.
 
@@ -77,8 +88,9 @@ class EngineNode(ABC, Generic[S, T]):
 
     def __init__(self, config: WorkerNodeConfig) -> None:
         """Takes a config whose `engine.model.model` is a folder. Raises ConfigError."""
-        self.config, engine = config, config.engine
-        self.facts = ModelFacts.read(engine)
+        self.facts = ModelFacts.read(config.engine)
+        self.config = config = on_device(config, self.facts.device)
+        engine = config.engine
         self.adapters = NodeAdapters(engine.lora, self.facts.spec, self.blame)
         self.kv_identity = self.facts.kv_identity(engine.cache.block_size)
         self.node_id = new_node_id(self.blame)

@@ -76,7 +76,7 @@ def make_speculator(engine: EngineConfig, facts: ModelFacts, pool: BlockPool) ->
         return PromptLookup(config, facts.max_model_len)
     longest = min(facts.max_model_len, facts.draft.max_position_embeddings)
     own = BlockPool(pool.num_blocks, pool.block_size, pool.prefix_caching)
-    chunk = max(1, engine.scheduler.max_num_batched_tokens // DRAFTED_SHARE)
+    chunk = max(1, engine.scheduler.tokens // DRAFTED_SHARE)
     return DraftModel(config, longest, own, chunk)
 
 

@@ -22,8 +22,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 640 * 2**20  # CUDA context and kernels, cuBLAS' and FlashInfer's workspaces
 COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one rank
 
-SAMPLER_BYTES = 20  # per logit: float32, and its float64 distribution twice
-
+LOGIT_BYTES = 9  # of a sampling step: float32, and the counts of its token that penalties need
+SAMPLER_BYTES = 38  # of each logit that is sampled from at once: its float64 copies while sorted
+SAMPLED_AT_ONCE = 2**23  # logits
 
 GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
 
@@ -232,7 +233,9 @@ class Footprint:
         """Bytes of the sampler, or of the int8 head while it is dequantized, whichever is more."""
         kind, head = self.spec.quantization, self._vocab_rows() * self.spec.hidden_size * self.item
         rounded = kind is not None and kind.method == "int8"
-        return max(sequences * self.spec.vocab_size * SAMPLER_BYTES, rounded * head)
+        logits = sequences * self.spec.vocab_size
+        sampled = LOGIT_BYTES * logits + SAMPLER_BYTES * min(logits, SAMPLED_AT_ONCE)
+        return max(sampled, rounded * head)
 
     # ---- communication ----
 

@@ -34,8 +34,9 @@ def format_bytes(count: int) -> str:
 def gpu_cache_bytes(total: int, utilization: float, others: int, peak: int) -> int:
     """Returns the bytes left for KV on a GPU of `total` bytes, negative if the model does not fit.
 
-    `others`: memory outside torch (CUDA context, communicators, other processes). `peak`: most
-    bytes torch holds (weights and the largest step's activations).
+    `others`: this process's memory outside torch (CUDA context, communicators). `peak`: most bytes
+    torch holds (weights and the largest step's activations). What other processes hold is not of
+    this node's share.
     """
     return int(total * utilization) - others - peak
 
@@ -54,7 +55,7 @@ def plan_num_blocks(
     fitting = max(0, available_bytes) // block_bytes
     if device == "cuda":
         return fitting
-    usable = config.scheduler.max_num_seqs * blocks_per_sequence(config, max_model_len)
+    usable = config.scheduler.seqs * blocks_per_sequence(config, max_model_len)
     return min(fitting, usable)
 
 

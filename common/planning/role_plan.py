@@ -128,7 +128,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
     scheduler, footprint = setup.engine.scheduler, setup.footprint
     # A decode step computes a token of each sequence, a prefill step a chunk of prompts.
     prefill = role == "prefill"
-    step_tokens = scheduler.max_num_batched_tokens if prefill else scheduler.max_num_seqs
+    step_tokens = scheduler.tokens if prefill else scheduler.seqs
     numbers = Footprint(replace(setup.spec, quantization=None), "float32")
     parameters = numbers.weights(whole) // 4
     kind = setup.spec.quantization
@@ -148,7 +148,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         kv_per_token=setup.whole.kv_per_token(whole),
         rank=rank,
         num_tokens=rank.num_blocks * setup.engine.cache.block_size,
-        max_concurrent_sequences=min(sequences, scheduler.max_num_seqs),
+        max_concurrent_sequences=min(sequences, scheduler.seqs),
         step_tokens=step_tokens,
         all_reduce_per_token=footprint.all_reduces(setup.spec.num_layers, 1),
         all_reduce_per_step=footprint.all_reduces(setup.spec.num_layers, step_tokens),
@@ -169,9 +169,7 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
     footprint, engine = setup.footprint, setup.engine
     scheduler, utilization = engine.scheduler, engine.cache.gpu_memory_utilization
     weights = footprint.weights(stage)
-    activations = footprint.activations(
-        stage, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    )
+    activations = footprint.activations(stage, scheduler.tokens, scheduler.seqs)
     others, adapters = overhead(setup.tp * setup.pp), adapter_bytes(footprint, engine, stage)
     peak = weights + activations + adapters
     left = gpu_cache_bytes(setup.gpu_memory, utilization, others, peak)
@@ -196,7 +194,7 @@ def adapter_bytes(footprint: Footprint, engine: EngineConfig, stage: Stage) -> i
     """Returns the bytes a rank reserves for LoRA adapters."""
     if not (lora := engine.lora).enable_lora:
         return 0
-    tokens = engine.scheduler.max_num_batched_tokens
+    tokens = engine.scheduler.tokens
     return footprint.adapters(stage, lora.max_loras, lora.max_lora_rank, tokens)
 
 

@@ -4,7 +4,8 @@ instead of one launch per kernel. Other batch sizes are padded with rows that us
     step's integers ── one copy ──▶ a graph's own tensors ── replay ──▶ its output
     block tables    ── plan ──────▶ the attention's own buffers ──┘
 
-A graph reads and writes the same memory each time: its output is valid until the next step.
+A graph reads and writes the same memory each time: its output is valid until the next step. All
+graphs write their output into one buffer, because only one runs at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +24,18 @@ from torch import Tensor
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.model.attention import AttentionBatch, AttentionContext, SlotMapping
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.moe import MoE
 from pdserve.common.model.staging import upload_together
-from pdserve.common.planning.kv_budget import format_bytes
+from pdserve.common.planning.kv_budget import blocks_per_sequence, format_bytes
 
 logger = logging.getLogger(__name__)
 
-# GPU memory per graph: the attention's workspace, and CUDA's copy of the kernels.
-GRAPH_BYTES = 16 << 20
+# GPU memory of each graph outside torch: CUDA's copy of its kernels. An estimate.
+CUDA_GRAPH_BYTES = 8 << 20
 
 Compute = Callable[[], Tensor]
-Capture = Callable[[Compute], tuple[Tensor, Callable[[], object]]]
-"""Runs a computation; returns its output tensor and a callable that computes it again."""
+Capture = Callable[[Compute], Callable[[], object]]
+"""Runs a computation, which writes to memory that stays; returns a callable that does it again."""
 
 
 class CudaCapture:
@@ -40,22 +44,56 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, compute: Compute) -> tuple[Tensor, Callable[[], object]]:
+    def __call__(self, compute: Compute) -> Callable[[], object]:
         compute()  # autotuning and connecting communicators must not happen during capture
         graph = torch.cuda.CUDAGraph()
         # "thread_local", because other threads, such as NCCL's watchdog, use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = compute()
-        return output, graph.replay
+            compute()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+class Buffers(NamedTuple):
+    """What all graphs of a model share: `hidden`, the input of a stage after the first, and the
+    `output`: float32 logits of the last stage, hidden states of the others."""
+
+    hidden: Buffer | None
+    output: Buffer
+
+    @classmethod
+    def of(cls, model: CausalLM, size: int) -> Buffers:
+        spec, stage = model.spec, model.stage
+        states = Buffer((size, spec.hidden_size), model.dtype)
+        logits = Buffer((size, spec.vocab_size), torch.float32)
+        return cls(None if stage.first else states, logits if stage.last else states)
+
+
+def kept_bytes(model: CausalLM, sizes: Sequence[int], blocks_per_sequence: int) -> int:
+    """Returns the bytes that `DecodeGraphs` keep in torch's memory between steps, without the
+    activations, whose memory all graphs share."""
+    buffers = sum(each.nbytes for each in Buffers.of(model, max(sizes)) if each is not None)
+    integers = sum(5 * 8 * size for size in sizes)
+    return buffers + integers + model.attention.fixed_bytes(sizes, blocks_per_sequence)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     size: int
     integers: Tensor  # int64 [5, size]: token ids, positions; blocks, slots, fresh blocks
-    hidden: Tensor | None  # [size, hidden]: input of a stage after the first
     context: AttentionContext
-    output: Tensor
     replay: Callable[[], object]
 
 
@@ -77,6 +115,9 @@ class DecodeGraphs:
         self._model, self._cache = model, cache
         self._block_size, self._spare = cache.shape[4], cache.shape[2] - 1
         self._blocks_per_sequence = blocks_per_sequence
+        buffers = Buffers.of(model, max(sizes))
+        self._hidden = None if buffers.hidden is None else buffers.hidden.zeros(cache.device)
+        self._output = buffers.output.zeros(cache.device)
         found = [self._capture(size, capture) for size in sorted(set(sizes), reverse=True)]
         self._graphs = found[::-1]
         self.sizes = [graph.size for graph in self._graphs]
@@ -91,11 +132,15 @@ class DecodeGraphs:
         stage before."""
         count = len(token_ids)
         graph = self._graphs[bisect_left(self.sizes, count)]
-        if graph.hidden is not None and hidden is not None:
-            graph.hidden[:count] = hidden
+        if self._hidden is not None and hidden is not None:
+            self._hidden[:count] = hidden
         self._fill(graph, token_ids, batch)
         graph.replay()
-        return graph.output[:count]
+        return self._output[:count]
+
+    def close(self) -> None:
+        """Drops the graphs. Those with collectives must be gone before their communicators."""
+        self._graphs, self.sizes = [], [0]
 
     # ---- one size ----
 
@@ -104,22 +149,18 @@ class DecodeGraphs:
         model = self._model
         integers = torch.zeros(5, size, dtype=torch.int64, device=self._cache.device)
         tokens, positions, *slots = integers
-        hidden = None
-        if not model.stage.first:
-            shape = size, model.spec.hidden_size
-            hidden = torch.zeros(shape, dtype=model.dtype, device=self._cache.device)
         attention = model.attention
         context = attention.fixed(size, SlotMapping(*slots), size * self._blocks_per_sequence)
-        graph = _Graph(size, integers, hidden, context, integers, lambda: None)
+        graph = _Graph(size, integers, context, lambda: None)
         self._fill(graph, (), AttentionBatch((), (), (), self._block_size))
 
         def compute() -> Tensor:
-            inputs = tokens if hidden is None else hidden
+            inputs = tokens if self._hidden is None else self._hidden[:size]
             output = model.forward(inputs, positions, context, self._cache)
-            return model.compute_logits(output) if model.stage.last else output
+            computed = model.compute_logits(output) if model.stage.last else output
+            return self._output[:size].copy_(computed)
 
-        output, replay = capture(compute)
-        return _Graph(size, integers, hidden, context, output, replay)
+        return _Graph(size, integers, context, capture(compute))
 
     def _fill(self, graph: _Graph, token_ids: Sequence[int], batch: AttentionBatch) -> None:
         """Fills the graph's integers and its attention's buffers."""
@@ -146,8 +187,9 @@ def graph_sizes(model: CausalLM, engine: EngineConfig) -> tuple[int, ...]:
 
 def why_eager(model: CausalLM) -> str:
     """Returns why the model's steps cannot be captured, "" if they can."""
-    if model.spec.moe is not None:
-        return "the host must know how many tokens each expert gets"
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE) and (number := layer.mlp.why_host_waits):
+            return f"the host must know {number}"
     if not model.attention.has_fixed:
         return "attention without FlashInfer has different shapes in each step"
     return ""
@@ -165,7 +207,7 @@ def build_graphs(
         logger.warning("decode steps are not captured as CUDA graphs: %s", reason)
         return None
     started, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
-    blocks = -(-max_model_len // engine.cache.block_size)
+    blocks = blocks_per_sequence(engine, max_model_len)
     graphs = DecodeGraphs(model, cache, engine.graph_sizes, blocks, CudaCapture())
     taken = format_bytes(free - torch.cuda.mem_get_info(device)[0])
     seconds = time.monotonic() - started

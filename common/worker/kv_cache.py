@@ -6,7 +6,6 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -29,7 +28,8 @@ from pdserve.common.planning.kv_budget import (
     plan_num_blocks,
 )
 from pdserve.common.planning.role_plan import adapter_bytes
-from pdserve.common.worker.graphs import GRAPH_BYTES, graph_sizes
+from pdserve.common.worker.gpu_memory import GpuMemory, check_free
+from pdserve.common.worker.graphs import CUDA_GRAPH_BYTES, graph_sizes, kept_bytes
 from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_blocks
 
 logger = logging.getLogger(__name__)
@@ -136,6 +136,8 @@ def choose_num_blocks(
     size = num_blocks * block_bytes
     if device.type == "cpu":
         check_ram(size)
+    else:
+        check_free(size, device)
     if group.rank == 0:
         tokens = num_blocks * engine.cache.block_size
         logger.info(
@@ -155,21 +157,22 @@ def available_bytes(
     device: torch.device,
     link: StageLink,
     draft_bytes: int = 0,
+    memory: GpuMemory | None = None,
 ) -> int:
     """Returns the bytes for KV blocks of `shape` plus `draft_bytes` each. On a CPU a share of the
-    available RAM; on a GPU what --gpu-memory-utilization leaves after other processes, weights and
-    the largest step's activations."""
+    available RAM; on a GPU, which needs its `memory`, the rest of the node's share after its own
+    weights, the largest step's activations and what it holds outside torch."""
     if device.type == "cpu":
         sequence = blocks_per_sequence(config, max_model_len) * (cache_bytes(shape) + draft_bytes)
         return cpu_cache_bytes(available_ram(), config.parallel.world_size_across_dp, sequence)
-    peak = _peak_of_largest_step(config, model, shape, device, link)
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
+    assert memory is not None, "a rank on a GPU knows its memory"
+    peak = _peak_of_largest_step(config, model, shape, max_model_len, device, link)
+    others = memory.outside_torch(device)
     if config.lora.enable_lora:  # they are loaded later
         parallel, dtype = config.parallel, dtype_name(model.dtype)
         tp, ep = parallel.tensor_parallel_size, parallel.expert_parallel_size
         others += adapter_bytes(Footprint(model.spec, dtype, tp, ep), config, model.stage)
-    return gpu_cache_bytes(total, config.cache.gpu_memory_utilization, others, peak)
+    return gpu_cache_bytes(memory.total, config.cache.gpu_memory_utilization, others, peak)
 
 
 def available_ram() -> int:
@@ -201,34 +204,34 @@ def _peak_of_largest_step(
     config: EngineConfig,
     model: CausalLM,
     shape: CacheShape,
+    max_model_len: int,
     device: torch.device,
     link: StageLink,
 ) -> int:
     """Returns torch's peak bytes in the largest possible step, weights included, plus the memory of
     the CUDA graphs."""
-    step = (config.scheduler.max_num_batched_tokens, config.max_num_rows)
+    step = (config.scheduler.tokens, config.max_num_rows)
     blocks = num_dummy_blocks(*step, block_size=shape.block_size)
     cache = KVCache.allocate(resized(shape, blocks), device)
     torch.cuda.reset_peak_memory_stats(device)
     ModelRunner(model, cache.tensor, device, True, link).warm_up(*step)
     torch.cuda.synchronize(device)
     peak, sizes = torch.cuda.max_memory_allocated(device), graph_sizes(model, config)
-    return peak + (_bytes_of_graphs(sizes, model, shape, device, link) if sizes else 0)
+    if not sizes:
+        return peak
+    graphs = kept_bytes(model, sizes, blocks_per_sequence(config, max_model_len))
+    activations = _activations_of_graphs(max(sizes), model, shape, device, link)
+    spare = cache_bytes(shape)  # the block for padding
+    return peak + graphs + len(sizes) * CUDA_GRAPH_BYTES + activations + spare
 
 
-def _bytes_of_graphs(
-    sizes: Sequence[int],
-    model: CausalLM,
-    shape: CacheShape,
-    device: torch.device,
-    link: StageLink,
+def _activations_of_graphs(
+    size: int, model: CausalLM, shape: CacheShape, device: torch.device, link: StageLink
 ) -> int:
-    """Returns the bytes of the CUDA graphs: the activations of the largest, which all share, the
-    memory of each graph, and the spare block for padding."""
+    """Returns the bytes that the largest graph computes in; they are all graphs' until the end."""
     cache = KVCache.allocate(shape, device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    ModelRunner(model, cache.tensor, device, True, link).warm_up(max(sizes), max(sizes))
+    ModelRunner(model, cache.tensor, device, False, link).warm_up(size, size)  # samples nothing
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - before
-    return activations + len(sizes) * GRAPH_BYTES + cache_bytes(shape)
+    return torch.cuda.max_memory_allocated(device) - before

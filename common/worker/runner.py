@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pdserve.common.core.parameters import MAX_LOGPROBS
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.engine.messages import ExpertLoad, StepOutput
@@ -17,10 +18,13 @@ from pdserve.common.model.layers import LoRA
 from pdserve.common.model.staging import upload, upload_together
 from pdserve.common.worker.adapters import RankAdapters
 from pdserve.common.worker.graphs import DecodeGraphs
-from pdserve.common.worker.input_batch import StepBatch, StepSequence
+from pdserve.common.worker.input_batch import StepBatch, StepSequence, TokenCounts
 from pdserve.common.worker.masks import MaskScheduler
 from pdserve.common.worker.prompt_scores import Scores, score_prompts
 from pdserve.common.worker.sampler import FailedRow, sample
+
+# Sampling that holds the most memory at once: a dummy step must not need less than a real one.
+COSTLY = SamplingParams(top_p=0.9, top_k=1000, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 
 
 class ModelRunner:
@@ -125,7 +129,18 @@ class ModelRunner:
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Runs a dummy step, so that kernels are selected and memory is allocated before the first
         request. Overwrites the first blocks of the cache, so no sequence may hold any."""
-        self.run(dummy_batch(num_tokens, num_seqs, block_size=self.cache.shape[4]))
+        batch = dummy_batch(num_tokens, num_seqs, block_size=self.cache.shape[4])
+        if self.samples and self.model.stage.last:
+            batch = _costly(batch, self.model.spec.vocab_size, self.device)
+        self.run(batch)
+
+    def close(self) -> None:
+        """Drops the graphs, and waits until the device has done all steps."""
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class StageLink:
@@ -222,6 +237,14 @@ def dummy_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:
         for seq_id in range(num_seqs)
     )
     return StepBatch(0, tuple(sequences))
+
+
+def _costly(batch: StepBatch, vocab_size: int, device: torch.device) -> StepBatch:
+    sequences = (
+        replace(sequence, sampling=COSTLY, counts=TokenCounts(vocab_size, device))
+        for sequence in batch.sequences
+    )
+    return replace(batch, sequences=tuple(sequences))
 
 
 def num_dummy_blocks(num_tokens: int, num_seqs: int, block_size: int) -> int:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.common.model.staging import column, fetch, indices, select_rows
+from pdserve.common.planning.footprint import SAMPLED_AT_ONCE
 from pdserve.common.worker.input_batch import StepSequence
 from pdserve.common.worker.logit_adjust import adjust, adjusts
 from pdserve.common.worker.philox import uniform
@@ -72,14 +73,15 @@ def _sample(
         logits = _finite(logits, best)
     results = [tokens, best]
     if rows:
-        chosen, allowed = _choose(
-            logits.index_select(0, indices(rows, logits)).double(),
-            [sequences[row] for row in rows],
-            [params[row] for row in rows],
-        )
-        where = indices(rows, logits)
-        tokens[where] = chosen
-        results.append(torch.ones_like(best, dtype=torch.bool).index_copy_(0, where, allowed))
+        allowed = torch.ones_like(best, dtype=torch.bool)
+        for some in _parts(rows, logits.shape[1]):
+            where = indices(some, logits)
+            tokens[where], allowed[where] = _choose(
+                logits.index_select(0, where).double(),
+                [sequences[row] for row in some],
+                [params[row] for row in some],
+            )
+        results.append(allowed)
     if asking:
         width = min(max(params[row].logprobs or 0 for row in asking), logits.shape[1])
         results += _logprobs(select_rows(logits, asking), select_rows(tokens, asking), width)
@@ -92,6 +94,13 @@ def _sample(
         else _failed(tops[row])
         for row, p in enumerate(params)
     ]
+
+
+def _parts(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
+    """Cuts the rows into parts of `SAMPLED_AT_ONCE` logits at most, or a single row."""
+    size = max(1, SAMPLED_AT_ONCE // vocab_size)
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
 
 
 def _finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from pdserve.common.config.node import EngineConfig, ModelConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_loopback, usable_cores
@@ -39,6 +39,7 @@ from pdserve.common.text.grammar import GrammarTokens
 from pdserve.common.text.tokenizer_file import read_tokenizer_json
 from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
 from pdserve.common.worker.drafter import Drafter, load_draft_model
+from pdserve.common.worker.gpu_memory import GpuMemory
 from pdserve.common.worker.grammar import Grammars
 from pdserve.common.worker.graphs import build_graphs, graph_sizes
 from pdserve.common.worker.input_batch import InputBatch
@@ -110,6 +111,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     config = msgspec.convert(spec.config, WorkerConfig)
     engine = config.engine
     device = choose_device(engine.parallel.device, spec.local_rank)
+    memory = _enter(device, engine.cache)
     model_spec, max_model_len = _read_model(engine)
     environment, state = _init_distributed(spec, engine, device)
     replicas = engine.parallel.data_parallel_size
@@ -130,7 +132,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     shape = cache_shape(model, engine, state.tp)
     draft_shape = cache_shape(draft_model, engine, state.tp) if draft_model else None
     draft_bytes = cache_bytes(draft_shape) if draft_shape else 0
-    room = available_bytes(engine, model, shape, max_model_len, device, link, draft_bytes)
+    room = available_bytes(engine, model, shape, max_model_len, device, link, draft_bytes, memory)
     block_bytes = cache_bytes(shape) + draft_bytes
     num_blocks = choose_num_blocks(engine, block_bytes, max_model_len, room, state.world, device)
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
@@ -148,6 +150,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     extension = _build_extension(extension_config, cache, spec.rank, emit)
     if adapters is not None:
         extension = AdapterExtension(adapters, extension)
+    state.serve()
     grammars = Grammars(lambda: _read_grammar_tokens(engine.model, model_spec))
     return ModelWorker(spec.rank, state, runner, cache, peaks, extension, grammars, drafter)
 
@@ -202,7 +205,9 @@ class ModelWorker:
         return self._encoder.encode(self.runner.run(batch))
 
     def close(self) -> None:
+        """Captured collectives must be gone, and queued ones done, before their communicators."""
         self._grammars.close()
+        self.runner.close()
         self._state.close()
         self._cache.close()
         if self._drafter is not None:
@@ -210,6 +215,17 @@ class ModelWorker:
 
 
 # ---- the stages of build_worker ----
+
+
+def _enter(device: torch.device, cache: CacheConfig) -> GpuMemory | None:
+    """Makes a GPU this rank's own; nothing may use it before. Raises ConfigError if less than the
+    node's share is free, unless the options say how large the cache is."""
+    if device.type == "cpu":
+        return None
+    memory = GpuMemory.enter(device)
+    if cache.num_gpu_blocks_override is None and cache.kv_cache_memory is None:
+        memory.check_share(cache.gpu_memory_utilization)
+    return memory
 
 
 def _set_threads(requested: int, local_world_size: int) -> None:
@@ -292,10 +308,13 @@ class _LoadingLog:
 
 
 def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
-    """Runs the largest step on a GPU. On a CPU, which selects no kernels, a short step checks that
-    the ranks compute together."""
+    """Runs the largest step on a GPU, and one of single queries. On a CPU, without such kernels,
+    a short step checks that the ranks compute together."""
+    scheduler = engine.scheduler
     if runner.device.type == "cuda":
-        runner.warm_up(engine.scheduler.max_num_batched_tokens, engine.max_num_rows)
+        runner.warm_up(scheduler.tokens, engine.max_num_rows)
+        # Single queries have a kernel of their own, which is compiled at its first use.
+        runner.warm_up(scheduler.seqs, scheduler.seqs)
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
     if engine.compilation.compile:

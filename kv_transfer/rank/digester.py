@@ -25,6 +25,7 @@ from pdserve.kv_transfer.blocks import (
     plane_runs,
 )
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
+from pdserve.kv_transfer.connectors.base.channel import OwnStream
 from pdserve.kv_transfer.digest import RunDigest, check_coverage
 from pdserve.kv_transfer.layout import CacheView, Rect
 
@@ -55,6 +56,7 @@ class Digester:
         self._view = view
         self._fingerprint = fingerprint.encode()
         self._on_host = view.cache.device.type == "cpu"
+        self._stream = OwnStream(view.cache.device)
         self._threads = min(MAX_THREADS, usable_cores()) if self._on_host else 1
 
     @cached_property
@@ -85,7 +87,8 @@ class Digester:
         prefix = self._fingerprint + context
         if self._on_host:
             return hash_blocks(prefix, self._bytes, plane_runs(self._view, rect, block_ids))
-        copy = gather(self._view, rect, block_ids).cpu()
+        with self._stream.active():
+            copy = gather(self._view, rect, block_ids).cpu()  # waits for the device
         hasher = xxhash.xxh3_128(prefix)
         hasher.update(copy.view(torch.uint8).reshape(-1).numpy().data)
         return hasher.digest()

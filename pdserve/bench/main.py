@@ -83,9 +83,10 @@ def _read(file: str | None) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], before: dict[str, Any], console: Console) -> None:
+    machine = result["gpu"] or f"{result['threads']} threads of {result['cpu']}"
     console.print(
         f"{result['model']}, {result['dtype']}, {result['tensor_parallel_size']} × "
-        f"{result['threads']} threads of {result['cpu']}; "
+        f"{machine}; "
         f"peaks: {result['peak_gflops']:,.0f} GFLOP/s, {result['read_gb_per_s']:.1f} GB/s read",
         soft_wrap=True,
     )

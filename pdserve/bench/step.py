@@ -14,7 +14,7 @@ import torch
 from pdserve.bench.parts import ORDER, PartTimer
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.compilation import CompilationConfig
-from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.core.host import cpu_name
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.core.step_shape import StepShape
@@ -140,6 +140,8 @@ def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfi
     """Returns the options of a node with as many blocks as the largest cell needs."""
     longest = max(sum(chunk) for cell in cells for chunk in cell.chunks)
     blocks = max(cell.num_blocks(config.block_size) for cell in cells)
+    rows = max(len(cell.chunks) for cell in cells)  # a graph is captured for as many
+    tokens = max(sum(length for _, length in cell.chunks) for cell in cells)
     return EngineConfig(
         model=replace(resolve_model(config.model), max_model_len=longest),
         parallel=ParallelConfig(
@@ -149,7 +151,8 @@ def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfi
             device=config.device,
         ),
         cache=CacheConfig(block_size=config.block_size, num_gpu_blocks_override=blocks),
-        compilation=CompilationConfig(compile=config.compile),
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=tokens),
+        compilation=CompilationConfig(compile=config.compile, enforce_eager=config.enforce_eager),
     )
 
 
@@ -188,11 +191,17 @@ def as_json(config: BenchStepConfig, found: Measured) -> dict[str, Any]:
         "repetitions": config.repetitions,
         "device": found.runner.device.type,
         "cpu": cpu_name(),
+        "gpu": _gpu_name(found.runner.device),
+        "graphs": found.runner.graphs.sizes if found.runner.graphs else [],
         "torch": torch.__version__,
         "peak_gflops": found.peaks.flops / 1e9,
         "read_gb_per_s": found.peaks.bandwidth / 1e9,
         "cells": {cell.name: _cell(found, cell) for cell in found.cells},
     }
+
+
+def _gpu_name(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _cell(found: Measured, cell: Cell) -> dict[str, Any]:

@@ -1,15 +1,20 @@
-"""The checks of `pdserve doctor --gpu`: driver, torch, a computation on each GPU, flashinfer."""
+"""The checks of `pdserve doctor --gpu`: driver, torch, a computation on each GPU, FlashInfer."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch
 
 from pdserve.cli.finding import Finding, Verdict
 from pdserve.cli.topology import Topology, read_topology
 
+CHECK = "pdserve.common.model.attention_check"
+COMPILE_SECONDS = 300  # on few cores
+TOLERANCE = 0.03  # of bfloat16
 SIZE = 512  # rows and columns of the matrices that each GPU multiplies
 
 
@@ -79,7 +84,22 @@ def _shares(subject: str, device: torch.device) -> Finding:
 
 
 def _flashinfer() -> Finding:
-    if find_spec("flashinfer") is None:
-        fix = "pip install 'pdserve[cuda]': attention is slower without it"
-        return Finding("flashinfer", Verdict.WARNING, "not installed", fix)
-    return Finding("flashinfer", Verdict.OK, "installed")
+    """Compiles FlashInfer's kernels, unless an earlier start has, and computes two steps."""
+    subject, command = "flashinfer", [sys.executable, "-m", CHECK]
+    fix = "check that nvcc is there (CUDA_HOME), or pip uninstall flashinfer-python"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding(subject, Verdict.FAILED, f"no answer in {COMPILE_SECONDS} s", fix)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode or not lines:
+        last = lines[-1] if lines else f"exit code {done.returncode}"
+        return Finding(subject, Verdict.FAILED, f"cannot be compiled or run: {last}", fix)
+    found = json.loads(lines[-1])
+    if why := found.get("why"):
+        return Finding(subject, Verdict.WARNING, "not used: attention is slower", why)
+    if not found["error"] < TOLERANCE:  # NaN is not
+        fix = "do not serve with this version: pip uninstall flashinfer-python"
+        return Finding(subject, Verdict.FAILED, f"attention is wrong by {found['error']:.3g}", fix)
+    seen = f"compiles and attends correctly ({found['seconds']:.0f} s)"
+    return Finding(subject, Verdict.OK, seen)

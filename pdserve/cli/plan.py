@@ -87,8 +87,13 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
             ),
         ),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
-        gpu_memory=parse_bytes(config.gpu_memory, "--gpu-memory"),
+        gpu_memory=_gpu_memory(config),
     )
+
+
+def _gpu_memory(config: PlanConfig) -> int:
+    assert config.gpu_memory is not None, "setup asks for it"
+    return parse_bytes(config.gpu_memory, "--gpu-memory")
 
 
 def as_json(
@@ -115,7 +120,7 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-        ),
+        ).on_gpu(int(_gpu_memory(config) * config.gpu_memory_utilization)),
         lora=LoRAConfig(
             enable_lora=config.enable_lora,
             max_loras=config.max_loras,

@@ -191,7 +191,7 @@ def places(config: ClusterConfig) -> int:
     """Returns how many requests to send at once: twice what the decode steps hold."""
     engine, nodes = config.engine, config.nodes
     steps = (nodes["decode"] + nodes["both"]) * engine.parallel.data_parallel_size
-    wanted = 2 * steps * engine.scheduler.max_num_seqs
+    wanted = 2 * steps * engine.scheduler.seqs
     return min(wanted, config.routing.max_concurrent_requests)
 
 

@@ -255,17 +255,26 @@ def test_without_a_default_route_the_host_s_name_says_its_address(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fix"),
-    [(torch.float32, "--dtype bfloat16"), (torch.bfloat16, "pip install 'pdserve.cuda.'")],
+    ("dtype", "head_dim", "installed", "fix"),
+    [
+        (torch.float32, 64, "0.6.6", "--dtype bfloat16"),
+        (torch.bfloat16, 64, "", "pip install 'pdserve.cuda.'"),
+        (torch.bfloat16, 32, "0.6.6", "heads of size 32, only 64, 128, 256"),
+        (torch.float16, 64, "0.2.1", "FlashInfer 0.2.1 .* 'flashinfer-python>=0.5.3,<0.8'"),
+    ],
 )
 def test_slower_attention_on_a_gpu_is_a_warning(
     dtype: torch.dtype,
+    head_dim: int,
+    installed: str,
     fix: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
-    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8)
+    limits = device.flashinfer_limits
+    monkeypatch.setattr(limits, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(limits, "version", lambda name: installed)
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=head_dim)
     device.make_backend(shape, torch.device("cpu"), dtype)
     assert not caplog.records
     device.make_backend(shape, torch.device("cuda", 0), dtype)

@@ -3,6 +3,7 @@ each with its part of the memory, and KV goes from one to the other."""
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import reference
 from cluster import Cluster
-from exact import Asker, check_exact, prompts
+from exact import NUM_TOKENS, Asker, check_exact, prompts
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -23,15 +24,6 @@ ROUNDING = 0.5
 
 def options(**more: Any) -> dict[str, Any]:
     return {"device": "cuda", "gpu_memory_utilization": 0.5, **more}
-
-
-def demo_model() -> Path:
-    embedded = pytest.importorskip("pdserve.demo_model.embedded")
-    try:
-        folder: Path = embedded.ensure_embedded_model()
-    except embedded.ConfigError as error:
-        pytest.skip(str(error))
-    return folder
 
 
 @pytest.mark.parametrize("connector", ["tcp", "cuda_ipc"])
@@ -57,9 +49,9 @@ def test_float32_is_exact(model: str, connector: str) -> None:
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
-def test_half_precision_chooses_nearly_the_best(flags: dict[str, Any]) -> None:
+def test_half_precision_chooses_nearly_the_best(wide_model: Path, flags: dict[str, Any]) -> None:
     """With FlashInfer and CUDA graphs where it is installed."""
-    folder = demo_model()
+    folder = wide_model
     with Cluster(folder, **options(**flags)) as cluster:
         asker = Asker(cluster)
         for prompt in prompts(folder)[::3]:
@@ -76,6 +68,29 @@ def shortfall(folder: Path, prompt: tuple[int, ...], answer: list[int]) -> float
         logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
     return float((logits.amax(dim=1) - chosen).max())
+
+
+def test_text_is_that_of_one_node_over_every_connector(wide_model: Path) -> None:
+    """In bfloat16, prompt by prompt, so that all compute the same steps."""
+    texts = {
+        name: text_hash(wide_model, **flags)
+        for name, flags in {
+            "one node": {"both": 1},
+            "cuda_ipc": {"kv_connector": "cuda_ipc"},
+            "tcp": {"kv_connector": "tcp"},
+        }.items()
+    }
+    assert len(set(texts.values())) == 1, texts
+
+
+def text_hash(folder: Path, **flags: Any) -> str:
+    """Of the answers' text alone: ids and times differ."""
+    digest = hashlib.sha256()
+    with Cluster(folder, **options(dtype="bfloat16", **flags)) as cluster:
+        for prompt in prompts(folder)[::3]:
+            answer = cluster.complete(list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True)
+            digest.update(answer["choices"][0]["text"].encode())
+    return digest.hexdigest()
 
 
 @TWO_GPUS

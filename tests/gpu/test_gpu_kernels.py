@@ -16,7 +16,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (32, 4)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [128, 64, 256])
 def test_flashinfer_equals_torch(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
     pytest.importorskip("flashinfer")
     from pdserve.common.model.attention_flashinfer import FlashInferAttention

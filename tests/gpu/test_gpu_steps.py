@@ -87,7 +87,7 @@ def test_tokens_are_those_of_a_cpu_and_the_host_waits_once(spoiled: float) -> No
 def model() -> CausalLM:
     """A random one, for which FlashInfer has kernels."""
     pytest.importorskip("flashinfer")
-    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "hidden_size": 512}
+    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "hidden_size": 512}
     spec = replace(ModelSpec.from_folder(MODELS / "llama-gqa"), **heads)
     sharding = Sharding(GroupCoordinator(), CUDA, torch.bfloat16)
     return load_model(spec, ModelConfig(load_format="dummy"), sharding)
@@ -95,7 +95,7 @@ def model() -> CausalLM:
 
 @torch.inference_mode()
 def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
-    shape = (model.spec.num_layers, 2, 41, 2, BLOCK_SIZE, 64)
+    shape = (model.spec.num_layers, 2, 41, 2, BLOCK_SIZE, 128)
     caches = [torch.randn(shape, dtype=torch.bfloat16, device=CUDA)] * 2
     caches[1] = caches[0].clone()
     graphs = DecodeGraphs(model, caches[1], (1, 4, 8), 4, CudaCapture())

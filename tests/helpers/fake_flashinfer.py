@@ -13,6 +13,7 @@ from torch import Tensor
 class _Wrapper:
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, **options: Any) -> None:
         assert kv_layout == "HND" and not float_workspace_buffer.any()
+        self.int_workspace = torch.empty(8 << 20, dtype=torch.uint8)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.calls.append(("__init__", (float_workspace_buffer, kv_layout), options))
 
@@ -28,6 +29,9 @@ class _Wrapper:
             for start, end in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)
         ]
         self._filled = filled.tolist()
+
+    def forget_plan(self) -> None:
+        del self._queries, self._tables, self._filled
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         self.calls.append(("run", (q, paged_kv_cache), {}))
@@ -66,6 +70,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             names = ("indptr", "indices", "last_page_len")
             self._buffers = [options[f"paged_kv_{name}_buffer"] for name in names]
             assert len(self._buffers[0]) == len(self._buffers[2]) + 1
+            if options["use_tensor_cores"]:
+                self.query_offsets = torch.arange(len(self._buffers[0]), dtype=torch.int32)
         self._fixed = use_cuda_graph
 
     def plan(self, *args: Any, **options: Any) -> None:

@@ -83,11 +83,12 @@ class Mover(ABC):
 
 class PipeMover(Mover):
     """Moves payloads through the pipe: straight from and into the blocks on a CPU, through a pinned
-    host buffer on a GPU."""
+    host buffer on a GPU, on a stream of its own beside the model's steps."""
 
     def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         super().__init__(view, pipe)
         self._on_host = view.cache.device.type == "cpu"
+        self._stream = OwnStream(view.cache.device)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @cached_property
@@ -99,7 +100,7 @@ class PipeMover(Mover):
             runs = byte_runs(self._view, frame.rect, block_ids)
             return self._pipe.send_blocks(self._memory, runs, gate)
         staged = self._staging(frame.nbytes)
-        with gate.passage() as admitted:
+        with gate.passage() as admitted, self._stream.active():
             if admitted:
                 data = gather(self._view, frame.rect, block_ids)
                 staged.copy_(data.view(torch.uint8).reshape(-1))  # waits for the device
@@ -112,15 +113,16 @@ class PipeMover(Mover):
             return self._pipe.recv_blocks(self._memory, runs, gate)
         staged = self._staging(frame.nbytes)
         self._pipe.recv_tensor(staged)
-        with gate.passage() as admitted:
+        with gate.passage() as admitted, self._stream.active():
             if admitted:
                 scatter(self._view, frame.rect, block_ids, staged)
-                torch.cuda.current_stream(self._view.cache.device).synchronize()
+                self._stream.synchronize()
         return admitted
 
     def _staging(self, nbytes: int) -> torch.Tensor:
         if len(self._buffer) < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            with self._stream.active():  # pinned for the cache's device, not this thread's
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return self._buffer[:nbytes]
 
 

@@ -30,6 +30,8 @@ from pdserve.kv_transfer.pipe import KVPipe
 MEET_S = 5.0  # within which both ranks must join
 DONE = ""  # the key that ends the exchange
 BREAK_TAG = 1  # of a receive to which the peer never sends
+# Between two looks at a part on its way: 64 MiB may take less than a millisecond.
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 10e-6, 1e-3
 
 _values = msgspec.msgpack.Decoder(tuple[str, bytes])
 
@@ -143,11 +145,14 @@ class NcclPair(PairGroup):
 
     def _wait(self, work: dist.Work) -> None:
         end = time.monotonic() + self._stall.total_seconds()
+        pause = SHORTEST_PAUSE_S
         while not work.is_completed():
-            if self._hangup.poll(1):
+            if self._hangup.poll(0):
                 raise ConnectionError("the peer closed the connection")
             if time.monotonic() > end:
                 raise ConnectionError(f"nothing came for {self._stall.total_seconds()} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
         work.wait(self._stall)  # raises what NCCL found
 
     def interrupt(self) -> None:

@@ -1,12 +1,13 @@
-"""FlashInfer is called as it wants to be called. Needs no GPU: what is installed is read, not run,
-and a fake computes what its documentation says."""
+"""FlashInfer is called as it wants to be called. Needs no GPU: signatures are read, not run, and a
+fake computes what the documentation says."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
+import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,19 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import fake_flashinfer
+from flashinfer_signatures import FILES, TABLE, Rows, methods, signature
+from paths import ROOT
 from pdserve.common.model.attention import AttentionBatch, AttentionShape, SlotMapping
 from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.flashinfer_limits import BEYOND, OLDEST, workspace_bytes
 
 INSTALLED = find_spec("flashinfer")
 MODULE = "pdserve.common.model.attention_flashinfer"
 SHAPE = AttentionShape(8, 2, 64)
 CPU = torch.device("cpu")
-FILES = {
-    "BatchPrefillWithPagedKVCacheWrapper": "prefill.py",
-    "BatchDecodeWithPagedKVCacheWrapper": "decode.py",
-}
 IDS = torch.tensor([3, 1, 4])
 BATCHES = [
     AttentionBatch([1, 1, 1], [5, 30, 0], [[3, 9], [1, 4, 7], [2]], 16),
@@ -59,9 +60,20 @@ def test_it_equals_torch(backend: Any, batch: AttentionBatch) -> None:
     torch.testing.assert_close(attend(backend, batch), expected)
 
 
-def test_its_signatures_take_our_calls(backend: Any) -> None:
+def signatures_of(version: str) -> dict[str, dict[str, list[Rows]]]:
+    """By class and method: recorded, or of what is installed."""
+    if version != "installed":
+        found: dict[str, dict[str, list[Rows]]] = json.loads(TABLE.read_text())[version]["classes"]
+        return found
     if INSTALLED is None or INSTALLED.origin is None:
         pytest.skip("FlashInfer is not installed")
+    folder = Path(INSTALLED.origin).parents[1]
+    return {name: methods((folder / file).read_text(), name) for name, file in FILES.items()}
+
+
+@pytest.mark.parametrize("version", [*json.loads(TABLE.read_text()), "installed"])
+def test_its_signatures_take_our_calls(backend: Any, version: str) -> None:
+    known = signatures_of(version)
     for batch in BATCHES:
         attend(backend, batch)
     slots = SlotMapping(*torch.zeros(3, 2, dtype=torch.int64))
@@ -70,37 +82,42 @@ def test_its_signatures_take_our_calls(backend: Any) -> None:
     context.wrapper.run(torch.zeros(2, 8, 64), torch.zeros(2, 10, 2, 16, 64).unbind())
     for wrapper in (backend._prefill, backend._decode, context.wrapper):
         name = type(wrapper).__name__
-        methods = signatures(Path(INSTALLED.origin).with_name(FILES[name]), name)
         for method, args, options in wrapper.calls:
-            assert any(takes(each, args, options) for each in methods[method]), (name, method)
+            overloads = map(signature, known[name][method])
+            assert any(takes(each, args, options) for each in overloads), (name, method)
         assert {method for method, _, _ in wrapper.calls} == {"__init__", "plan", "run"}
 
 
-def signatures(path: Path, class_name: str) -> dict[str, list[inspect.Signature]]:
-    """Of a class's methods and their overloads, without the import of what needs a GPU."""
-    tree = ast.parse(path.read_text())
-    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
-    found: dict[str, list[inspect.Signature]] = {}
-    for method in classes[class_name].body:
-        if isinstance(method, ast.FunctionDef):
-            found.setdefault(method.name, []).append(signature(method.args))
-    return found
+def test_the_oldest_and_the_newest_version_allowed_are_recorded() -> None:
+    versions = sorted(map(Version, json.loads(TABLE.read_text())))
+    assert versions[0] == OLDEST and versions[-1] < BEYOND
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = f"flashinfer-python>={OLDEST},<{BEYOND}"
+    assert extras["optional-dependencies"]["cuda"] == [wanted]
 
 
-def signature(args: ast.arguments) -> inspect.Signature:
-    kinds = inspect.Parameter
-    plain = [*args.posonlyargs, *args.args]
-    required = len(plain) - len(args.defaults)
-    parameters = [
-        kinds(arg.arg, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if i < required else None)
-        for i, arg in enumerate(plain)
-    ]
-    if args.vararg:
-        parameters.append(kinds(args.vararg.arg, kinds.VAR_POSITIONAL))
-    parameters += [kinds(arg.arg, kinds.KEYWORD_ONLY, default=None) for arg in args.kwonlyargs]
-    if args.kwarg:
-        parameters.append(kinds(args.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(parameters)
+# Query heads, KV heads, head size, largest graph: bytes by FlashInfer 0.6.6's `PrefillPlan` and
+# `DecodePlan` on an H100 of 132 multiprocessors, worked out by hand from its sources.
+WORKSPACES = [
+    ((32, 8, 128), 0, 32 * 33 * 128 * 129 * 4),
+    ((64, 8, 128), 0, 64 * 33 * 128 * 129 * 4),  # 139 MB
+    ((32, 8, 128), 256, 32 * (64 + 255) * 16 * 129 * 4),
+    ((32, 8, 128), 512, 32 * (128 + 511) * 16 * 129 * 4),  # 169 MB
+    ((64, 8, 128), 256, 64 * (128 + 255) * 16 * 129 * 4),  # 202 MB
+    ((64, 8, 128), 8, 64 * 33 * 16 * 129 * 4),  # thread blocks decide
+    ((28, 4, 128), 512, 28 * (224 + 511) * 16 * 129 * 4),
+    ((96, 1, 256), 64, 96 * (96 + 63 + 105) * 64 * 257 * 4),  # 264 thread blocks
+    ((16, 8, 128), 512, 16 * 264 * 129 * 4),  # without tensor cores
+]
+
+
+@pytest.mark.parametrize(("heads", "size", "expected"), WORKSPACES, ids=str)
+def test_the_workspace_is_as_large_as_its_plan(
+    heads: tuple[int, int, int], size: int, expected: int
+) -> None:
+    found = workspace_bytes(AttentionShape(*heads), 132, size)
+    assert found >= expected
+    assert found <= max(expected + 32, 128 * 2**20)
 
 
 def takes(wanted: inspect.Signature, args: tuple[Any, ...], options: dict[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.all2all import RoutedTokens
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import ExpertLoad
+from pdserve.common.model import moe
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.moe import FusedExperts, MoE
 from pdserve.common.model.sharding import Sharding
@@ -144,6 +145,29 @@ def test_a_token_is_computed_alike_in_any_company() -> None:
         torch.testing.assert_close(alone, together[rows])
     elsewhere = experts(RoutedTokens(hidden, torch.full_like(chosen, -1), weights, 8))
     assert not elsewhere.any()
+
+
+def test_rows_that_a_kernel_leaves_out_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a rank with some of the experts: torch's grouped product leaves them undefined."""
+    spec = ModelSpec.from_folder(MODELS / "mixtral")
+    assert spec.moe is not None
+    experts = FusedExperts("", spec.moe, 16, Sharding(GroupCoordinator(), CPU, torch.float32))
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        weight.copy_(torch.randn(weight.shape))
+    chosen = torch.rand(50, 8).topk(2).indices
+    chosen[::3] = -1
+    tokens = RoutedTokens(torch.randn(50, 16), chosen, torch.rand(50, 2), 8)
+    expected = experts(tokens)
+    grouped = torch.nn.functional.grouped_mm
+
+    def undefined(*args: Any, offs: torch.Tensor) -> torch.Tensor:
+        out = grouped(*args, offs=offs)
+        out[int(offs[-1]) :] = torch.nan
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", undefined)
+    monkeypatch.setattr(moe, "_has_kernel", lambda weight: True)
+    torch.testing.assert_close(experts(tokens), expected)
 
 
 # ---- statistics ----

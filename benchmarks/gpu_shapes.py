@@ -1,0 +1,41 @@
+"""Model folders without weights, of the sizes that a first run on a GPU measures: they are for
+`--load-format dummy`, and their tokens are bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# As Qwen3's configs have them: hidden size, layers, query heads, KV heads, MLP, tied embeddings.
+SHAPES = {
+    "0.6B": (1024, 28, 16, 8, 3072, True),
+    "8B": (4096, 36, 32, 8, 12288, False),
+    "tiny": (64, 2, 4, 2, 128, True),
+}
+
+
+def make_shape(folder: Path, shape: tuple[int, int, int, int, int, bool]) -> Path:
+    hidden, layers, heads, kv_heads, inner, tied = shape
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "intermediate_size": inner,
+        "tie_word_embeddings": tied,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "eos_token_id": 0,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder

@@ -1,0 +1,61 @@
+"""Compiles FlashInfer's kernels on the first GPU, computes with them and compares with torch:
+
+    python -m pdserve.common.model.attention_check
+
+It is a program of its own, because a kernel that fails takes its process's GPU with it. It prints a
+line of JSON: `{"why": …}` if FlashInfer is not used here, else `{"error": …, "seconds": …}`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import torch
+
+from pdserve.common.model.attention import AttentionBackend, AttentionBatch, AttentionShape
+from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.device import make_backend
+from pdserve.common.model.flashinfer_limits import why_not
+
+SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128)
+BLOCK_SIZE = 16
+# Queries of three sequences, which have 5, 30 and 0 tokens in the cache: a decode and a mixed step.
+STEPS = ([1, 1, 1], [1, 9, 20])
+
+
+def main() -> None:
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if bfloat16 else torch.float16
+    if why := why_not(SHAPE, dtype):
+        print(json.dumps({"why": why}))
+        return
+    started = time.monotonic()
+    error = attention_error(make_backend(SHAPE, torch.device("cuda", 0), dtype))
+    print(json.dumps({"error": error, "seconds": time.monotonic() - started}))
+
+
+def attention_error(backend: AttentionBackend) -> float:
+    """Returns by how much the steps differ from those of torch, at most; NaN if one does."""
+    plain = TorchAttention(backend.shape, backend.device, backend.dtype)
+    errors = [_difference(backend, plain, queries) for queries in STEPS]
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+def _difference(one: AttentionBackend, other: AttentionBackend, queries: list[int]) -> float:
+    shape, random = one.shape, torch.Generator().manual_seed(0)
+    heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+    batch = AttentionBatch(queries, [5, 30, 0], [[3, 5, 8], [1, 4, 7], [2, 6, 9]], BLOCK_SIZE)
+    rows = torch.randn(sum(queries), sum(heads), shape.head_dim, generator=random)
+    q, k, v = rows.to(one.device, one.dtype).split(heads, dim=1)
+    size = 1, 2, 10, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
+    cache = torch.randn(size, generator=random).to(one.device, one.dtype)
+    found, expected = (
+        each.forward(0, q, k, v, cache.clone(), each.prepare(batch)) for each in (one, other)
+    )
+    return float((found - expected).abs().max())
+
+
+if __name__ == "__main__":
+    main()
