@@ -78,6 +78,12 @@ class Tokenizer:
         hf.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
         return cls(hf, eos_token_ids)
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the template; empty if there is none. Of several by name, all."""
+        template = self._hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
     def use_chat_template(self, template: str) -> None:
         """Replaces the checkpoint's template; call it before threads share this object.
 
