@@ -58,8 +58,8 @@ def find_source(folder: str | Path, mode: str = "auto") -> TokenizerSource:
         return there[0]
     if _is_code(folder):
         raise ConfigError(
-            f"the tokenizer in {folder} is Python code (auto_map in tokenizer_config.json), and code "
-            "of a checkpoint is never run; name a folder with a tokenizer.json by --tokenizer"
+            f"the tokenizer in {folder} is Python code (auto_map in tokenizer_config.json), which "
+            "is never run; name a folder with a tokenizer.json by --tokenizer"
         )
     raise ConfigError(
         f"{folder} has no tokenizer.json, tekken.json or tokenizer.model; name a folder that has "
