@@ -19,7 +19,8 @@ from pdserve.router.api.parsers.reasoning import (
     reasoning_parser,
 )
 from pdserve.router.api.parsers.tool_parser import BUILTIN, ToolParser, tool_parser
-from pdserve.router.api.tools import argument_kinds
+from pdserve.router.api.schema import ChatBody
+from pdserve.router.api.tools import argument_kinds, plan_tools
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -297,6 +298,27 @@ def test_ids_have_their_familys_form() -> None:
     mistral = parse("mistral", "[TOOL_CALLS]now{}")[3]
     assert len(mistral[0]) == 9 and mistral[0].isalnum()
     assert parse("hermes", '<tool_call>{"name": "now"}')[3][0].startswith("call_")
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_calls_that_are_insisted_on_have_such_ids_as_well(choice: str) -> None:
+    """The model's template may refuse others in the next turn."""
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+    earlier = [{"id": "functions.now:0", "function": {"name": "now", "arguments": "{}"}}]
+    body = ChatBody.model_validate(
+        {
+            "messages": [{"role": "assistant", "tool_calls": earlier}],
+            "tools": [tool],
+            "tool_choice": tool if choice == "named" else choice,
+        }
+    )
+    plan = plan_tools(body, ChatConfig())
+    text = "{}" if choice == "named" else '[{"name": "now", "parameters": {}}]'
+    kimi, mistral, plain = (
+        said(plan.parser(parser and tool_parser(parser)).push(text, final=True))[3]
+        for parser in ("kimi_k2", "mistral", None)
+    )
+    assert kimi == ["functions.now:1"] and len(mistral[0]) == 9 and plain[0].startswith("call_")
 
 
 def test_every_name_is_known_to_the_options_and_to_the_parsers() -> None:
