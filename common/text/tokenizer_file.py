@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.text.tokenizer_formats import TokenizerSource, convert, find_source
+from pdserve.common.text.tokenizer_formats import TokenizerSource, converted_json, find_source
 
 
 def read_tokenizer_json(
@@ -26,7 +26,7 @@ def read_tokenizer_json(
         return str(byte_tokenizer(dummy_vocab_size).to_str())
     source = find_source(folder, mode)
     if source is not TokenizerSource.JSON:
-        return str(convert(folder, source).backend_tokenizer.to_str())
+        return converted_json(folder, source)
     return (folder / source.value).read_text(encoding="utf-8")
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,9 @@ _PROBES = (
     "f(x) == 12345;",
     "",
 )
+
+
+_CONVERSION_TIMEOUT = 600.0  # seconds
 
 
 class TokenizerSource(Enum):
@@ -86,6 +91,26 @@ def convert(folder: str | Path, source: TokenizerSource) -> PreTrainedTokenizerF
     return _of_sentencepiece(Path(folder))
 
 
+def converted_json(folder: str | Path, source: TokenizerSource) -> str:
+    """The `tokenizer.json` that `convert` makes, by a process of its own: it takes seconds, in
+    which other threads of this one would stand still.
+
+    Raises:
+        ConfigError: as `convert`.
+    """
+    command = [sys.executable, "-X", "utf8", "-m", __name__, str(folder), source.name]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=_CONVERSION_TIMEOUT
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"converting the tokenizer in {folder} takes too long") from error
+    if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"cannot read the tokenizer in {folder}: {said}")
+    return done.stdout
+
+
 def _of_tekken(folder: Path) -> PreTrainedTokenizerFast:
     _need("mistral_common", "mistral", folder / TokenizerSource.TEKKEN.value)
     from mistral_common.integrations.chat_templates.chat_templates import (
@@ -129,3 +154,7 @@ def _need(package: str, extra: str, file: Path) -> None:
         raise ConfigError(
             f"{file} needs the package {package.replace('_', '-')}: pip install 'pdserve[{extra}]'"
         )
+
+
+if __name__ == "__main__":  # what `converted_json` runs
+    sys.stdout.write(convert(sys.argv[1], TokenizerSource[sys.argv[2]]).backend_tokenizer.to_str())

@@ -137,6 +137,8 @@ def test_a_model_that_is_none_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # tiktoken's
     with pytest.raises(ConfigError, match="cannot read the tokenizer"):
         Tokenizer.from_folder(tmp_path)
+    with pytest.raises(ConfigError, match="cannot read the tokenizer"):
+        read_tokenizer_json(str(tmp_path), None, None)
 
 
 # ---- tekken ----------------------------------------------------------------------------------
