@@ -119,8 +119,9 @@ def _of_tekken(folder: Path) -> PreTrainedTokenizerFast:
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    specials = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **specials)
+    hf = PreTrainedTokenizerFast.from_pretrained(
+        folder, local_files_only=True, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     begin = ("<s>", hf.backend_tokenizer.token_to_id("<s>"))
     hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[begin]
