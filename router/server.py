@@ -24,6 +24,7 @@ from pdserve.common.rpc.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, 
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.router.api.app_state import AppState
 from pdserve.router.api.auth import APIKeys
+from pdserve.router.api.parsers.detect import resolved
 from pdserve.router.api.parsers.tool_parser import tool_parser
 from pdserve.router.api.preprocess_worker import Spec
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
@@ -96,7 +97,7 @@ class RouterServer:
             metrics.registry.register(AdaptersCollector(adapters, config.lora.max_loras))
         prefix = config.observability.metrics_prefix
         shown = Exposition(metrics.registry, model.name, prefix, ROUTER_NAMES)
-        chat = config.chat
+        chat = resolved(config.chat, model.tokenizer.chat_template)
         spec = Spec(asdict(config.model), asdict(config.log), asdict(chat))
         self._workers = PreprocessWorkers(spec)
         self._state = AppState(

@@ -50,6 +50,12 @@ class ModelConfig:
         metavar="NAME",
     )
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
+    tokenizer_mode: str = option(
+        "auto",
+        "which of a folder's tokenizers: hf (tokenizer.json, else tokenizer.model), mistral "
+        "(tekken.json), or auto (tokenizer.json, else tekken.json, else tokenizer.model)",
+        choices=("auto", "hf", "mistral"),
+    )
     max_model_len: int | None = option(
         None, "context window in tokens (default: the model's)", minimum=1
     )

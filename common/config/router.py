@@ -18,6 +18,19 @@ from pdserve.common.config.shared import (
 )
 from pdserve.common.core.errors import ConfigError
 
+# Formats of tool calls and of reasoning, by vLLM's names; `router/api/parsers` reads them.
+TOOL_PARSERS = (
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "functiongemma", "gemma4", "glm45", "glm47",
+    "granite", "hermes", "kimi_k2", "llama3_json", "llama4_json", "llama4_pythonic", "minimax_m2",
+    "mistral", "openai", "phi4_mini_json", "pythonic", "qwen3_coder", "qwen3_xml", "seed_oss",
+)  # fmt: skip
+REASONING_PARSERS = (
+    "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "glm47", "granite", "holo2", "kimi_k2",
+    "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "seed_oss", "step3",
+)  # fmt: skip
+HARMONY, HARMONY_TOOLS = "openai_gptoss", "openai"  # the two names of one format
+AUTO = "auto"  # the parser that the chat template shows
+
 OPEN_FILES = 256  # files a router needs besides a connection per request
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
 
@@ -128,20 +141,37 @@ class ChatConfig:
     )
     tool_call_parser: str | None = option(
         None,
-        "format of the model's tool calls: hermes, llama3_json, mistral, an entry point in "
-        "pdserve.tool_parsers, or module:Class",
+        f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}, auto (by the chat "
+        "template), an entry point in pdserve.tool_parsers, or module:Class",
         metavar="NAME",
     )
     reasoning_parser: str | None = option(
         None,
-        "format of the model's reasoning, which is then returned as `reasoning_content`: "
-        "deepseek_r1 (always reasons first) or qwen3 (may reason)",
-        choices=("deepseek_r1", "qwen3"),
+        "how the model marks its reasoning, which is then returned as `reasoning_content`; auto: "
+        "by the chat template",
+        choices=(*REASONING_PARSERS, AUTO),
     )
 
     def __post_init__(self) -> None:
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
+        reads_both = (HARMONY_TOOLS, AUTO, None)
+        if self.reasoning_parser == HARMONY and self.tool_call_parser not in reads_both:
+            raise ConfigError(
+                f"--reasoning-parser {HARMONY} goes with --tool-call-parser {HARMONY_TOOLS}: one "
+                "format has both"
+            )
+        if self.tool_call_parser == HARMONY_TOOLS and self.reasoning not in (HARMONY, AUTO):
+            raise ConfigError(
+                f"--tool-call-parser {HARMONY_TOOLS} goes with --reasoning-parser {HARMONY}: one "
+                "format has both"
+            )
+
+    @property
+    def reasoning(self) -> str | None:
+        """The family of the model's reasoning; Harmony's calls come with its reasoning."""
+        harmony = HARMONY if self.tool_call_parser == HARMONY_TOOLS else None
+        return self.reasoning_parser or harmony
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

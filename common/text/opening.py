@@ -4,8 +4,10 @@
     THOUGHT ── it ends ──▶ TEXT ── a call begins ──▶ CALL
                      (only before the text's first token)
 
-Single tokens mark the transitions, as in vLLM; the grammar applies to the text after them. Newlines
-between reasoning and text, which models usually generate, are allowed and belong to neither.
+Single tokens mark the transitions, as in vLLM; the grammar applies to the text after them. Where a
+header says whether a message is reasoning, as in Harmony, the token that ends the header counts
+only after the header's first tokens. Newlines between reasoning and text, which models usually
+generate, are allowed and belong to neither.
 """
 
 from __future__ import annotations
@@ -60,12 +62,14 @@ class AnswerMatcher:
         if opening.thought is not None and not opening.thinking:
             self._begins[opening.thought[0]] = _Stage.THOUGHT
         self._newlines = 0  # newline tokens that may follow
+        self._headed = 0  # tokens of the heading that have come
 
     @classmethod
     def compile(cls, tokens: GrammarTokens, grammar: str) -> AnswerMatcher:
         """Compiles a grammar of `opened`; raises like `Matcher.compile`."""
         opening, grammar = _split(grammar)
-        named = [*(opening.thought or ()), *([] if opening.call is None else [opening.call])]
+        call = [] if opening.call is None else [opening.call]
+        named = [*(opening.thought or ()), *opening.heading, *call]
         if not all(0 <= token < tokens.vocab_size for token in named):
             raise GrammarError("its opening has a token outside the vocabulary")
         return cls(tokens, Matcher.compile(tokens, grammar), opening)
@@ -74,7 +78,7 @@ class AnswerMatcher:
         """Like `Matcher.copy`."""
         copied = AnswerMatcher(self._tokens, self._text.copy(), self._opening)
         copied._stage, copied._begins = self._stage, dict(self._begins)
-        copied._newlines = self._newlines
+        copied._newlines, copied._headed = self._newlines, self._headed
         return copied
 
     @property
@@ -95,7 +99,7 @@ class AnswerMatcher:
         if token_id in self._tokens.eos_token_ids:
             return False
         if self._stage is _Stage.THOUGHT:
-            if self._opening.thought is not None and token_id == self._opening.thought[1]:
+            if self._ends_thought(token_id):
                 self._stage, self._newlines = _Stage.TEXT, MAX_NEWLINES
         elif self._stage is _Stage.TEXT:
             if self._newlines and token_id in self._tokens.newlines:
@@ -105,6 +109,16 @@ class AnswerMatcher:
             else:
                 return False
         return True
+
+    def _ends_thought(self, token_id: int) -> bool:
+        opening, headed = self._opening, self._headed
+        heading = opening.heading
+        if headed < len(heading):
+            self._headed = headed + 1 if token_id == heading[headed] else 0
+        if heading and token_id == heading[0]:
+            self._headed = 1
+        whole = headed == len(heading)
+        return opening.thought is not None and token_id == opening.thought[1] and whole
 
     def mask(self) -> bytes:
         """Like `Matcher.mask`. Reasoning must end before the answer does."""

@@ -1,7 +1,7 @@
 """The tokenizer and chat template of a model.
 
-Always uses `PreTrainedTokenizerFast` with the checkpoint's `tokenizer.json`: transformers'
-AutoTokenizer rebuilds some families from their vocabulary and ignores that file.
+Always uses `PreTrainedTokenizerFast`, with the checkpoint's `tokenizer.json` if there is one:
+transformers' AutoTokenizer rebuilds some families from their vocabulary and ignores that file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.printable import cut
-from pdserve.common.text.tokenizer_file import (
-    byte_level_alphabet,
-    byte_tokenizer,
-    has_tokenizer,
-    no_tokenizer,
-)
+from pdserve.common.text.tokenizer_file import byte_level_alphabet, byte_tokenizer
+from pdserve.common.text.tokenizer_formats import TokenizerSource, convert, find_source
 
 _RESERVED = frozenset(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 _MAX_TEXTS = 2**16
@@ -55,17 +51,21 @@ class Tokenizer:
         self.eos_token_ids = tuple(own_eos if eos_token_ids is None else eos_token_ids)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Loads the tokenizer of a Hugging Face checkpoint.
+    def from_folder(cls, folder: str | Path, mode: str = "auto") -> Tokenizer:
+        """Loads the tokenizer of a Hugging Face checkpoint. `mode` is that of --tokenizer-mode.
 
         Raises:
-            ConfigError: `tokenizer.json` is missing or cannot be read.
+            ConfigError: there is none, or it cannot be read.
         """
         folder = Path(folder)
-        if not has_tokenizer(folder):
-            raise no_tokenizer(folder)
+        source = find_source(folder, mode)
         try:
-            hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            if source is TokenizerSource.JSON:
+                hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            else:
+                hf = convert(folder, source)
+        except ConfigError:
+            raise
         except Exception as error:  # the reader's own errors have no common class
             raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
         return cls(hf, _eos_from_config(folder))
@@ -77,6 +77,12 @@ class Tokenizer:
         hf = PreTrainedTokenizerFast(tokenizer_object=backend)
         hf.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
         return cls(hf, eos_token_ids)
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the template; empty if there is none. Of several by name, all."""
+        template = self._hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
 
     def use_chat_template(self, template: str) -> None:
         """Replaces the checkpoint's template; call it before threads share this object.

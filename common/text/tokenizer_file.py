@@ -8,32 +8,30 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.text.tokenizer_formats import TokenizerSource, converted_json, find_source
 
 
-def has_tokenizer(folder: str | Path) -> bool:
-    return (Path(folder) / "tokenizer.json").is_file()
-
-
-def no_tokenizer(folder: str | Path) -> ConfigError:
-    return ConfigError(
-        f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer (save a slow "
-        "tokenizer once with `PreTrainedTokenizerFast.save_pretrained`)"
-    )
-
-
-def read_tokenizer_json(model: str, tokenizer: str | None, dummy_vocab_size: int | None) -> str:
-    """Returns the `tokenizer.json` of the `tokenizer` folder or else of the checkpoint. Dummy
-    weights of the given vocabulary size may have none.
+def read_tokenizer_json(
+    model: str, tokenizer: str | None, dummy_vocab_size: int | None, mode: str = "auto"
+) -> str:
+    """Returns the `tokenizer.json` of the `tokenizer` folder or else of the checkpoint, or what
+    another file is converted to. Dummy weights of the given vocabulary size may have none. `mode`
+    is that of --tokenizer-mode.
 
     Raises:
-        ConfigError: the file is missing.
+        ConfigError: there is no tokenizer, or it cannot be converted.
     """
     folder = Path(tokenizer or model)
     if dummy_vocab_size is not None and tokenizer is None and not has_tokenizer(folder):
         return str(byte_tokenizer(dummy_vocab_size).to_str())
-    if not has_tokenizer(folder):
-        raise no_tokenizer(folder)
-    return (folder / "tokenizer.json").read_text(encoding="utf-8")
+    source = find_source(folder, mode)
+    if source is not TokenizerSource.JSON:
+        return converted_json(folder, source)
+    return (folder / source.value).read_text(encoding="utf-8")
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    return any((Path(folder) / source.value).is_file() for source in TokenizerSource)
 
 
 def byte_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:

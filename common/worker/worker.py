@@ -288,7 +288,10 @@ def _read_grammar_tokens(config: ModelConfig, spec: ModelSpec) -> GrammarTokens:
     """Reads the same tokenizer as the router."""
     assert config.model is not None, "the model was loaded"
     text = read_tokenizer_json(
-        config.model, config.tokenizer, spec.vocab_size if config.load_format == "dummy" else None
+        config.model,
+        config.tokenizer,
+        spec.vocab_size if config.load_format == "dummy" else None,
+        config.tokenizer_mode,
     )
     return GrammarTokens(text, spec.vocab_size, spec.eos_token_ids)
 

@@ -74,6 +74,8 @@ def make_chat(
     given = {**given, "grammar": asked.grammar}
     if given.get("skip_special_tokens") is None and plan.shows_special_tokens(state.tool_parser):
         given["skip_special_tokens"] = False
+    if state.tool_parser is not None and (stops := _stops(state, state.tool_parser)):
+        given["stop_token_ids"] = [*(given.get("stop_token_ids") or ()), *stops]
     generation = state.make_request(
         given,
         request_id=request_id,
@@ -83,6 +85,13 @@ def make_chat(
         model=model,
     )
     return ChatRequest(asked.body, generation, ChatChoices(plan, state.tool_parser), asked.texts)
+
+
+def _stops(state: AppState, parser: type[ToolParser]) -> list[int]:
+    """The tokens that end an answer in this format, where the checkpoint does not say so."""
+    tokenizer = state.model.tokenizer
+    found = [tokenizer.marker(mark) for mark in parser.stop_markers]
+    return [each for each in found if each is not None and each not in tokenizer.eos_token_ids]
 
 
 class ChatChoices:

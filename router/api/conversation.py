@@ -11,6 +11,7 @@ from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.apart import Bounds, run_apart
+from pdserve.router.api.parsers.harmony import MESSAGE
 from pdserve.router.api.parsers.reader import decode
 from pdserve.router.api.schema import ChatTemplateBody, Message, TextPart, Tool
 
@@ -121,8 +122,11 @@ def render(
             param="continue_final_message",
         )
     as_parts = config.chat_template_content_format == "openai"
+    # Harmony's template refuses a message that has content, reasoning and calls: there the model is
+    # shown what the user has seen.
+    harmony = MESSAGE in (body.chat_template or tokenizer.chat_template)
     return tokenizer.render_chat_template(
-        [_as_template_message(message, as_parts) for message in messages],
+        [_as_template_message(message, as_parts, harmony) for message in messages],
         add_generation_prompt=not body.continue_final_message
         and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
@@ -138,12 +142,14 @@ def text_of(message: Message) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _as_template_message(message: Message, as_parts: bool) -> dict[str, Any]:
+def _as_template_message(message: Message, as_parts: bool, harmony: bool) -> dict[str, Any]:
     """The message as templates take it: `developer` becomes `system`, the arguments of calls are
     objects, and reasoning has one of its two names."""
     given = message.model_dump(exclude_none=True)
     if reasoning := given.pop("reasoning", None):
         given.setdefault("reasoning_content", reasoning)
+    if harmony and message.content and message.tool_calls:
+        given.pop("reasoning_content", None)
     given["content"] = text_of(message)
     if as_parts and message.content is not None:
         parts = message.content

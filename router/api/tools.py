@@ -12,9 +12,10 @@ from pdserve.common.core.structured import ConstraintKind, Opening, StructuredOu
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.conversation import text_of
 from pdserve.router.api.parsers import reasoning
-from pdserve.router.api.parsers.formats import BareCallParser, NamedParser, RequiredParser
-from pdserve.router.api.parsers.reasoning import AnswerParser, ReasoningParser
-from pdserve.router.api.parsers.tool_parser import ToolParser, tool_parser
+from pdserve.router.api.parsers.forced import BareCallParser, NamedParser, RequiredParser
+from pdserve.router.api.parsers.harmony import HarmonyParser
+from pdserve.router.api.parsers.reasoning import AnswerParser, reasoning_parser
+from pdserve.router.api.parsers.tool_parser import ArgumentKind, ToolParser, tool_parser
 from pdserve.router.api.schema import ChatBody, NamedTool, Tool
 
 MAX_TOOLS = 128
@@ -23,6 +24,7 @@ _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "def
 _NO_SCHEMAS = {"const", "enum", "default", "examples"}
 _NAMES = {"$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
 _OF_ROOTS = "x-guidance"  # llguidance's own keyword, for a schema's root alone
+_TYPES = ("string", "null", "number", "integer", "boolean", "object", "array")
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 
 
@@ -34,31 +36,52 @@ class AnswerPlan:
     tool_names: tuple[str, ...] = ()  # tools that may be called
     parallel: bool = True
     bare: bool = False  # under `auto`: one schema makes the answer a call or a text
-    thinking: bool | None = None  # whether it begins with reasoning; None: it has no reasoning
+    # Under `auto`: what the schemas say of arguments, by tool, then by name.
+    kinds: dict[str, dict[str, ArgumentKind]] = field(default_factory=dict)
+    earlier: int = 0  # calls in the conversation so far
+    reasoning: str | None = None  # the family whose reasoning it may have
+    thinking: bool = False  # whether it begins with reasoning
+    special_marks: bool = False  # the reasoning's marks are special tokens
     opening: Opening = field(default_factory=Opening)  # where its text follows a grammar
 
     def shows_special_tokens(self, auto: type[ToolParser] | None) -> bool:
-        return self.tool_choice == AUTO and auto is not None and auto.shows_special_tokens
+        calls = self.tool_choice == AUTO and auto is not None and auto.shows_special_tokens
+        return calls or self.special_marks
 
     def parser(self, auto: type[ToolParser] | None) -> AnswerParser:
         """A parser for one choice; `auto` reads what the model writes unasked."""
+        tools = self._tools(auto)
+        if isinstance(tools, HarmonyParser):  # which reads reasoning as well
+            tools.in_content = not self.thinking
+            return AnswerParser(None, tools)
+        family = self.reasoning
+        return AnswerParser(reasoning_parser(family, self.thinking) if family else None, tools)
+
+    def _tools(self, auto: type[ToolParser] | None) -> ToolParser | None:
         kinds = {
             AUTO: BareCallParser if self.bare else auto,
             REQUIRED: RequiredParser,
             NAMED: NamedParser,
         }
-        tools = kinds.get(self.tool_choice)
-        return AnswerParser(
-            None if self.thinking is None else ReasoningParser(self.thinking),
-            None if tools is None else tools(self.tool_names, self.parallel),
-        )
+        kind = kinds.get(self.tool_choice)
+        if kind is None:
+            return None
+        tools = kind(self.tool_names, self.parallel, self.kinds, self.earlier)
+        if auto is not None:  # its template may want ids of one form
+            tools.make_id = auto.new_id
+        return tools
 
 
 def plan_tools(body: ChatBody, config: ChatConfig) -> AnswerPlan:
     """Raises InvalidRequest: a tool is wrong, or `tool_choice` names none of them."""
     tools = check_tools(body.tools or [])
     choice, names = _choice(body, config, tools)
-    return AnswerPlan(choice, names, body.parallel_tool_calls is not False)
+    plan = AnswerPlan(choice, names, body.parallel_tool_calls is not False)
+    earlier = sum(len(message.tool_calls or ()) for message in body.messages)
+    if choice != AUTO:
+        return replace(plan, earlier=earlier)
+    kinds = {tool.function.name: argument_kinds(tool.function.parameters or {}) for tool in tools}
+    return replace(plan, earlier=earlier, kinds=kinds)
 
 
 def with_thought(
@@ -66,16 +89,24 @@ def with_thought(
 ) -> AnswerPlan:
     """Adds whether the answer to `prompt` begins with reasoning. `held`: the text after it follows
     a grammar, which must know where the text begins."""
-    if config.reasoning_parser is None:
+    family = config.reasoning
+    if family is None:
         return plan
     continued = text_of(body.messages[-1]) if body.continue_final_message else None
-    thinking = reasoning.begins_thinking(config.reasoning_parser, prompt, continued)
+    thinking = reasoning.begins_thinking(family, prompt, continued)
+    special = reasoning.has_special_marks(family, tokens)
     if held:
-        thought = reasoning.thought_tokens(tokens)
-        if thought is None or not reasoning.may_think(prompt, continued):
+        thought = reasoning.thought_tokens(family, tokens)
+        if thought is None or not reasoning.may_think(family, prompt, continued):
             return plan
-        plan = replace(plan, opening=replace(plan.opening, thought=thought, thinking=thinking))
-    return replace(plan, thinking=thinking)
+        opening = replace(
+            plan.opening,
+            thought=(thought.begin, thought.end),
+            heading=thought.heading,
+            thinking=thinking,
+        )
+        plan = replace(plan, opening=opening)
+    return replace(plan, reasoning=family, thinking=thinking, special_marks=special)
 
 
 def with_calls(
@@ -216,6 +247,47 @@ def _moved(part: Any, root: str) -> Any:
             value = _moved(value, root)
         moved[key] = value
     return moved
+
+
+def argument_kinds(schema: dict[str, Any]) -> dict[str, ArgumentKind]:
+    """The kinds of a tool's arguments, by name, but for those of `ArgumentKind.OTHER`."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    kinds = {name: _kind(each, schema) for name, each in properties.items()}
+    return {name: kind for name, kind in kinds.items() if kind is not ArgumentKind.OTHER}
+
+
+def _kind(part: Any, root: dict[str, Any]) -> ArgumentKind:
+    """What values a schema allows. References are followed once: to a part of `root`."""
+    if isinstance(part, dict) and isinstance(name := part.get("$ref"), str):
+        place, _, last = name.rpartition("/")
+        definitions = root.get(place.removeprefix("#/"))
+        part = definitions.get(last) if isinstance(definitions, dict) else None
+    types = _types(part)
+    if "string" not in types or types - {"string", "null"}:
+        return ArgumentKind.OTHER
+    return ArgumentKind.TEXT_OR_NULL if "null" in types else ArgumentKind.TEXT
+
+
+def _types(part: Any) -> set[str]:
+    """The types of the values that a schema allows; `any` where it does not say."""
+    if not isinstance(part, dict):
+        return {"any"}
+    if (given := part.get("type")) is not None:
+        return {each for each in (given if isinstance(given, list) else [given]) if each in _TYPES}
+    values = part.get("enum", [part["const"]] if "const" in part else None)
+    if isinstance(values, list):
+        return {"string" if isinstance(each, str) else "any" for each in values}
+    options = part.get("anyOf", part.get("oneOf"))
+    if isinstance(options, list):
+        return {each for option in options if isinstance(option, dict) for each in _plain(option)}
+    return {"any"}
+
+
+def _plain(option: dict[str, Any]) -> set[str]:
+    """`_types` of one option, without options of its own."""
+    return _types({key: value for key, value in option.items() if key not in ("anyOf", "oneOf")})
 
 
 def check_tools(tools: list[Tool]) -> list[Tool]:

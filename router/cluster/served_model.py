@@ -15,6 +15,7 @@ from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFoun
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.parameters import MAX_LOGPROBS, MAX_TOKENS, PARAMETERS, check_token_ids
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.common.text.tokenizer_file import has_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +158,11 @@ def load_served_model(config: ModelConfig) -> ServedModel:
 def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Tokenizer:
     """Loads the checkpoint's tokenizer. Dummy weights need none: a config.json is enough for
     them."""
-    missing = not (folder / "tokenizer.json").is_file()
+    missing = not has_tokenizer(folder)
     if config.load_format == "dummy" and config.tokenizer is None and missing:
-        logger.warning("%s has no tokenizer.json: every byte of a text is a token", folder)
+        logger.warning("%s has no tokenizer: every byte of a text is a token", folder)
         return Tokenizer.of_bytes(spec.vocab_size, spec.eos_token_ids)
-    tokenizer = Tokenizer.from_folder(config.tokenizer or folder)
+    tokenizer = Tokenizer.from_folder(config.tokenizer or folder, config.tokenizer_mode)
     if config.chat_template is not None:
         tokenizer.use_chat_template(_load_template(config.chat_template))
     return tokenizer

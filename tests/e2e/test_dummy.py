@@ -32,5 +32,5 @@ def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
         assert chat.status_code == 200, chat.text
         again = cluster.complete("héllo", max_tokens=12, ignore_eos=True)
         assert again["choices"][0]["text"] == whole["choices"][0]["text"]
-        assert "has no tokenizer.json" in cluster.log()
+        assert "has no tokenizer" in cluster.log()
         cluster.wait_idle()

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from fakes_pipeline import byte_level_folder
 from http_site import Site, check_error, check_refused, serve
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser
+from pdserve.router.api.parsers.formats import HarmonyParser, HermesParser, Llama3JSONParser
+from pdserve.router.api.parsers.harmony import MARKERS
 from pdserve.router.api.parsers.tool_parser import ToolParser
 from pdserve.router.api.schema import ChatBody
 from pdserve.router.api.tools import forced_calls, plan_tools
@@ -233,6 +235,47 @@ async def test_a_parser_of_ones_own(tmp_path: Path) -> None:
         choice = await ask(site, '!"f" it', tools=TOOLS)
     assert choice["message"]["tool_calls"] == [function("f", "{}")]
     assert choice["message"]["content"] == " it"
+
+
+HARMONY_TEMPLATE = (
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+    "{{ raise_exception('both') }}{% endif %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+async def test_harmony(tmp_path: Path) -> None:
+    """One parser for reasoning, content and calls, whether or not there are tools."""
+    chat = ChatConfig(enable_auto_tool_choice=True, tool_call_parser="openai")
+    file = str(byte_level_folder(tmp_path) / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(file)
+    tokenizer.add_special_tokens(list(MARKERS))
+    tokenizer.save(file)
+    async with serve(tmp_path, 2000, chat=chat, tool_parser=HarmonyParser) as site:
+        site.generator.tokenizer.use_chat_template(HARMONY_TEMPLATE)
+        thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        called = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+        choice = await ask(site, thought + called, tools=TOOLS)
+        assert choice["message"]["reasoning_content"] == "hm"
+        assert choice["message"]["tool_calls"] == [function("f", "{}")]
+        assert choice["finish_reason"] == "tool_calls"
+        stops = site.generator.requests[-1].sampling.stop_token_ids
+        assert {site.tokenizer.token_text(each) for each in stops} == {"<|call|>", "<|return|>"}
+        final = "<|channel|>final<|message|>yes"
+        for tools in ([], TOOLS):
+            message = (await ask(site, thought + final, tools=tools))["message"]
+            assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+        continued = {"add_generation_prompt": False, "continue_final_message": True}
+        begun = [*ASK, {"role": "assistant", "content": "ye"}]
+        message = (await ask(site, "s", messages=begun, **continued))["message"]
+        assert message["content"] == "s" and "reasoning" not in message
+        forced = final.replace("yes", '[{"name": "g", "parameters": {}}]')
+        required = {"tools": TOOLS, "tool_choice": "required"}
+        message = (await ask(site, thought + forced, **required))["message"]
+        assert message["tool_calls"] == [function("g", "{}")]
+        calls = [{"id": "1", **function("f", "{}")}]
+        earlier = {"role": "assistant", "content": "I look", "reasoning": "hm", "tool_calls": calls}
+        await ask(site, final, messages=[*ASK, earlier, {"role": "tool", "content": "r"}])
 
 
 # ---- calls that are insisted on -----------------------------------------------------------

@@ -10,21 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.api.parsers.formats import (
-    BareCallParser,
-    HermesParser,
-    Llama3JSONParser,
-    MistralParser,
-    NamedParser,
-    RequiredParser,
-)
+from pdserve.router.api.parsers import harmony
+from pdserve.router.api.parsers.forced import BareCallParser, NamedParser, RequiredParser
+from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser, MistralParser
 from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event
 from pdserve.router.api.parsers.reasoning import AnswerParser, ReasoningParser, begins_thinking
-from pdserve.router.api.parsers.tool_parser import ToolParser, tool_parser
+from pdserve.router.api.parsers.tool_parser import BUILTIN, ArgumentKind, ToolParser, tool_parser
 
 FORMATS: list[type[ToolParser]] = [
-    BareCallParser, HermesParser, Llama3JSONParser, MistralParser, NamedParser, RequiredParser,
+    *dict.fromkeys(tool_parser(name) for name in BUILTIN), BareCallParser, NamedParser,
+    RequiredParser,
 ]  # fmt: skip
+KINDS = {"f": {"x": ArgumentKind.TEXT, "y": ArgumentKind.TEXT_OR_NULL}}
 Said = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls
 
 
@@ -48,7 +45,7 @@ def said(events: list[Event]) -> Said:
 def answer(kind: type[ToolParser] | None, thinking: bool | None = None) -> AnswerParser:
     names = ["f"] if kind is NamedParser else ["f", "g"]
     return AnswerParser(
-        None if thinking is None else ReasoningParser(thinking), kind and kind(names)
+        None if thinking is None else ReasoningParser(thinking), kind and kind(names, kinds=KINDS)
     )
 
 
@@ -179,26 +176,41 @@ def test_the_end_of_the_prompt_says_whether_it_thinks(
 
 
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<think>",
-    "</think>", '{"name": "f", "arguments": ', '{"name": "f"', '"arguments"', '"parameters"',
-    '"name"', '"f"', "f", "{", "}", "[", "]", '"', "\\", "\\u12", ":", ",", ";", " ", "\n", "1e5",
-    "null", "é", "<", "text",
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>",
+    '{"name": "f", "arguments": ', '{"name": "f"', '"arguments"', '"parameters"', '"name"', '"f"',
+    "f", "{", "}", "[", "]", '"', "\\", "\\u12", ":", ",", ";", " ", "\n", "1e5", "null", "é", "<",
+    "text", "(", ")", "=", "x", "y", "'", "\\ud83d", "f(x=", "{'x': ",
 ]  # fmt: skip
-texts = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=4)), max_size=25).map(
-    "".join
-)
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    texts,
-    st.randoms(use_true_random=False),
-    st.sampled_from(FORMATS),
-    st.sampled_from([None, True, False]),
-)
+def marks_of(kind: type[ToolParser]) -> list[str]:
+    """The marks that a format names, and what else stands between them."""
+    if kind is harmony.HarmonyParser:
+        channels = ["final", "analysis", "commentary to=functions.f", "to=functions.f"]
+        return [*harmony.MARKERS, *channels]
+    named = [
+        (mark,) if isinstance(mark, str) else mark
+        for base in kind.mro()
+        for name, mark in vars(base).items()
+        if isinstance(mark, str | tuple) and not name.startswith("_")
+    ]
+    more = ["<escape>", '<|"|>', "call:f{x:", "[CALL_ID]", "[ARGS]", "functions.f:0"]
+    return [*(mark for marks in named for mark in marks if mark), *more]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[type[ToolParser], str]:
+    kind = draw(st.sampled_from(FORMATS))
+    fragments = st.sampled_from(FRAGMENTS) | st.sampled_from(marks_of(kind)) | st.text(max_size=4)
+    return kind, "".join(draw(st.lists(fragments, max_size=25)))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(answers(), st.randoms(use_true_random=False), st.sampled_from([None, True, False]))
 def test_the_cuts_do_not_matter_and_nothing_is_invented(
-    text: str, rng: random.Random, kind: type[ToolParser], thinking: bool | None
+    answer: tuple[type[ToolParser], str], rng: random.Random, thinking: bool | None
 ) -> None:
+    kind, text = answer
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = parse(kind, text, thinking=thinking)
@@ -207,7 +219,7 @@ def test_the_cuts_do_not_matter_and_nothing_is_invented(
     content, reasoning, calls = whole
     json.dumps(calls).encode()  # every event can be sent
     assert len(content) + len(reasoning) <= len(text)
-    if not calls and thinking is None:
+    if not calls and thinking is None and kind is not harmony.HarmonyParser:
         assert content.split() == text.split()
 
 
@@ -226,11 +238,12 @@ def test_little_waits_to_be_read_again(kind: type[ToolParser], unit: str) -> Non
     """So time grows with the text, whatever it is."""
     parser = kind(["f"])
     begins = '{"name": "f", "arguments": {'
-    for marker in ("", "<tool_call>", "[TOOL_CALLS]", "["):
+    marks = marks_of(kind)
+    for marker in ("", "<tool_call>", "[TOOL_CALLS]", "[", *marks):
         parser.push(marker + begins)
-        for _ in range(200):
+        for _ in range(50):
             parser.push(unit)
-            assert len(parser.reader) <= len("[TOOL_CALLS]")
+            assert len(parser.reader) <= max(map(len, marks))
 
 
 def test_a_text_that_can_be_no_call_does_not_wait_for_its_end() -> None:
@@ -242,7 +255,7 @@ def test_a_text_that_can_be_no_call_does_not_wait_for_its_end() -> None:
 
 def test_unknown_names_and_classes_are_refused() -> None:
     assert tool_parser("mistral") is MistralParser
-    with pytest.raises(ConfigError, match="choose one of: hermes, llama3_json, mistral"):
+    with pytest.raises(ConfigError, match=r"choose one of: deepseek_v3, .*hermes"):
         tool_parser("nobody")
     with pytest.raises(ConfigError, match="no subclass of ToolParser"):
         tool_parser("json:JSONDecoder")

@@ -1,40 +1,62 @@
-"""The formats in which families of models write tool calls."""
+"""The formats in which families of models write tool calls, each as the markers that it uses.
+
+Their names are vLLM's (`BUILTIN` in `tool_parser`). A format is what the family's chat template
+renders for calls of earlier turns.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
 import string
+from typing import ClassVar
 
-from pdserve.router.api.parsers.reader import Step
-from pdserve.router.api.parsers.tool_parser import ToolParser
+from pdserve.router.api.parsers.harmony import HarmonyParser
+from pdserve.router.api.parsers.literals import Notation, quoted_by, value
+from pdserve.router.api.parsers.pythonic import PythonicParser
+from pdserve.router.api.parsers.reader import Step, nowhere
+from pdserve.router.api.parsers.sections import (
+    NAME,
+    ListCallParser,
+    NamedCallParser,
+    ObjectCallParser,
+    SectionParser,
+    TaggedCallParser,
+)
+from pdserve.router.api.parsers.tool_parser import ArgumentKind, ToolParser
 
-_MISTRAL_NAME = re.compile(r"[\w.-]+")
+__all__ = ["HarmonyParser", "PythonicParser"]
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-class HermesParser(ToolParser):
-    """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>` within text, as Hermes, Qwen2.5
-    and Qwen3 write it."""
+# ---- calls as JSON objects -------------------------------------------------------------------
+
+
+class HermesParser(ObjectCallParser):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
     shows_special_tokens = True
     call_marker = "<tool_call>"
+    end_section = "</tool_call>"
 
-    def parse(self) -> Step[None]:
-        reader = self.reader
-        while (yield from reader.until(self.call_marker, self.content)):
-            yield from reader.space()
-            if not (yield from self.call()):
-                self.content(reader.kept())
-                continue
-            yield from reader.space()
-            yield from reader.literal("</tool_call>")
-            yield from reader.space()
+
+class GraniteParser(ListCallParser):
+    """`<|tool_call|>[{"name": …, "arguments": {…}}, …]`: Granite 3; some write `<tool_call>`."""
+
+    shows_special_tokens = True
+    call_marker = "<|tool_call|>"
+    other_markers = ("<tool_call>",)
+
+
+class Phi4MiniParser(ListCallParser):
+    """`functools[{"name": …, "arguments": {…}}, …]`: Phi-4-mini."""
+
+    call_marker = "functools"
 
 
 class Llama3JSONParser(ToolParser):
-    """Parses `{"name": …, "parameters": {…}}` at the start, several with `;` between them, as Llama
-    3.1 and later write it. No marker says that it is a call, so that it must name a tool."""
+    """`{"name": …, "parameters": {…}}` at the start, several with `;` between them: Llama 3.1 and
+    later. No marker says that it is a call, so that it must name a tool."""
 
     shows_special_tokens = True
     bare_calls = True
@@ -53,121 +75,172 @@ class Llama3JSONParser(ToolParser):
         self.content(reader.kept())
 
 
-class BareCallParser(ToolParser):
-    """Parses a text, or `{"name": …, "parameters": {…}}` of a tool and nothing else, as a schema
-    that allows either makes a model write it. Only the last bracket may show which of them it is,
-    so that a call comes as a whole; text that can be no call comes at once."""
-
-    def parse(self) -> Step[None]:
-        reader = self.reader
-        reader.keep()
-        yield from reader.space()
-        arguments: list[str] = []
-        name = yield from self._begun()
-        if name in self.names and (yield from reader.peek()) == "{":
-            whole = yield from reader.value(arguments.append)
-            yield from reader.space()
-            if whole and (yield from reader.literal("}")):
-                self.begin(name)
-                self.arguments("".join(arguments))
-                self.in_call = False
-                yield from reader.space()
-                return
-        self.content(reader.kept())
-
-    def _begun(self) -> Step[str]:
-        """The name, if parameters follow; else empty."""
-        reader, name = self.reader, ""
-        for mark, key in (("{", "name"), (",", "parameters")):
-            if not (yield from reader.literal(mark)):
-                return ""
-            yield from reader.space()
-            if not (yield from reader.literal(f'"{key}"')):
-                return ""
-            yield from reader.space()
-            if not (yield from reader.literal(":")):
-                return ""
-            yield from reader.space()
-            if key == "name":
-                name = (yield from reader.string()) or ""
-                if name not in self.names:
-                    return ""
-                yield from reader.space()
-        return name
+# ---- a name, then arguments as JSON ----------------------------------------------------------
 
 
-class MistralParser(ToolParser):
-    """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and from version 11 of Mistral's
-    tokenizer on `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}` for each call."""
+class DeepSeekV3Parser(NamedCallParser):
+    """`function<｜tool▁sep｜>name`, then arguments between fences: DeepSeek V3 and R1."""
+
+    shows_special_tokens = True
+    call_marker = "<｜tool▁calls▁begin｜>"
+    begin_call = "<｜tool▁call▁begin｜>"
+    before_name = "function<｜tool▁sep｜>"
+    after_name = ("```json",)
+    after_arguments = "```"
+    end_call = "<｜tool▁call▁end｜>"
+    end_section = "<｜tool▁calls▁end｜>"
+
+
+class DeepSeekV31Parser(NamedCallParser):
+    """`name<｜tool▁sep｜>{…}`: DeepSeek V3.1."""
+
+    shows_special_tokens = True
+    call_marker = "<｜tool▁calls▁begin｜>"
+    begin_call = "<｜tool▁call▁begin｜>"
+    after_name = ("<｜tool▁sep｜>",)
+    end_call = "<｜tool▁call▁end｜>"
+    end_section = "<｜tool▁calls▁end｜>"
+
+
+class KimiParser(NamedCallParser):
+    """`functions.name:0<|tool_call_argument_begin|>{…}`: Kimi K2. What stands before the arguments
+    is the call's id; ids are counted over the conversation."""
+
+    shows_special_tokens = True
+    call_marker = "<|tool_calls_section_begin|>"
+    other_markers = ("<|tool_call_begin|>",)
+    begin_call = "<|tool_call_begin|>"
+    name_pattern = re.compile(r"[\w.:-]+")
+    after_name = ("<|tool_call_argument_begin|>",)
+    end_call = "<|tool_call_end|>"
+    end_section = "<|tool_calls_section_end|>"
+
+    @staticmethod
+    def new_id(name: str, index: int) -> str:
+        return f"functions.{name}:{index}"
+
+    def name_and_id(self, written: str) -> tuple[str, str | None]:
+        name, _, index = written.removeprefix("functions.").rpartition(":")
+        return (name, written) if name and index.isdecimal() else (written.replace(":", ""), None)
+
+
+class MistralParser(NamedCallParser):
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and from version 11 of Mistral's tokenizer
+    on `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
     shows_special_tokens = True
     call_marker = "[TOOL_CALLS]"
 
     @staticmethod
-    def new_id() -> str:
+    def new_id(name: str, index: int) -> str:
         """Nine letters and digits: Mistral's templates refuse other ids."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
-    def parse(self) -> Step[None]:
-        reader = self.reader
-        while (yield from reader.until(self.call_marker, self.content)):
-            yield from reader.space()
-            if (yield from reader.literal("[")):
-                yield from _calls(self)
-            else:
-                yield from self._named_call()
-            self.content(reader.kept())
-            yield from reader.space()
-
-    def _named_call(self) -> Step[None]:
-        reader = self.reader
-        name: list[str] = []
-        yield from reader.copy(_MISTRAL_NAME, name.append)
-        if (yield from reader.literal("[CALL_ID]")):
-            yield from reader.copy(_MISTRAL_NAME, lambda _: None)
-        yield from reader.literal("[ARGS]")
-        yield from reader.space()
-        if name and (yield from reader.peek()) == "{":
-            self.begin("".join(name))
-            self.in_call = not (yield from reader.value(self.arguments))
-
-
-class RequiredParser(ToolParser):
-    """Parses a list of calls and nothing else, as `tool_choice: "required"` makes any model write
-    it."""
-
-    def parse(self) -> Step[None]:
-        self.reader.keep()
-        yield from self.reader.space()
+    def one(self) -> Step[bool]:
         if (yield from self.reader.literal("[")):
-            yield from _calls(self)
-        self.content(self.reader.kept())
-        yield from self.reader.space()
+            return (yield from self.list_of_calls())
+        return (yield from super().one())
+
+    def after(self) -> Step[None]:
+        if (yield from self.reader.literal("[CALL_ID]")):
+            yield from self.reader.copy(NAME, nowhere)
+        yield from self.reader.literal("[ARGS]")
 
 
-class NamedParser(ToolParser):
-    """Parses the arguments of one tool and nothing else, as a `tool_choice` that names it makes a
-    model write them."""
-
-    def parse(self) -> Step[None]:
-        (name,) = self.names
-        yield from self.reader.space()
-        if (yield from self.reader.peek()):
-            self.begin(name)
-            self.in_call = not (yield from self.reader.value(self.arguments))
-            yield from self.reader.space()
+# ---- arguments one by one, in tags -----------------------------------------------------------
 
 
-def _calls(parser: ToolParser) -> Step[None]:
-    """Reads the rest of a list. Its end is kept if it is no call."""
-    reader = parser.reader
-    while True:
-        yield from reader.space()
-        if not (yield from parser.call()):
-            return
-        reader.keep()
-        yield from reader.space()
-        if not (yield from reader.literal(",")):
-            if (yield from reader.literal("]")):
-                reader.kept()
-            return
+class QwenCoderParser(TaggedCallParser):
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`:
+    Qwen3-Coder, which now and then leaves the first tag out, and Qwen3.5."""
+
+    shows_special_tokens = True
+    call_marker = "<tool_call>"
+    other_markers = ("<function=",)
+    begin_call = "<function="
+    after_name = ">"
+    key = ("<parameter=", ">")
+    value = ("", "</parameter>")
+    own_lines = True
+    end_call = "</function>"
+    end_section = "</tool_call>"
+
+
+class SeedParser(QwenCoderParser):
+    """The same within `<seed:tool_call>`: Seed-OSS."""
+
+    call_marker = "<seed:tool_call>"
+    end_section = "</seed:tool_call>"
+
+
+class MiniMaxParser(TaggedCallParser):
+    """`<invoke name="…"><parameter name="key">value</parameter></invoke>`: MiniMax M2."""
+
+    shows_special_tokens = True
+    call_marker = "<minimax:tool_call>"
+    begin_call = "<invoke name="
+    after_name = ">"
+    key = ("<parameter name=", ">")
+    value = ("", "</parameter>")
+    own_lines = True
+    end_call = "</invoke>"
+    end_section = "</minimax:tool_call>"
+
+
+class DeepSeekV32Parser(TaggedCallParser):
+    """`<｜DSML｜invoke name="…">`, whose parameters say whether they are text: DeepSeek V3.2."""
+
+    call_marker = "<｜DSML｜function_calls>"
+    begin_call = "<｜DSML｜invoke name="
+    after_name = ">"
+    key = ("<｜DSML｜parameter name=", ">")
+    value = ("", "</｜DSML｜parameter>")
+    kinds: ClassVar[dict[str, ArgumentKind]] = {
+        ' string="true"': ArgumentKind.TEXT,
+        ' string="false"': ArgumentKind.OTHER,
+    }
+    end_call = "</｜DSML｜invoke>"
+    end_section = "</｜DSML｜function_calls>"
+
+
+class GLMParser(TaggedCallParser):
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM 4.5 and
+    later."""
+
+    shows_special_tokens = True
+    call_marker = "<tool_call>"
+    key = ("<arg_key>", "</arg_key>")
+    value = ("<arg_value>", "</arg_value>")
+    end_section = "</tool_call>"
+
+
+# ---- notations of their own ------------------------------------------------------------------
+
+
+class FunctionGemmaParser(SectionParser):
+    """`call:name{key:<escape>text<escape>,other:1}`: FunctionGemma."""
+
+    shows_special_tokens = True
+    call_marker = "<start_function_call>"
+    end_section = "<end_function_call>"
+    notation: ClassVar[Notation] = quoted_by("<escape>")
+
+    def one(self) -> Step[bool]:
+        reader = self.reader
+        if not (yield from reader.literal("call:")):
+            return False
+        name: list[str] = []
+        yield from reader.copy(NAME, name.append)
+        if not name or (yield from reader.peek()) != "{":
+            return False
+        self.begin("".join(name))
+        self.in_call = not (yield from value(reader, self.notation, self.arguments))
+        return True
+
+
+class Gemma4Parser(FunctionGemmaParser):
+    """The same with other markers: Gemma 4."""
+
+    call_marker = "<|tool_call>"
+    end_section = "<tool_call|>"
+    notation = quoted_by('<|"|>')

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class Reader:
         return self._text[self._at : self._at + 1]
 
     def literal(self, word: str) -> Step[bool]:
-        """Reads the word, or nothing."""
+        """Reads the word, or nothing; the empty word is always there."""
         while True:
             begun = self._text[self._at : self._at + len(word)]
             if begun == word:
@@ -90,19 +91,22 @@ class Reader:
     def space(self) -> Step[None]:
         yield from self.copy(_SPACE, nowhere)
 
-    def until(self, marker: str, sink: Sink) -> Step[bool]:
-        """Reads up to the marker and past it; the marker is kept, with the space before it. Returns
-        false if the text ended without it."""
-        plain = re.compile(rf".[^{re.escape(marker[0])}]*(?<!\s)", re.DOTALL)
+    def until(self, markers: str | tuple[str, ...], sink: Sink) -> Step[str]:
+        """Reads up to a marker and past it; the marker is kept, with the space before it. Returns
+        which one it was; empty if the text ended without any."""
+        if isinstance(markers, str):
+            markers = (markers,)
+        plain = _plain("".join(dict.fromkeys(marker[0] for marker in markers)))
         space: list[str] = []
         while True:
             yield from self.copy(_SPACE, space.append)
-            if (yield from self.literal(marker)):
-                self.keep(*space, marker)
-                return True
+            for marker in markers:
+                if (yield from self.literal(marker)):
+                    self.keep(*space, marker)
+                    return marker
             if not (yield from self.peek()):
                 sink("".join(space))
-                return False
+                return ""
             match = plain.match(self._text, self._at)
             assert match is not None, "there is a character"
             sink("".join([*space, self.take(len(match[0]))]))
@@ -170,5 +174,17 @@ def _whole(value: object) -> object:
     return json.loads(text)
 
 
+def encode(text: str) -> str:
+    """The text as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def nowhere(text: str) -> None:
     """A sink that drops the text."""
+
+
+@cache
+def _plain(first: str) -> re.Pattern[str]:
+    """A character, then such as begin no marker, without the space at the end; `first` has the
+    characters with which markers begin."""
+    return re.compile(rf".[^{re.escape(first)}]*(?<!\s)", re.DOTALL)

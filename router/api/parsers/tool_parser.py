@@ -9,7 +9,8 @@ JSON breaks off, so do they.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from functools import cache
 from typing import ClassVar
 
@@ -20,11 +21,44 @@ from pdserve.router.api.parsers.parser import CallArguments, CallStart, Parser
 from pdserve.router.api.parsers.reader import Step, decode, nowhere
 
 GROUP = "pdserve.tool_parsers"
-BUILTIN = {
-    "hermes": "pdserve.router.api.parsers.formats:HermesParser",
-    "llama3_json": "pdserve.router.api.parsers.formats:Llama3JSONParser",
-    "mistral": "pdserve.router.api.parsers.formats:MistralParser",
+_FORMATS = {
+    "deepseek_v3": "DeepSeekV3Parser",
+    "deepseek_v31": "DeepSeekV31Parser",
+    "deepseek_v32": "DeepSeekV32Parser",
+    "functiongemma": "FunctionGemmaParser",
+    "gemma4": "Gemma4Parser",
+    "glm45": "GLMParser",
+    "glm47": "GLMParser",
+    "granite": "GraniteParser",
+    "hermes": "HermesParser",
+    "kimi_k2": "KimiParser",
+    "llama3_json": "Llama3JSONParser",
+    "llama4_json": "Llama3JSONParser",
+    "llama4_pythonic": "PythonicParser",
+    "minimax_m2": "MiniMaxParser",
+    "mistral": "MistralParser",
+    "openai": "HarmonyParser",
+    "phi4_mini_json": "Phi4MiniParser",
+    "pythonic": "PythonicParser",
+    "qwen3_coder": "QwenCoderParser",
+    "qwen3_xml": "QwenCoderParser",
+    "seed_oss": "SeedParser",
 }
+BUILTIN = {
+    name: f"pdserve.router.api.parsers.formats:{parser}" for name, parser in _FORMATS.items()
+}
+
+
+class ArgumentKind(StrEnum):
+    """What a tool's schema says of an argument, for formats that write all of them as text."""
+
+    TEXT = "text"
+    TEXT_OR_NULL = "text_or_null"
+    OTHER = "other"  # JSON if it is valid, else a text
+
+
+Kinds = Mapping[str, Mapping[str, ArgumentKind]]
+"""Of each tool the arguments whose kind is not OTHER, by name."""
 
 
 class ToolParser(Parser):
@@ -37,11 +71,24 @@ class ToolParser(Parser):
     call_marker: ClassVar[str | None] = None
     # An answer that is `{"name": …, "parameters": {…}}` and nothing else is a call.
     bare_calls: ClassVar[bool] = False
+    # Tokens that end an answer in this format, whether or not the checkpoint says so.
+    stop_markers: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, names: Iterable[str] = (), parallel: bool = True) -> None:
-        """`names` are the tools' names. If not `parallel`, calls after the first are dropped."""
+    def __init__(
+        self,
+        names: Iterable[str] = (),
+        parallel: bool = True,
+        kinds: Kinds | None = None,
+        first: int = 0,
+    ) -> None:
+        """`names` are the tools' names. If not `parallel`, calls after the first are dropped.
+        `first`: how many calls the conversation has already; formats that number their ids go on
+        from there."""
         super().__init__()
         self.names = frozenset(names)
+        self.make_id = type(self).new_id
+        self._kinds = kinds or {}
+        self._first = first
         self.num_calls = 0
         self.in_call = False  # the last call has no end yet
         self._parallel = parallel
@@ -49,15 +96,22 @@ class ToolParser(Parser):
     # ---- for formats -------------------------------------------------------------------------
 
     @staticmethod
-    def new_id() -> str:
+    def new_id(name: str, index: int) -> str:
+        """An id for the call of that tool, the conversation's `index`-th."""
         return new_call_id()
 
-    def begin(self, name: str) -> None:
+    def kind_of(self, name: str, argument: str) -> ArgumentKind:
+        return self._kinds.get(name, {}).get(argument, ArgumentKind.OTHER)
+
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """A call begins; `call_id` is the model's own, if it wrote one."""
         self.reader.kept()
         self.num_calls += 1
         self.in_call = True
         if self._handed_out:
-            self.events.append(CallStart(self.num_calls - 1, self.new_id(), name))
+            index = self.num_calls - 1
+            call_id = call_id or self.make_id(name, self._first + index)
+            self.events.append(CallStart(index, call_id, name))
 
     def arguments(self, text: str) -> None:
         if self._handed_out:
@@ -66,6 +120,22 @@ class ToolParser(Parser):
     @property
     def _handed_out(self) -> bool:
         return self._parallel or self.num_calls == 1
+
+    def list_of_calls(self) -> Step[bool]:
+        """Reads a list of calls after its bracket; returns false if it has none. `reader.kept()`
+        has what is no call."""
+        reader, first = self.reader, self.num_calls
+        while True:
+            yield from reader.space()
+            if not (yield from self.call()):
+                break
+            reader.keep()
+            yield from reader.space()
+            if not (yield from reader.literal(",")):
+                if (yield from reader.literal("]")):
+                    reader.kept()
+                break
+        return self.num_calls > first
 
     def call(self, *, known: bool = False) -> Step[bool]:
         """Reads `{"name": …, "arguments": {…}}` (or `parameters`), keys in any order.

@@ -120,3 +120,20 @@ def test_openings_are_not_for_clients(tokens: GrammarTokens) -> None:
     for wrong in ("%opening ", "%opening {}x\nstart: /a/", '%opening {"call": "x"}\nstart: /a/'):
         with pytest.raises(GrammarError, match="opening"):
             AnswerMatcher.compile(tokens, wrong)
+
+
+def test_a_heading_says_which_message_is_the_text(tokens: GrammarTokens) -> None:
+    """As in Harmony: the same token ends every header; only that of the last message counts."""
+    channel, final, message, other = 40, 41, 42, 43
+    opening = Opening((channel, message), heading=(channel, final), thinking=True)
+    answer = matcher(tokens, opening)
+    for token in (channel, other, message, other, final, message, channel, channel, final, other):
+        answer.advance([token])
+        assert answer.mask() == tokens.all_but_ends
+    copied = answer.copy()
+    copied.advance([channel, other, message])  # another header after all
+    assert copied.mask() == tokens.all_but_ends
+    answer.advance([message])
+    assert answer.mask() != tokens.all_but_ends
+    with pytest.raises(GrammarError):
+        answer.advance([other])

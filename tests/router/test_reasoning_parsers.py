@@ -1,0 +1,155 @@
+"""Each family's marks of reasoning, and which parsers a chat template asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_tool_formats import said
+
+from pdserve.common.config.router import HARMONY, REASONING_PARSERS, ChatConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.router.api.parsers.detect import found_in, resolved
+from pdserve.router.api.parsers.reasoning import (
+    FAMILIES,
+    AnswerParser,
+    begins_thinking,
+    may_think,
+    reasoning_parser,
+)
+from pdserve.router.api.tools import argument_kinds
+
+
+def test_every_name_is_known_to_the_options_and_to_the_parsers() -> None:
+    assert set(REASONING_PARSERS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "content", "reasoning"),
+    [
+        ("deepseek_r1", "hm</think>\n\nyes", "yes", "hm"),
+        ("qwen3", "<think>\nhm\n</think>yes", "yes", "hm"),
+        ("qwen3", "yes", "yes", ""),
+        ("mistral", "[THINK]hm[/THINK]yes", "yes", "hm"),
+        ("granite", "Here is my thought process: hm\nHere's my response: yes", "yes", "hm"),
+        ("gemma4", "<|channel>thought\nhm<channel|>yes", "yes", "hm"),
+        ("gemma4", "yes", "yes", ""),
+        ("seed_oss", "<seed:think>hm</seed:think>yes", "yes", "hm"),
+        (
+            "kimi_k2",
+            "hm <|tool_calls_section_begin|>x",
+            "<|tool_calls_section_begin|>x",
+            "hm",
+        ),
+        (
+            HARMONY,
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
+            "yes",
+            "hm",
+        ),
+        (
+            HARMONY,
+            "<|channel|>analysis to=browser.open code<|message|>{}<|call|>"
+            "<|start|>assistant<|channel|>final <|constrain|>json<|message|>[1]",
+            "[1]",
+            "{}",
+        ),
+    ],
+)
+def test_reasoning(family: str, text: str, content: str, reasoning: str) -> None:
+    def parsed(*pieces: str) -> tuple[str, str]:
+        parser = AnswerParser(reasoning_parser(family, FAMILIES[family].unasked), None)
+        events = [event for piece in pieces for event in parser.push(piece)]
+        return said(events + parser.push("", final=True))[:2]
+
+    assert parsed(text) == (content, reasoning)
+    for cut in range(len(text) + 1):
+        assert parsed(text[:cut], text[cut:]) == (content, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "continued", "thinks", "may"),
+    [
+        ("deepseek_v3", "<｜Assistant｜><think>", None, True, True),
+        ("deepseek_v3", "<｜Assistant｜></think>", None, False, False),
+        ("gemma4", "model\n<|channel>thought\n<channel|>", None, False, False),
+        ("minimax_m2", "]~b]ai\n<think>\n", None, True, True),
+        ("mistral", "[/INST]", None, False, True),
+        (HARMONY, "<|start|>assistant", None, True, True),
+        (HARMONY, "<|start|>assistant<|channel|>final<|message|>So", "So", False, False),
+        ("qwen3", "<think>\nso", "<think>\nso", True, True),
+    ],
+)
+def test_the_prompt_says_whether_the_answer_begins_in_a_thought(
+    family: str, prompt: str, continued: str | None, thinks: bool, may: bool
+) -> None:
+    assert begins_thinking(family, prompt, continued) is thinks
+    assert may_think(family, prompt, continued) is may
+
+
+def test_a_continued_final_message_of_harmony_has_no_header() -> None:
+    parser = reasoning_parser(HARMONY, thinking=False)
+    assert said(parser.push("and so on") + parser.finish())[:2] == ("and so on", "")
+
+
+# ---- which parsers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("<tool_call>\n{{ call }}</tool_call><think>", "hermes", "qwen3"),
+        ("<tool_call>\n<function=f><parameter=a>", "qwen3_coder", None),
+        ("<tool_call>f<arg_key><think>", "glm45", "glm45"),
+        ("<|start|>assistant<|channel|>final<|message|>", "openai", HARMONY),
+        ("<｜tool▁calls▁begin｜>function```json</think>", "deepseek_v3", "deepseek_r1"),
+        ("<｜tool▁calls▁begin｜></think>", "deepseek_v31", "deepseek_v3"),
+        ("<|python_tag|>", "llama3_json", None),
+        ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
+        ("{{ messages }}", None, None),
+    ],
+)
+def test_auto_goes_by_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
+    assert found_in(template) == (tools, reasoning)
+    config = ChatConfig(tool_call_parser="auto", reasoning_parser="auto")
+    if tools is None:
+        with pytest.raises(ConfigError, match="finds no known format"):
+            resolved(config, template)
+    else:
+        found = resolved(config, template)
+        assert (found.tool_call_parser, found.reasoning_parser) == (tools, reasoning)
+    named = ChatConfig(tool_call_parser="hermes")
+    assert resolved(named, template) is named
+
+
+def test_harmony_has_two_names_that_go_together() -> None:
+    assert ChatConfig(tool_call_parser="openai").reasoning == HARMONY
+    for options in (
+        {"tool_call_parser": "openai", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "hermes", "reasoning_parser": HARMONY},
+    ):
+        with pytest.raises(ConfigError, match="one format has both"):
+            ChatConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"type": "string"}, "text"),
+        ({"type": ["null", "string"]}, "text_or_null"),
+        ({"enum": ["a", "b"]}, "text"),
+        ({"const": "a"}, "text"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "text_or_null"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, None),
+        ({"type": "integer"}, None),
+        ({"enum": ["a", 1]}, None),
+        ({}, None),
+        (True, None),
+        ({"$ref": "#/$defs/none"}, None),
+        ({"type": ["x", {}]}, None),
+        ({"anyOf": [{"anyOf": [{"anyOf": []}]}]}, None),
+    ],
+)
+def test_what_a_schema_says_of_an_argument(schema: Any, kind: str | None) -> None:
+    assert argument_kinds({"properties": {"a": schema}}).get("a") == kind
+    assert argument_kinds({"properties": schema}) == {} or isinstance(schema, dict)
