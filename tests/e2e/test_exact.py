@@ -122,6 +122,15 @@ def check_constrained(
     assert not set(itertools.pairwise(ids)) & set(words)
 
 
+def test_prompts_that_a_decode_node_computes_itself() -> None:
+    with WarmCluster("qwen3", router={"local_prefill_threshold": 1_000_000}) as cluster:
+        check_exact(cluster, prompts(cluster.model), range(0, 16, 4), caching=("decode",))
+        for node in cluster.nodes():
+            metrics = node_metrics(node)
+            assert metrics["pdserve_kv_transfer_bytes_total"] == 0
+            assert (metrics["pdserve_prompt_tokens_total"] > 0) is (node["role"] == "decode")
+
+
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
     with WarmCluster("llama-gqa", no_enable_prefix_caching="") as cluster:
         folder = cluster.model
