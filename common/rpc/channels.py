@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,36 +147,26 @@ class SignedChannel:
 
     def unary_unary(
         self, method: str, request_serializer: Serializer, *args: Any, **options: Any
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., SignedCall]:
         call = self._channel.unary_unary(method, None, *args, **options)
-
-        async def signed(request: Any, **options: Any) -> Any:
-            message = request_serializer(request)
-            token = self._signer.sign(method, message)
-            try:
-                return await call(message, **_with(token, options))
-            except grpc.aio.AioRpcError as error:
-                if not self._learnt(token, error):
-                    raise
-            return await call(message, **_with(self._signer.sign(method, message), options))
-
-        return signed
+        return partial(self._call, method, request_serializer, call)
 
     def unary_stream(
         self, method: str, request_serializer: Serializer, *args: Any, **options: Any
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., SignedCall]:
         call = self._channel.unary_stream(method, None, *args, **options)
+        return partial(self._call, method, request_serializer, call)
 
-        def signed(request: Any, **options: Any) -> SignedStream:
-            message = request_serializer(request)
+    def _call(
+        self, method: str, serializer: Serializer, call: Any, request: Any, **options: Any
+    ) -> SignedCall:
+        message = serializer(request)
 
-            def start() -> tuple[str, Any]:
-                token = self._signer.sign(method, message)
-                return token, call(message, **_with(token, options))
+        def start() -> tuple[str, Any]:
+            token = self._signer.sign(method, message)
+            return token, call(message, **_with(token, options))
 
-            return SignedStream(start, self._learnt)
-
-        return signed
+        return SignedCall(start, self._learnt)
 
     def _learnt(self, token: str, error: grpc.aio.AioRpcError) -> bool:
         """Returns whether the call was refused because of its time and may be repeated."""
@@ -184,8 +181,9 @@ class SignedChannel:
         await self._channel.close(grace)
 
 
-class SignedStream:
-    """A streaming call, with the part of `grpc.aio.UnaryStreamCall`'s interface that we use."""
+class SignedCall:
+    """A call whose answer is awaited, or a stream that is read, with the part of the interface of
+    `grpc.aio.UnaryUnaryCall` and `UnaryStreamCall` that we use."""
 
     def __init__(
         self,
@@ -197,21 +195,30 @@ class SignedStream:
         self._token, self._call = start()
         self._may_repeat = True
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer(lambda call: call).__await__()
+
     async def read(self) -> Any:
-        try:
-            event = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            if not (self._may_repeat and self._learnt(self._token, error)):
-                raise
-            _, self._call = self._start()
-            event = await self._call.read()
-        finally:
-            self._may_repeat = False
-        return event
+        return await self._answer(lambda call: call.read())
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (event := await self.read()) is not EOF:
             yield event
+
+    async def _answer(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        try:
+            return await ask(self._call)
+        except grpc.aio.AioRpcError as error:
+            if not (self._may_repeat and self._learnt(self._token, error)):
+                raise
+            _, self._call = self._start()
+        finally:
+            self._may_repeat = False
+        return await ask(self._call)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """It is called when the first try has ended; awaiting the call repeats it if need be."""
+        self._call.add_done_callback(callback)
 
     def cancel(self) -> bool:
         cancelled: bool = self._call.cancel()

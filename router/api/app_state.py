@@ -147,6 +147,7 @@ class AppState:
         max_tokens: int,
         batch: Batch,
         model: str | None = None,
+        prompt_only: bool = False,
     ) -> GenerationRequest:
         """Builds a generation. `given` are the client's parameters by name; None means absent.
         `model` is the name that the client asked for.
@@ -171,6 +172,7 @@ class AppState:
             ),
             adapter=adapter,
             batch=batch,
+            prompt_only=prompt_only,
         )
 
     def _priority(self, given: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self
 
 import grpc
@@ -171,9 +171,17 @@ class DecodeCall(NodeCall):
     def __init__(
         self, channel: grpc.aio.Channel, node: Node, request: pb.DecodeRequest, metadata: Any
     ) -> None:
+        """Starts the call."""
         super().__init__(channel, node)
         self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._living = asyncio.create_task(self._live(channel, request, metadata))
+        self._failing: asyncio.Task[None] | None = None
+        self._call: Any = None
+        try:
+            with self._typed_errors():
+                self._call = pb_grpc.DecodeStub(channel).Run(request, metadata=metadata)
+                self._call.add_done_callback(self._run_ended)
+        except PdserveError as error:  # the channel is closed
+            self.fail(error)
 
     @property
     def over(self) -> bool:
@@ -197,14 +205,43 @@ class DecodeCall(NodeCall):
         """
         await self._outcome
 
-    def _cancel(self) -> None:
-        self._living.cancel()
+    @asynccontextmanager
+    async def meanwhile(self) -> AsyncIterator[None]:
+        """What is inside is given up when the job has an outcome."""
+        inside, scope = True, asyncio.timeout(None)
 
-    async def _live(self, channel: Any, request: pb.DecodeRequest, metadata: Any) -> None:
-        """That the call ends well says nothing: the job's end comes on the stream."""
+        def give_up(_: object) -> None:
+            if inside:
+                scope.reschedule(0)
+
+        try:
+            async with scope:
+                self._outcome.add_done_callback(give_up)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            inside = False
+
+    def _cancel(self) -> None:
+        self._outcome.cancel()  # if there is none yet
+        if self._call is not None:
+            self._call.cancel()
+        if self._failing is not None:
+            self._failing.cancel()
+
+    def _run_ended(self, _: object) -> None:
+        """Before the job: most likely it has failed."""
+        if not self._outcome.done():
+            self._failing = asyncio.create_task(self._learn())
+
+    async def _learn(self) -> None:
+        """Learns how `Run` has ended. That it ended well says nothing: the job's end comes on the
+        stream."""
         try:
             with self._typed_errors():
-                response = await pb_grpc.DecodeStub(channel).Run(request, metadata=metadata)
+                response = await self._call
             if response is None:  # gRPC's word for bytes that do not parse
                 raise protocol_error(self._node.role, "a reply does not parse")
         except PdserveError as error:

@@ -34,7 +34,6 @@ from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
     coalesced,
-    merge,
 )
 from pdserve.router.requests.stages import RequestArrival, arrival_var
 
@@ -80,7 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt = generation.prompt_token_ids if request.return_token_ids else ()
             del request  # it may be much larger than the generation
             message_done()
-            async with aclosing(merge([self._state.pipeline.generate(generation)])) as updates:
+            async with aclosing(self._state.pipeline.generate([generation])) as updates:
                 async for batch in updates:
                     if prompt:
                         first = pb.GenerateResponse(request_id=public_id, prompt_token_ids=prompt)

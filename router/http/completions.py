@@ -54,12 +54,13 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
                 max_tokens=max_tokens,
                 batch=batch,
                 model=body.model,
+                prompt_only=prompts_only,
             )
         )
     choices = CompletionChoiceWriter(state.model.tokenizer, body, asked.texts, prompts)
     model = state.response_model(body.model)
     writer = OpenAIWriter(response_id, model, body, choices, generations, best)
-    return await respond(request, generations, writer, prompts_only)
+    return await respond(request, generations, writer)
 
 
 class CompletionChoiceWriter:

@@ -10,15 +10,14 @@ from aiohttp import web
 from pdserve.common.core.errors import PdserveError
 from pdserve.router.api.chat import ChatRequest
 from pdserve.router.api.parsers.parser import Event
-from pdserve.router.http.response import (
-    Answer,
-    UpdateBatch,
-    encode,
-    respond,
-    timeline_of,
-    unfinished,
+from pdserve.router.http.response import Answer, encode, respond, timeline_of
+from pdserve.router.requests.generation import (
+    GenerationStats,
+    TextDelta,
+    Updates,
+    coalesced,
+    join,
 )
-from pdserve.router.requests.generation import GenerationStats, TextDelta, coalesced, join
 
 ServerEvent = dict[str, Any]  # "type" is its name
 
@@ -67,7 +66,7 @@ class EventWriter:
     def begin(self) -> bytes:
         return _encoded(self._format.begin())
 
-    async def write(self, batch: UpdateBatch) -> bytes:
+    async def write(self, batch: Updates) -> bytes:
         sent = b""
         for _, update in coalesced(batch):
             if isinstance(update, GenerationStats):
@@ -77,8 +76,7 @@ class EventWriter:
         return sent
 
     def end(self) -> bytes:
-        if self._stats is None:
-            raise unfinished()
+        assert self._stats is not None, "a generation's last update"
         *events, last = self._format.end(self._stats)
         return _encoded([*events, last | timeline_of([self._stats])])
 

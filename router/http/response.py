@@ -1,6 +1,6 @@
 """Runs generations and answers one HTTP request with them: whole, or as server-sent events.
 
-    Pipeline.generate ─ merge ─▶ UpdateBatch ─▶ AnswerWriter ─▶ JSON, or events
+    Pipeline.generate ─▶ Updates ─▶ AnswerWriter ─▶ JSON, or events
 
 Each API has an `AnswerWriter`: OpenAI's completions and chat share `OpenAIWriter`, with choices of
 their own (`ChoiceWriter`); `events` has the one of the other APIs.
@@ -30,16 +30,12 @@ from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
     TextDelta,
-    Update,
     Updates,
     coalesced,
     join,
-    merge,
-    prompt_only,
 )
 from pdserve.router.requests.stages import arrival_var
 
-UpdateBatch = Updates[Update]  # (the prompt's index, its update), all that came together
 encode = msgspec.json.Encoder().encode
 MUCH = 256  # deltas of an answer, from which on a thread writes it
 _HEADERS = {
@@ -71,7 +67,7 @@ class AnswerWriter(Protocol):
 
     def begin(self) -> bytes: ...
 
-    async def write(self, batch: UpdateBatch) -> bytes: ...
+    async def write(self, batch: Updates) -> bytes: ...
 
     def end(self) -> bytes: ...
 
@@ -83,17 +79,13 @@ async def respond(
     request: web.Request,
     generations: Sequence[GenerationRequest],
     writer: AnswerWriter,
-    prompts_only: bool = False,
 ) -> web.StreamResponse:
     """Runs the generations and answers.
 
     Raises:
         PdserveError: they failed before anything was sent.
     """
-    sources = [request.app[STATE].pipeline.generate(each) for each in generations]
-    if prompts_only:
-        sources = [prompt_only(source) for source in sources]
-    async with aclosing(merge(sources)) as updates:
+    async with aclosing(request.app[STATE].pipeline.generate(generations)) as updates:
         if writer.stream:
             return await _stream(request, updates, writer)
         answer = await _collect(generations, updates)
@@ -107,7 +99,7 @@ async def respond(
 
 
 async def _collect(
-    generations: Sequence[GenerationRequest], updates: AsyncGenerator[UpdateBatch, None]
+    generations: Sequence[GenerationRequest], updates: AsyncGenerator[Updates, None]
 ) -> Answer:
     answer = Answer()
     async for batch in updates:
@@ -119,19 +111,15 @@ async def _collect(
             else:
                 index = prompt * generations[prompt].n + update.choice
                 answer.deltas.setdefault(index, []).append(update)
-    if len(answer.stats) != len(generations):
-        raise unfinished()
     return answer
 
 
 async def _stream(
-    request: web.Request, updates: AsyncGenerator[UpdateBatch, None], writer: AnswerWriter
+    request: web.Request, updates: AsyncGenerator[Updates, None], writer: AnswerWriter
 ) -> web.StreamResponse:
     """Prepares the response when the first update is there: until then an error has its own HTTP
     status."""
-    first = await anext(updates, None)
-    if first is None:
-        raise unfinished()
+    first = await anext(updates)
     response = web.StreamResponse(headers=_HEADERS)
     await response.prepare(request)
     connection = connection_of(request)
@@ -139,35 +127,24 @@ async def _stream(
     async def write(sent: bytes) -> None:
         if connection is not None:
             await connection.drain()
-        await response.write(sent)
+        if sent:
+            await response.write(sent)
 
     try:
-        async with aclosing(_events(first, updates, writer)) as events:
-            async for sent in events:
-                if sent:
-                    await write(sent)
+        await write(writer.begin() + await writer.write(first))
+        async for batch in updates:
+            await write(await writer.write(batch))
+        await write(writer.end())
     except asyncio.CancelledError:
         if request.transport is None or request.transport.is_closing():
             raise
         await write(writer.error(stopping()))  # the client is there: this server stops
+    except ConnectionError:  # the client is gone
+        raise
+    except Exception as error:
+        await write(writer.error(as_typed(error)))
     await response.write_eof(writer.last)
     return response
-
-
-async def _events(
-    first: UpdateBatch, updates: AsyncGenerator[UpdateBatch, None], writer: AnswerWriter
-) -> AsyncGenerator[bytes, None]:
-    try:
-        yield writer.begin() + await writer.write(first)
-        async for batch in updates:
-            yield await writer.write(batch)
-        yield writer.end()
-    except Exception as error:
-        yield writer.error(as_typed(error))
-
-
-def unfinished() -> PdserveError:
-    return PdserveError("the generation ended without a result")
 
 
 def timeline_of(stats: Iterable[GenerationStats]) -> dict[str, Any]:
@@ -260,7 +237,7 @@ class OpenAIWriter:
     def begin(self) -> bytes:
         return b""
 
-    async def write(self, batch: UpdateBatch) -> bytes:
+    async def write(self, batch: Updates) -> bytes:
         for prompt, update in batch:
             if isinstance(update, PromptLogprobs):
                 self._scored(prompt, update)
@@ -268,7 +245,7 @@ class OpenAIWriter:
             return await asyncio.to_thread(self._write, batch)
         return self._write(batch)
 
-    def _write(self, batch: UpdateBatch) -> bytes:
+    def _write(self, batch: Updates) -> bytes:
         chunks = []
         for prompt, update in coalesced(batch):
             if isinstance(update, GenerationStats):
@@ -281,8 +258,6 @@ class OpenAIWriter:
         return _events_of(chunks)
 
     def end(self) -> bytes:
-        if len(self.stats) != len(self.generations):
-            raise unfinished()
         more = timeline_of(self.stats.values())
         if not (self.include_usage or more):
             return b""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from contextvars import copy_context
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.core.request import TokenEvent
@@ -70,48 +68,44 @@ class Attempt:
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._prompt_known = False  # what the prefill node at work says of it has come
-        self._context = copy_context()  # the request's, for what begins when a node speaks
-        self._group = asyncio.TaskGroup()
-        self._tasks: list[asyncio.Task[None]] = []  # of the group
-        self._finishing: asyncio.Task[None] | None = None
+        self._ticket: asyncio.Future[pb.Ticket] = asyncio.get_running_loop().create_future()
+        self._stopped = asyncio.Event()  # a stop string has ended some choice
         self._call: DecodeCall
         self._decode_use: InFlightLoad
 
     # ---- the path, top to bottom -------------------------------------------------------------
 
     async def run(self) -> None:
-        """Returns when every choice has finished.
+        """Returns when every choice has finished. `take` hears meanwhile what the decode node says.
 
         Raises:
             AttemptFailed: another attempt is to go on.
             PdserveError: the request cannot go on.
         """
-        with self._in_flight(self._decode, prefills=self._local_prefill) as self._decode_use:
-            try:
-                self._state.stages.enter(
-                    Phase.PREFILL if self._local_prefill else Phase.RESERVE, self._decode.id
-                )
-                async with self._group:
-                    await self._run_decode()
-                    for beside in self._tasks:
-                        beside.cancel()
-            except BaseExceptionGroup as failures:
-                if self._state.finished:
-                    return  # the answer is whole: what fails now is no failure of its own
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # Python before 3.13 forgets it here
-                    raise asyncio.CancelledError from None
-                raise failures.exceptions[0] from None  # what failed first: all follows from it
-
-    async def _run_decode(self) -> None:
-        """Until every choice has finished; `take` hears what the decode node says meanwhile."""
         request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
+        with self._in_flight(self._decode, prefills=self._local_prefill) as self._decode_use:
+            self._state.stages.enter(
+                Phase.PREFILL if self._local_prefill else Phase.RESERVE, self._decode.id
+            )
+            try:
+                with (
+                    self._streams.job(self._decode, request, self),
+                    self._decode_client.decode(request) as self._call,
+                ):
+                    async with self._call.meanwhile():
+                        if not self._local_prefill:
+                            await self._hand_off(await self._ticket)
+                        if len(self._job.choices) > 1:
+                            await self._finish_choices()
+                    await self._decoded()
+            except Exception:
+                if not self._state.finished:  # else the answer is whole, and nothing has failed
+                    raise
+
+    async def _decoded(self) -> None:
+        """Until every choice has finished."""
         try:
-            with (
-                self._streams.job(self._decode, request, self),
-                self._decode_client.decode(request) as self._call,
-            ):
-                await self._call.ended()
+            await self._call.ended()
         except PdserveError as error:
             self._decode_use.failed(error)
             if self._state.finished:
@@ -120,10 +114,14 @@ class Attempt:
             self._note_failure(error, self._decode, decoding or self._decode_use.first_in_line)
             raise AttemptFailed from error
 
-    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = self._group.create_task(work, context=self._context)
-        self._tasks.append(task)
-        return task
+    async def _finish_choices(self) -> None:
+        """Tells the decode node which choices a stop string has ended, so that it computes no more
+        of them: one after the other, for as long as the job goes on."""
+        while True:
+            while self._state.stopped:
+                await self._decode_client.finish_choice(self._state.stopped.popleft())
+            self._stopped.clear()
+            await self._stopped.wait()
 
     # ---- what the decode node says, as a `Receiver` -------------------------------------------
 
@@ -176,7 +174,7 @@ class Attempt:
         self._state.mark("reserved")
         self._state.stages.told(Phase.RESERVE, decode_slot=ticket.wait_s)
         self._state.stages.enter(Phase.QUEUE)
-        self._begin(self._hand_off(ticket))
+        self._ticket.set_result(ticket)
 
     def _prefilled(self, prefilled: pb.Prefilled) -> None:
         self._state.prefilled(prefilled, self._role)
@@ -209,24 +207,13 @@ class Attempt:
             )
         self._take(event, self._role, tokens.position)
         self._decode_use.progressed()
-        if self._state.stopped and not self._call.over:
-            self._finish_choices()
+        if self._state.stopped:
+            self._stopped.set()
 
     def _take(self, event: TokenEvent, role: str, position: int | None = None) -> None:
         self._state.take(event, role, self._version, position)
         if self._state.finished:
             self._call.finish()
-
-    def _finish_choices(self) -> None:
-        """Tells the decode node which choices a stop string has ended, so that it computes no more
-        of them: one after the other."""
-
-        async def finish() -> None:
-            while self._state.stopped:
-                await self._decode_client.finish_choice(self._state.stopped.popleft())
-
-        if self._finishing is None or self._finishing.done():
-            self._finishing = self._begin(finish())
 
     # ---- the hand-off -------------------------------------------------------------------------
 

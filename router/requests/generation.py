@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Any
 
 from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
@@ -17,8 +17,6 @@ from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.stages import Stages
-
-T = TypeVar("T")
 
 MAX_BURST = 32  # generations that begin, or are given up, in one turn of the event loop
 # Generations of one body that have begun and not ended: each is a hundred objects, and those that
@@ -45,6 +43,8 @@ class GenerationRequest:
     cache_salt: str = ""  # requests with different salts share no cached blocks
     adapter: Adapter | None = None  # the LoRA adapter that computes it
     batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
+    # The client wants no token, only what is computed of the prompt, which comes with the first.
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,137 +80,119 @@ Update = PromptLogprobs | TextDelta | GenerationStats
 """A generation yields these: first what is wanted of its prompt, if anything is."""
 
 
-class Mailbox(Generic[T]):
-    """One task puts items in, another takes all that are there at once: however many they are, it
-    is woken once."""
+Updates = list[tuple[int, Update]]
+"""What has come together: (the prompt's index, its update), in order."""
+
+Put = Callable[[Update], None]
+Serve = Callable[[GenerationRequest, Put], Coroutine[Any, Any, GenerationStats]]
+"""Serves one prompt: puts its updates, and returns the last one."""
+
+
+class UpdateQueue:
+    """What one client has still to read, of all its prompts. Their tasks put updates in, the
+    client's takes all that are there at once: however many they are, it is woken once."""
 
     def __init__(self) -> None:
-        self._items: list[T] = []
+        self._updates: Updates = []
+        self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.ended = 0  # prompts that have put their last update
 
-    def __len__(self) -> int:
-        return len(self._items)
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would return, or raise, at once."""
+        return bool(self._updates) or self._failure is not None
 
-    def put(self, item: T) -> None:
-        self._items.append(item)
+    def put(self, prompt: int, update: Update) -> None:
+        """Raises Cancelled: the client has not read MAX_BEHIND updates."""
+        if isinstance(update, GenerationStats):
+            self.ended += 1
+        elif len(self._updates) >= MAX_BEHIND:
+            raise Cancelled(f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW")
+        if self._failure is None:
+            self._updates.append((prompt, update))
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """A prompt has failed; of several failures the first one counts."""
+        self._failure = self._failure or error
+        self._wake()
+
+    async def take(self) -> Updates:
+        """Returns one update at least; raises the failure when all that came before is taken."""
+        while not self._updates:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[T]:
-        """One item at least; a single task may wait at a time."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        items, self._items = self._items, []
-        return items
 
-
-Updates = list[tuple[int, T]]  # (source's index, item), in order
-
-
-async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[Updates[T], None]:
-    """Generations as one stream: yields what has come since the last time. They are made at
-    their own pace: a client that reads slowly, or not at all, holds no slot on the nodes. They
-    begin in order, MAX_BEGUN of them at once. The first error of any source ends all.
-
-    A source ends when it has given its last item, whether or not that has been read. However
-    this ends, all sources that have begun are closed when it has ended.
+async def generate(
+    requests: Sequence[GenerationRequest], serve: Serve
+) -> AsyncGenerator[Updates, None]:
+    """Serves the prompts of one client, each in a task of its own, and yields what has come since
+    the last time. They are served at their own pace: a client that reads slowly, or not at all,
+    holds no slot on the nodes. They begin in order, MAX_BEGUN of them at once. The first error of
+    any ends all. However this ends, all tasks have ended then.
 
     Raises:
-        Cancelled: more than MAX_BEHIND items were not read.
+        Cancelled: more than MAX_BEHIND updates were not read.
     """
-    box: Mailbox[tuple[int, T] | Exception | None] = Mailbox()
-    pumps: list[asyncio.Task[None]] = []
-    to_begin = iter(enumerate(sources))
+    queue, tasks = UpdateQueue(), list[asyncio.Task[None]]()
+    to_begin = iter(enumerate(requests))
     try:
-        ended = 0
-        while ended < len(sources):
-            room = min(MAX_BURST, MAX_BEGUN - (len(pumps) - ended))
+        while queue.has_news or queue.ended < len(requests):
+            room = min(MAX_BURST, MAX_BEGUN - (len(tasks) - queue.ended))
             if burst := list(islice(to_begin, room)):
-                pumps += [asyncio.create_task(_pump(i, source, box)) for i, source in burst]
+                tasks += [asyncio.create_task(_serve(serve, i, each, queue)) for i, each in burst]
                 await asyncio.sleep(0)
-                if not len(box):
+                if not queue.has_news:
                     continue
-            updates: Updates[T] = []
-            failure: Exception | None = None
-            for message in await box.take():
-                if message is None:
-                    ended += 1
-                elif isinstance(message, Exception):
-                    failure = failure or message
-                elif failure is None:
-                    updates.append(message)
-            if updates:
-                yield updates
-            if failure is not None:
-                raise failure
+            yield await queue.take()
     finally:
-        await _end(pumps)
+        await _end(tasks)
 
 
-async def _end(pumps: Sequence[asyncio.Task[None]]) -> None:
-    left = iter(pumps)
+async def _serve(serve: Serve, prompt: int, request: GenerationRequest, queue: UpdateQueue) -> None:
+    """One prompt's task; its outcome is in the queue."""
     try:
-        while burst := list(islice(left, MAX_BURST)):
-            for pump in burst:
-                pump.cancel()
-            await asyncio.sleep(0)
-        await asyncio.gather(*pumps, return_exceptions=True)
-    finally:  # cancelled once more
-        for pump in left:
-            pump.cancel()
-
-
-async def _pump(
-    index: int,
-    source: AsyncGenerator[T, None],
-    box: Mailbox[tuple[int, T] | Exception | None],
-) -> None:
-    """Moves one source's items into the box, then None or how it failed."""
-    try:
-        async with aclosing(source):
-            async for item in source:
-                if len(box) >= MAX_BEHIND:
-                    raise Cancelled(
-                        f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW"
-                    )
-                box.put((index, item))
-        box.put(None)
+        queue.put(prompt, await serve(request, partial(queue.put, prompt)))
     except asyncio.CancelledError:
-        # Perhaps the source's own: whoever waits for its items must not wait for ever.
-        box.put(PdserveError("the generation was cancelled"))
+        # Perhaps its own: whoever waits for its updates must not wait for ever.
+        queue.fail(PdserveError("the generation was cancelled"))
         raise
     except Exception as error:
-        box.put(error)
+        queue.fail(error)
 
 
-async def prompt_only(
-    source: AsyncGenerator[Update, None],
-) -> AsyncGenerator[Update, None]:
-    """A generation of one token as what a client gets that wants none: what is computed of the
-    prompt comes with the first token."""
-    async with aclosing(source):
-        async for update in source:
-            if isinstance(update, GenerationStats):
-                yield replace(update, completion_tokens=0)
-            elif isinstance(update, PromptLogprobs):
-                yield update
-            elif update.finish_reason is not None:
-                yield TextDelta(update.choice, "", (), FinishReason.LENGTH)
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    left = iter(tasks)
+    try:
+        while burst := list(islice(left, MAX_BURST)):
+            for task in burst:
+                task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+    finally:  # cancelled once more
+        for task in left:
+            task.cancel()
 
 
-def coalesced(updates: Updates[Update]) -> Updates[Update]:
+def coalesced(updates: Updates) -> Updates:
     """The same with fewer deltas, where the client is slower than the nodes: those of a choice
     are joined, as far as one message should go."""
     if len(updates) == 1:
         return updates
     parts: list[tuple[int, list[TextDelta]]] = []
     growing: dict[tuple[int, int], list[TextDelta]] = {}
-    prompts: Updates[Update] = []
-    rest: Updates[Update] = []
+    prompts: Updates = []
+    rest: Updates = []
     for index, update in updates:
         if not isinstance(update, TextDelta):
             (prompts if isinstance(update, PromptLogprobs) else rest).append((index, update))

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -45,7 +45,13 @@ from pdserve.router.cluster.placement import NodeSelector
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, AttemptFailed
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, Update
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    Put,
+    Updates,
+    generate,
+)
 from pdserve.router.requests.request_state import RequestState
 from pdserve.router.requests.timelines import Timelines
 from pdserve.router.requests.trace import RequestTraces
@@ -89,33 +95,22 @@ class Pipeline:
             config.max_client_share,
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Update, None]:
-        """Yields what is wanted of the prompt, deltas of all choices, interleaved, then one
-        GenerationStats.
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
+        """Yields what is wanted of the prompts, deltas of all their choices, interleaved, and for
+        each prompt at last one GenerationStats.
 
         `aclose()`, or cancelling the task that iterates, aborts the work on every node.
 
         Raises:
-            PdserveError: the request cannot be served or failed for good. Other exceptions
+            PdserveError: a request cannot be served or failed for good. Other exceptions
                 are defects.
         """
-        state = RequestState(request, self._tokenizer, self._config, self._vocab_size)
-        serving = asyncio.create_task(self._serve(state))
-        serving.add_done_callback(lambda _: state.deltas.put(None))
-        try:
-            while not serving.done() or len(state.deltas):
-                for delta in await state.deltas.take():
-                    if delta is not None:
-                        yield delta
-            yield await serving
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+        return generate(requests, self._serve)
 
-    async def _serve(self, state: RequestState) -> GenerationStats:
-        """The whole of a request: its deltas go into `state.deltas`; its outcome is this task's,
-        counted and logged once."""
-        request = state.request
+    async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
+        """The whole of a prompt: its deltas are put into its client's queue; its outcome is this
+        coroutine's, counted and logged once."""
+        state = RequestState(request, put, self._tokenizer, self._config, self._vocab_size)
         self.timelines.begun(state)
         try:
             self._trace(state)

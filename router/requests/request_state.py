@@ -10,7 +10,6 @@ from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import NodeError
-from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.rpc import convert
@@ -22,7 +21,7 @@ from pdserve.router.cluster.placement import PlacementRequest
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
-    Mailbox,
+    Put,
     TextDelta,
 )
 from pdserve.router.requests.retry import Deadline, Retries
@@ -31,20 +30,20 @@ from pdserve.router.requests.trace import RequestTrace
 
 
 class RequestState:
-    """Fed with what nodes send; `deltas` is what the client is to get of it."""
+    """Fed with what nodes send; it puts into the client's queue what the client is to get of it."""
 
     def __init__(
         self,
         request: GenerationRequest,
+        put: Put,
         tokenizer: Tokenizer,
         config: RoutingConfig,
         vocab_size: int = 2**32,
     ) -> None:
         self.request = request
+        self._put = put
         self.retries = Retries(config.migration_limit)
         self.deadline = Deadline(config.queue_timeout, config.request_timeout)
-        # What the client has not read yet: at most max_tokens for each choice. None: the end.
-        self.deltas: Mailbox[TextDelta | PromptLogprobs | None] = Mailbox()
         # Choices that a stop string has ended, each once: nodes do not know.
         self.stopped: deque[int] = deque()
         # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
@@ -153,7 +152,7 @@ class RequestState:
             found.check(1, count, num_top, self._vocab_size)
         except ValueError as error:
             raise protocol_error(role, f"a prompt's log-probabilities: {error}") from None
-        self.deltas.put(found)
+        self._put(found)
         self._prompt_scored = True
 
     def landed(self, landed: pb.Landed) -> None:
@@ -187,6 +186,7 @@ class RequestState:
         Raises:
             NodeError: a token that cannot be, the fault of the node that made it. Once it were
                 among the request's tokens, it would be the client's.
+            Cancelled: the client is too far behind.
         """
         if not self._prompt_scored:
             raise bad_token(role, "the prompt's log-probabilities come first")
@@ -195,7 +195,7 @@ class RequestState:
         if event.choice in self._open:
             self.retries.progress(role)
             self.deadline.token()
-            self.deltas.put(self._delta(self._open[event.choice], event))
+            self._put(self._delta(self._open[event.choice], event))
             if event.choice not in self._open and event.finish_reason is None:
                 self.stopped.append(event.choice)
         if self.finished:
@@ -228,6 +228,8 @@ class RequestState:
         if reason is not None:
             self.finish_reasons.append(reason)
             del self._open[event.choice]
+        if self.request.prompt_only:
+            return TextDelta(event.choice, "", (), reason and FinishReason.LENGTH)
         stop_reason = output.stopped_by if output.stopped_by is not None else event.stop_token_id
         tokens = event.tokens[: output.num_tokens]
         return TextDelta(event.choice, output.text, tokens, reason, stop_reason)
@@ -242,7 +244,7 @@ class RequestState:
         )
         return GenerationStats(
             prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=sum(self.generated),
+            completion_tokens=0 if self.request.prompt_only else sum(self.generated),
             cached_tokens=timeline.cached_tokens,
             timeline=timeline,
             stages=self.stages,

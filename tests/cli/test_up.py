@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from processes import alive
+from waiting import eventually
 
 FAKE_ROLE = str(HELPERS / "fake_role.py")
 FAKES = {
@@ -61,8 +62,7 @@ class Lines:
 
     async def wait_for_all(self, *names: str) -> None:
         """Until each has spoken: the fake router is ready with two nodes, whichever they are."""
-        while not all(map(self.of, names)):
-            await asyncio.sleep(0.02)
+        await eventually(lambda: all(map(self.of, names)))
 
     def pid(self, name: str) -> int:
         return int(self.of(name)[0].split()[2])
@@ -88,16 +88,37 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return condition()
 
 
-async def test_starts_all_and_drains_the_router_before_the_nodes() -> None:
-    lines = Lines()
-    cluster = make(lines, prefill=1, decode=2)
+@asynccontextmanager
+async def running(lines: Lines, **options: object) -> AsyncIterator[Cluster]:
+    cluster = make(lines, **options)
     try:
         assert await cluster.start()
+        yield cluster
+    finally:
+        await asyncio.wait_for(cluster.stop(), 60)
+
+
+async def kill_again_and_again(lines: Lines, name: str, times: int) -> None:
+    """As often as it is started, up to so many times."""
+    for number in range(1, times + 1):
+        await eventually(lambda number=number: len(lines.starts(name)) >= number)
+        os.kill(int(lines.starts(name)[-1].split()[2]), signal.SIGKILL)
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Lines:
+    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+    return Lines()
+
+
+async def test_starts_all_and_drains_the_router_before_the_nodes(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ROUTER", "busy")
+    async with running(lines, prefill=1, decode=2) as cluster:
         await lines.wait_for_all("prefill-0", "decode-0", "decode-1")
         cluster.interrupt()
         await cluster.ended
-    finally:
-        await cluster.stop()
     names = ["router", "prefill-0", "decode-0", "decode-1"]
     drained = [name for name, line in lines.all if line.endswith("drained")]
     assert drained[0] == "router"
@@ -105,15 +126,13 @@ async def test_starts_all_and_drains_the_router_before_the_nodes() -> None:
     assert not any(alive(lines.pid(name)) for name in names)
 
 
-async def test_children_take_options_from_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_children_take_options_from_flags_alone(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PDSERVE_HOST", "0.0.0.0")
     monkeypatch.setenv("PDSERVE_CACHE", "/cache")
-    lines = Lines()
-    cluster = make(lines, engine=EngineConfig(cache=CacheConfig(block_size=32)))
-    try:
-        assert await cluster.start()
-    finally:
-        await cluster.stop()
+    async with running(lines, engine=EngineConfig(cache=CacheConfig(block_size=32))):
+        pass
     for name in ("router", "prefill-0", "decode-0"):
         assert "cluster-key" not in lines.flags(name)
         # Secrets are the exception: everybody on the host can read a command line.
@@ -123,16 +142,13 @@ async def test_children_take_options_from_flags_alone(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
+async def test_a_restart_loop_ends(
+    lines: Lines, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(f"FAKE_{role.upper()}", "crash")
-    lines = Lines()
-    cluster = make(lines)
-    try:
-        with pytest.raises(NodeError, match=r"ended with exit code 3 6 times in a row"):
-            await cluster.start()
-    finally:
-        await cluster.stop()
+    with pytest.raises(NodeError, match=r"ended with exit code 3 6 times in a row"):
+        async with running(lines):
+            pass
     again = [line for line in lines.of("up") if "; restart " in line]
     assert len(again) == cluster_module.MAX_RESTARTS
 
@@ -143,133 +159,89 @@ async def test_a_restart_loop_ends(role: str, monkeypatch: pytest.MonkeyPatch) -
      ({"both": 1, "prefill": 1, "decode": 1}, "prefill-0")],
 )  # fmt: skip
 async def test_the_others_go_on_without_a_node_in_a_restart_loop(
-    sizes: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, sizes: dict[str, int], name: str
 ) -> None:
-    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
-    lines = Lines()
-    cluster = make(lines, **sizes)
-    try:
-        assert await cluster.start()
+    async with running(lines, **sizes) as cluster:
         await lines.wait_for_all(*cluster_module.node_names(cluster.config))
-        for number in range(1, cluster_module.MAX_RESTARTS + 2):
-            while len(starts := lines.starts(name)) < number:
-                await asyncio.sleep(0.01)
-            os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
-        while "stays down" not in lines.of("up")[-1]:
-            await asyncio.sleep(0.01)
+        await kill_again_and_again(lines, name, cluster_module.MAX_RESTARTS + 1)
+        await eventually(lambda: "stays down" in lines.of("up")[-1])
         assert not cluster.ended.done() and alive(lines.pid("decode-0"))
-    finally:
-        await cluster.stop()
 
 
 async def test_a_process_that_has_lived_is_started_again_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often: what it died of is not how it is started."""
-    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.001)
     monkeypatch.setattr(cluster_module, "SETTLED", 0.0)
-    lines = Lines()
-    cluster = make(lines)
-    try:
-        assert await cluster.start()
-        for number in range(1, cluster_module.MAX_RESTARTS + 4):
-            while len(starts := lines.starts("decode-0")) < number:
-                await asyncio.sleep(0.01)
-            os.kill(int(starts[-1].split()[2]), signal.SIGKILL)
-        while len(lines.starts("decode-0")) == number:
-            await asyncio.sleep(0.01)
-    finally:
-        await cluster.stop()
+    async with running(lines):
+        times = cluster_module.MAX_RESTARTS + 3
+        await kill_again_and_again(lines, "decode-0", times)
+        await eventually(lambda: len(lines.starts("decode-0")) > times)
 
 
-async def test_up_says_when_a_killed_router_serves_again() -> None:
+async def test_up_says_when_a_killed_router_serves_again(lines: Lines) -> None:
     """It is started at once, and serves when the nodes have registered again."""
-    lines, again = Lines(), list[asyncio.StreamWriter]()
-    cluster = make(lines)
-    try:
-        assert await cluster.start()
+    again = list[asyncio.StreamWriter]()
+    async with running(lines):
         os.kill(lines.pid("router"), signal.SIGKILL)
-        while len(lines.starts("router")) < 2:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: len(lines.starts("router")) == 2)
         assert lines.of("up") == ["router: signal 9; restart now"]
         host, _, port = lines.flags("decode-0")["router"].rpartition(":")
         while len(again) < 2:  # the fake nodes do not register again themselves
             with suppress(ConnectionRefusedError):
                 again.append((await asyncio.open_connection(host, int(port)))[1])
             await asyncio.sleep(0.02)
-        async with asyncio.timeout(60):
-            while len(lines.of("up")) < 2:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: len(lines.of("up")) == 2)
         assert re.fullmatch(r"router: serving again, \d+\.\d s after it ended", lines.of("up")[1])
-    finally:
         for writer in again:
             writer.close()
-        await cluster.stop()
 
 
-async def test_wrong_options_are_never_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_options_are_never_started_again(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_PREFILL", "misconfigured")
-    cluster = make(Lines(), restart="on-failure")
-    try:
-        with pytest.raises(ConfigError, match="prefill-0 cannot start as configured"):
-            await cluster.start()
-    finally:
-        await cluster.stop()
+    with pytest.raises(ConfigError, match="prefill-0 cannot start as configured"):
+        async with running(lines, restart="on-failure"):
+            pass
 
 
-async def test_a_drained_node_leaves_the_others_running() -> None:
-    lines = Lines()
-    cluster = make(lines, decode=2)
-    try:
-        assert await cluster.start()
+async def test_a_drained_node_leaves_the_others_running(lines: Lines) -> None:
+    async with running(lines, decode=2) as cluster:
         await lines.wait_for_all("decode-0", "decode-1")
         os.kill(lines.pid("decode-1"), signal.SIGTERM)
-        while not lines.of("up"):
-            await asyncio.sleep(0.02)
+        await eventually(lambda: lines.of("up"))
         assert lines.of("up") == ["decode-1 has drained and left"]
         assert not cluster.ended.done()
         assert alive(lines.pid("decode-0"))
-    finally:
-        await cluster.stop()
 
 
-async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "KILL_GRACE", 2.0)  # for those that do stop
+@pytest.mark.parametrize("interrupts", [0, 3])
+async def test_a_child_that_ignores_sigterm_is_killed(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch, interrupts: int
+) -> None:
+    """After a grace, or at once at the third interrupt."""
     monkeypatch.setenv("FAKE_DECODE", "deaf")
-    lines = Lines()
-    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=0.0)
-    cluster = make(lines, server=server)
-    try:
-        assert await cluster.start()
-    finally:
-        await cluster.stop()
-    assert not alive(lines.pid("decode-0"))
-    assert "decode-0 did not stop within 2 s: killed" in lines.of("up")
-
-
-async def test_a_third_interrupt_kills(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_DECODE", "deaf")
-    lines = Lines()
-    cluster = make(lines)
-    try:
-        assert await cluster.start()
-        for _ in range(3):
+    if not interrupts:
+        monkeypatch.setattr(cluster_module, "KILL_GRACE", 2.0)  # for those that do stop
+    drain = 5.0 if interrupts else 0.0
+    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=drain)
+    async with running(lines, server=server) as cluster:
+        for _ in range(interrupts):
             cluster.interrupt()
-    finally:
-        await asyncio.wait_for(cluster.stop(), 60)
     assert not alive(lines.pid("decode-0"))
+    killed = [line for line in lines.of("up") if "decode-0 did not stop within" in line]
+    assert killed == ([] if interrupts else ["decode-0 did not stop within 2 s: killed"])
 
 
 async def test_an_interrupt_while_starting_stops_what_has_started(
-    monkeypatch: pytest.MonkeyPatch,
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_PREFILL", "leave")  # so that the router is never ready
-    lines = Lines()
     cluster = make(lines)
     starting = asyncio.create_task(cluster.start())
     try:
-        while not lines.of("decode-0"):
-            await asyncio.sleep(0.02)
+        await eventually(lambda: lines.of("decode-0"))
         cluster.interrupt()
         assert await starting is False
     finally:
@@ -278,9 +250,31 @@ async def test_an_interrupt_while_starting_stops_what_has_started(
     assert not alive(lines.pid("decode-0"))
 
 
-def start_up(*flags: str, program: str = UP) -> subprocess.Popen[str]:
+async def test_a_host_that_cannot_start_a_process_now_is_asked_again(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EAGAIN, "busy")]
+    start = child_module.Child.start
+
+    async def refuse(self: child_module.Child) -> None:
+        if self.name == "decode-0" and lines.of("decode-0") and refusals:
+            raise refusals.pop(0)
+        await start(self)
+
+    monkeypatch.setattr(child_module.Child, "start", refuse)
+    async with running(lines, restart="on-failure"):
+        await lines.wait_for_all("decode-0")
+        os.kill(lines.pid("decode-0"), signal.SIGKILL)
+        await eventually(lambda: len(lines.starts("decode-0")) == 2)
+    assert any("decode-0: Too many open files; retry in " in line for line in lines.of("up"))
+
+
+# ---- the command ----
+
+
+def start_up(*flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", program, *flags], stderr=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", UP, *flags], stderr=subprocess.PIPE, text=True, bufsize=1
     )
 
 
@@ -330,32 +324,6 @@ def is_ready(ports: Path) -> bool:
         return requests.get(url, timeout=5).status_code == 200
     except (FileNotFoundError, requests.ConnectionError):
         return False
-
-
-async def test_a_host_that_cannot_start_a_process_now_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cluster_module, "FIRST_BACKOFF", 0.02)
-    lines = Lines()
-    cluster = make(lines, restart="on-failure")
-    refusals = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EAGAIN, "busy")]
-    start = child_module.Child.start
-
-    async def refuse(self: child_module.Child) -> None:
-        if self.name == "decode-0" and lines.of("decode-0") and refusals:
-            raise refusals.pop(0)
-        await start(self)
-
-    monkeypatch.setattr(child_module.Child, "start", refuse)
-    try:
-        assert await cluster.start()
-        await lines.wait_for_all("decode-0")
-        os.kill(lines.pid("decode-0"), signal.SIGKILL)
-        while len([line for line in lines.of("decode-0") if " pid " in line]) < 2:
-            await asyncio.sleep(0.02)
-    finally:
-        await cluster.stop()
-    assert any("decode-0: Too many open files; retry in " in line for line in lines.of("up"))
 
 
 def test_children_die_with_a_killed_up() -> None:

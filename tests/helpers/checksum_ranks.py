@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from zlib import crc32
@@ -18,6 +19,7 @@ from pdserve.common.core.request import FinishReason
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.engine.messages import StepDelta, StepOutput
+from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.worker.input_batch import BlockIds, InputBatch, StepSequence
 
 VOCAB, BLOCK_SIZE, EOS, STOP = 64, 4, 0, 9
@@ -100,20 +102,29 @@ class ChecksumRanks(StepsAlone):
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.cache = Cache()
-        self.token_ids: dict[int, list[int]] = {}  # of the sequences, by seq_id: the engine's
+        self.sequences: dict[int, EngineSequence] = {}  # by seq_id: the engine's
+        self.touched = Counter[int]()  # seq_ids of the steps in flight
         # seq_ids whose next token fails, with the KV of its step.
         self.broken: set[int] = set()
         self._batch, self._draft_batch = _input_batch(), _input_batch()
         self._draft_cache = Cache()
         self._computing, self._answering = asyncio.Lock(), asyncio.Lock()
 
+    @property
+    def num_known(self) -> int:
+        """Sequences that a rank remembers."""
+        return len(self._batch)
+
     async def step(self, message: bytes) -> bytes:
         delta = msgspec.msgpack.decode(message, type=StepDelta)
+        sequences = Counter(each.seq_id for each in delta.sequences)
+        self.touched += sequences
         async with self._computing:
             await ticks(self.rng, 4)
             output = self._compute(self._with_drafts(delta))
         async with self._answering:
             await ticks(self.rng, 4)
+        self.touched -= sequences
         return msgspec.msgpack.encode(output)
 
     def _with_drafts(self, delta: StepDelta) -> StepDelta:
@@ -144,7 +155,7 @@ class ChecksumRanks(StepsAlone):
     def _forward(self, cache: Cache, sequence: StepSequence) -> tuple[State, int]:
         """Writes its tokens; the state after them, and their end."""
         start, position = sequence.start, sequence.start
-        before = states(self.token_ids[sequence.seq_id][:start])
+        before = states(self.sequences[sequence.seq_id].token_ids[:start])
         assert cache.read(sequence.block_table, start) == before, f"{sequence.seq_id} reads others'"
         state = before[-1] if before else 1
         for position, token in enumerate(sequence.token_ids, start):
@@ -155,6 +166,7 @@ class ChecksumRanks(StepsAlone):
     def _compute(self, delta: StepDelta) -> StepOutput:
         tokens, failed, deferred, prompts = [], [], [], []
         for each in self._batch.apply(delta).sequences:
+            check_known(each, self.sequences[each.seq_id])
             state, end = self._forward(self.cache, each)
             if each.scored:
                 scores = array("I", each.scored).tobytes()  # each token's is itself
@@ -192,6 +204,29 @@ class ChecksumRanks(StepsAlone):
             state = after(state, last)
             self.cache.write(sequence.block_table, position, state)
             position += 1
+
+
+def check_known(entry: StepSequence, sequence: EngineSequence) -> None:
+    """What a rank knows of a sequence is what the engine knows, while their step is in flight."""
+    params, end = sequence.sampling, entry.start + len(entry.token_ids)
+    assert [*entry.block_table] == sequence.block_table[: len(entry.block_table)]
+    assert [*entry.token_ids] == sequence.token_ids[entry.start : end]
+    assert entry.seed == params.seed + sequence.choice
+    if end < sequence.num_tokens:
+        assert entry.sampling is None and entry.banned_token_ids == ()
+        return
+    assert entry.sampling == params
+    ends = () if sequence.num_output_tokens >= params.min_tokens else (EOS, STOP)
+    output = tuple(sequence.token_ids[sequence.num_prompt_tokens :])
+    words = (word for word in params.bad_words_token_ids if len(word) <= len(output) + 1)
+    completing = {w[-1] for w in words if output[len(output) + 1 - len(w) :] == w[:-1]}
+    assert entry.banned_token_ids[: len(ends)] == ends
+    assert {*entry.banned_token_ids[len(ends) :]} == completing
+    assert (entry.counts is not None) == params.penalised
+    if entry.counts is not None:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert entry.counts.prompt.nonzero().flatten().tolist() == sorted(set(prompt))
+        assert entry.counts.output.tolist() == [output.count(token) for token in range(VOCAB)]
 
 
 def _input_batch() -> InputBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,13 +41,14 @@ class Rank:
         fingerprint: str = "same",
         fill: float = 0.0,
         key: str = "",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.cache, self._fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
         self.cache.fill_(fill)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.view = CacheView(self.cache, RECT, self._fd)
         context = RankContext(self.view, "127.0.0.1", fingerprint, self.events.put, keys(key))
-        self.connector: Any = kind(context, {})
+        self.connector: Any = kind(context, options or {})
 
     def expect(self, kind: type[Any], within: float = 30.0) -> Any:
         """The next event that is not mere progress."""

@@ -4,9 +4,10 @@ position, hand over nothing, and do to a request whatever a test tells them."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.decode_node.router_streams import JobWriter, RouterStreams
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.registry_service import probe_nodes
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    TextDelta,
+    Update,
+)
 from pdserve.router.requests.pipeline import Pipeline
 
 VOCAB_SIZE = 200
@@ -63,6 +69,7 @@ class FakeNode:
         self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # in place of an event
         self.jobs: list[pb.Job] = []
         self.local_prefills = 0
+        self.finished: list[int] = []  # choices of which no more is wanted
         self.prompt_logprobs: pb.PromptLogprobs | None = None  # what it says of every prompt
         self.open = 0  # jobs under way
         self.committed: dict[bytes, asyncio.Future[pb.FirstToken]] = {}
@@ -89,6 +96,9 @@ class FakeNode:
                 {
                     "Run": grpc.unary_unary_rpc_method_handler(
                         self._run_decode, pb.DecodeRequest.FromString, _bytes
+                    ),
+                    "FinishChoice": grpc.unary_unary_rpc_method_handler(
+                        self._finish_choice, pb.FinishChoiceRequest.FromString, _bytes
                     ),
                     "Events": grpc.unary_stream_rpc_method_handler(
                         self._events, pb.EventsRequest.FromString, _bytes
@@ -191,7 +201,7 @@ class FakeNode:
                 prompt_logprobs=self.prompt_logprobs,
             )  # fmt: skip
             yield pb.PrefillEvent(first_token=first)
-            if token.finish_reason:
+            if token.finish_reason and len(job.choices) == 1:
                 return
             await self._before(1, context)
             decode = self.cluster.by_address(request.ticket.address)
@@ -218,14 +228,25 @@ class FakeNode:
                 await self.on_landed(context)
             yield pb.DecodeEvent(landed=pb.Landed(bytes=1, cached_tokens=2, first_token=first))
             position += 1
-        end = len(job.prompt_token_ids) + job.sampling.max_tokens
-        for count, each in enumerate(range(position, end)):
+        prompt = len(job.prompt_token_ids)
+        due = {each.index: prompt + len(each.output_token_ids) for each in job.choices}
+        due[job.choices[0].index] = position
+        end = prompt + job.sampling.max_tokens
+        for count in itertools.count():
+            if not (left := [choice for choice, each in due.items() if each < end]):
+                return
             if count or not request.local_prefill:
                 await self._before(count, context)
-            yield self._event(each, job)
+            for choice in left:
+                yield self._event(due[choice], job, choice)
+                due[choice] += 1
 
-    def _event(self, position: int, job: pb.Job) -> pb.TokenEvent:
-        event = event_at(position, job)
+    async def _finish_choice(self, request: Any, context: Any) -> pb.FinishChoiceResponse:
+        self.finished.append(request.choice)
+        return pb.FinishChoiceResponse()
+
+    def _event(self, position: int, job: pb.Job, choice: int = 0) -> pb.TokenEvent:
+        event = event_at(position, job, choice)
         event.tokens[0].id += self.token_offset
         return event
 
@@ -272,11 +293,18 @@ class FakeCluster:
         sampling = SamplingParams(max_tokens=max_tokens)
         return GenerationRequest(f"r{self._number}", tuple(range(3, 3 + num_prompt)), sampling)
 
+    async def updates(self, *requests: GenerationRequest) -> AsyncGenerator[Update, None]:
+        """Those of all of them, one by one."""
+        async with aclosing(self.pipeline.generate(requests)) as batches:
+            async for batch in batches:
+                for _, update in batch:
+                    yield update
+
     async def ask(self, num_prompt: int = 5, max_tokens: int = 8) -> GenerationStats:
         """One request, whose every token must be there once, in order."""
         seen: list[int] = []
         request = self.request(num_prompt, max_tokens)
-        async for update in self.pipeline.generate(request):
+        async for update in self.updates(request):
             if isinstance(update, TextDelta):
                 seen += [token.token_id for token in update.tokens]
         assert isinstance(update, GenerationStats)

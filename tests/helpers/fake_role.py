@@ -3,7 +3,7 @@ so that it starts in milliseconds: `python fake_role.py ROLE --flag=value …`.
 
 FAKE_<ROLE> says how it misbehaves: `crash` (exit code 3), `crash-once` (the first time, by a
 mark in FAKE_FOLDER), `misconfigured` (exit code 2), `leave` (exit code 0), `deaf` (ignores
-SIGTERM), `failing` (answers with an error).
+SIGTERM), `busy` (drains for half a second), `failing` (answers with an error).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def say(text: str) -> None:
 
 
 def stop(*_: object) -> None:
+    time.sleep(0.5 if MODE == "busy" else 0.0)
     say(f"{ROLE} drained")
     os._exit(0)
 

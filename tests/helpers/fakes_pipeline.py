@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,7 +17,14 @@ from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogp
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer as ModelTokenizer
 from pdserve.router.cluster.served_model import ServedModel
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    Put,
+    TextDelta,
+    Updates,
+    generate,
+)
 from pdserve.router.requests.timelines import Timelines
 
 CHAT_TEMPLATE = (
@@ -85,22 +92,22 @@ class FakeGenerator:
         self.delay = 0.0  # seconds before each token
         self.error: Exception | None = None
         self.error_after = 0  # tokens
-        self.give_stats = True
         self.not_ready = ""
         self.requests: list[GenerationRequest] = []
         self.open = 0
+        self.tokens_said = 0
         self.closed = asyncio.Event()
         self.closed_at = 0.0
         self.timelines = Timelines(kept=8)
 
-    async def generate(
-        self, request: GenerationRequest
-    ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
+        return generate(requests, self._serve)
+
+    async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         self.requests.append(request)
         self.open += 1
         try:
-            async for delta in self._deltas(request):
-                yield delta
+            return await self._say(request, put)
         finally:
             self.open -= 1
             self.closed_at = monotonic()
@@ -115,9 +122,7 @@ class FakeGenerator:
     def cluster(self) -> dict[str, Any]:
         return {"nodes": []}
 
-    async def _deltas(
-        self, request: GenerationRequest
-    ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
+    async def _say(self, request: GenerationRequest, put: Put) -> GenerationStats:
         eos = self.tokenizer.eos_token_ids[0]
         said = [*self.tokenizer.encode(self.text, add_special_tokens=False), eos]
         said = said[: request.sampling.max_tokens]
@@ -130,6 +135,7 @@ class FakeGenerator:
             reason = FinishReason.STOP if token_id == eos else None
             if position == len(said) - 1:
                 reason = reason or FinishReason.LENGTH
+            self.tokens_said += 1
             for choice in list(streams):
                 total += 1
                 output = streams[choice].push(
@@ -139,14 +145,16 @@ class FakeGenerator:
                 if ended:
                     del streams[choice]
                 token = _sampled(token_id, request.sampling)
-                yield TextDelta(choice, output.text, (token,), ended, output.stopped_by)
-        if self.give_stats:
-            yield GenerationStats(
-                prompt_tokens=len(request.prompt_token_ids),
-                completion_tokens=total,
-                cached_tokens=3,
-                timeline=Timeline(first_token=0.5, transfer_bytes=7),
-            )
+                if request.prompt_only:
+                    put(TextDelta(choice, "", (), FinishReason.LENGTH))
+                else:
+                    put(TextDelta(choice, output.text, (token,), ended, output.stopped_by))
+        return GenerationStats(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=0 if request.prompt_only else total,
+            cached_tokens=3,
+            timeline=Timeline(first_token=0.5, transfer_bytes=7),
+        )
 
     def _stream(self, request: GenerationRequest) -> TextStream:
         return TextStream(

@@ -247,6 +247,7 @@ def make_pair(
     digests: bool = True,
     sink_connector: str = "",
     options: Mapping[str, dict[str, Any]] | None = None,
+    address: str = "test:0",
 ) -> Pair:
     """`connector` may be several, separated by commas; the sink's are the source's unless told
     otherwise. `options` are the connectors' own, by name."""
@@ -261,7 +262,7 @@ def make_pair(
         ],
         fingerprint=FINGERPRINT,
         block_size=sink_node.geometry.block_size,
-        address="test:0",
+        address=address,
         lease_s=lease_s,
         call=sink_node.call,
         digests=digests,

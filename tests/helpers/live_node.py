@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,14 +35,9 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import failure_from_pb, from_rpc_error
 from pdserve.common.rpc.tokens import JobEvent, JobTokens, decode_events
 from pdserve.decode_node.node import DecodeNode
+from waiting import eventually
 
 MODEL = MODELS / "mistral"
-
-
-async def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def node_config(

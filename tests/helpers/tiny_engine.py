@@ -15,6 +15,7 @@ from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.device import choose_kernels
+from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
@@ -36,12 +37,12 @@ def single_threaded_inference() -> Iterator[None]:
 def load(
     folder: Path,
     group: Any = None,
-    kernels: str = "torch",
+    kernels: str | Kernels = "torch",
     stage: Stage | None = None,
     quantization: str | None = None,
 ) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
-    chosen = choose_kernels(kernels, CPU)
+    chosen = choose_kernels(kernels, CPU) if isinstance(kernels, str) else kernels
     sharding = Sharding(group or GroupCoordinator(), CPU, torch.float32, kernels=chosen)
     config = ModelConfig(model=str(folder), quantization=quantization)
     return load_model(spec, config, sharding, stage)

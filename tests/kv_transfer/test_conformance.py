@@ -33,7 +33,7 @@ PART = 7  # broken connectors that share a run
 FEW = MUTANTS[::6]  # of `make test`: one or two for each file of the kit
 REST = [mutant for mutant in MUTANTS if mutant not in FEW]
 PARTS = [FEW, *(REST[first : first + PART] for first in range(0, len(REST), PART))]
-BUILT_IN = ("shm", "tcp")
+BUILT_IN = ("shm", "tcp", "nccl")
 FILES = sorted(path.name for path in KIT.glob("test_*.py"))
 pytestmark = pytest.mark.timeout(PATIENCE)
 

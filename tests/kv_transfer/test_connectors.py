@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-import multiprocessing
 import os
-import queue
 import select
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +17,6 @@ import msgspec
 import pytest
 import torch
 
-import segments
 from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
 from kv_fakes import FakeConnector
 from pdserve.common.core.errors import ConfigError, TransferError
@@ -30,7 +26,6 @@ from pdserve.kv_transfer.connector import (
     Failed,
     KVConnector,
     Landed,
-    Progress,
     Sent,
     SinkTransfer,
     SourceTransfer,
@@ -39,13 +34,11 @@ from pdserve.kv_transfer.connectors import tcp
 from pdserve.kv_transfer.connectors.base import sender, sockets
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 from pdserve.kv_transfer.rank.worker_connector import build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
@@ -104,19 +97,6 @@ def test_frames_survive_the_wire() -> None:
             Frame.decode(bytes(broken))
 
 
-def test_garbage_ends_the_connection_and_nothing_else(rank: Callable[..., Rank]) -> None:
-    sink, source = rank(TCPConnector), rank(TCPConnector, fill=1.0)
-    pipe = TCPTransport(Options()).dial(sink.connector.endpoint())
-    pipe.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100))
-    assert closed(pipe)
-    pipe.close()
-    assert sink.connector.counts["BAD_FRAME"] == 1
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    submit(source, sink)
-    source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
-    sink.expect(Landed)
-
-
 def test_a_refusal_is_read_when_the_sink_has_left_in_mid_greeting(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,18 +129,6 @@ def test_a_source_that_cannot_introduce_itself_says_why(
     assert failed.code == "CONNECT_FAILED" and os.strerror(errno.EMFILE) in failed.message
 
 
-@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
-def test_another_fingerprint_is_refused_at_connect(
-    rank: Callable[..., Rank], kind: type[KVConnector]
-) -> None:
-    sink, source = rank(kind), rank(kind, fingerprint="other")
-    submit(source, sink)
-    failed = source.expect(Failed)
-    assert failed.code == "FINGERPRINT_MISMATCH"
-    assert "fingerprint other is not" in failed.message
-    assert not failed.retryable
-
-
 def test_late_frames_are_drained_and_counted(rank: Callable[..., Rank]) -> None:
     sink = rank(TCPConnector)
     with greeted(sink) as pipe:
@@ -177,13 +145,6 @@ def test_late_frames_are_drained_and_counted(rank: Callable[..., Rank]) -> None:
         wait_for(lambda: sink.connector.counts["duplicate_frame"] == 2)
     assert sink.connector.counts["stale_frame"] == 1
     assert sink.cache[:, :, list(SINK_IDS)].all()
-
-
-def test_an_older_epoch_is_not_accepted_again(rank: Callable[..., Rank]) -> None:
-    sink = rank(TCPConnector)
-    sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
-    sink.connector.accept(SinkTransfer(ID, 1, 0, (0, 1)))
-    assert sink.connector.counts["stale_accept"] == 1
 
 
 @pytest.mark.parametrize(
@@ -220,66 +181,31 @@ def test_what_contradicts_the_agreement_fails_the_transfer(
 # ---- who may touch the blocks ----
 
 
-def test_quiesce_does_not_wait_for_a_stalled_writer(rank: Callable[..., Rank]) -> None:
-    """What it sends later goes beside the blocks, and its connection serves others."""
-    sink = rank(TCPConnector)
-    other, ids = ID[::-1], (0, 1, 3, 5)
-    for transfer_id, blocks in ((ID, SINK_IDS), (other, ids)):
-        sink.connector.accept(SinkTransfer(transfer_id, 1, 0, blocks))
-    with greeted(sink) as pipe:
-        frame, payload = data_frame(0, 4)
-        say(pipe, frame, payload[:100])
-        wait_for(lambda: bool(sink.cache.any()))
-        started = time.monotonic()
-        sink.connector.quiesce(ID)
-        assert time.monotonic() - started < 10.0
-        after = sink.cache.clone()
-        pipe.sock.sendall(payload[100:])
-        say(pipe, *data_frame(0, 4, transfer_id=other))
-        assert sink.expect(Landed).transfer_id == other
-        assert torch.equal(sink.cache[:, :, list(SINK_IDS)], after[:, :, list(SINK_IDS)])
-        assert (sink.cache[:, :, list(ids)] != 0).all()
-
-
-def test_a_peer_that_stalls_for_good_is_lost(
-    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("within", ["a header", "a payload nobody wants", "a payload given up"])
+def test_a_peer_that_stalls_within_a_frame_is_lost_and_a_silent_one_is_not(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, within: str
 ) -> None:
-    """In the midst of a frame, so that nothing else can come; and it is the one to blame."""
-    monkeypatch.setattr(sockets, "STALL_S", 2.0)  # after the transfer is given up here
-    sink = rank(TCPConnector)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
-    with greeted(sink) as pipe:
-        say(pipe, Frame(FrameKind.BEGIN, ID[::-1], 1, RECT))
-        frame, payload = data_frame(0, 4)
-        say(pipe, frame, payload[:100])
-        wait_for(lambda: bool(sink.cache.any()))
-        sink.connector.quiesce(ID)
+    monkeypatch.setattr(sockets, "STALL_S", 1.5)  # the greetings are quicker
+    sink, other = rank(TCPConnector), ID[::-1]
+    sink.connector.accept(SinkTransfer(other, 1, 0, (0, 1)))
+    frame, payload = data_frame(0, 4)
+    with greeted(sink) as silent, greeted(sink) as pipe:
+        say(pipe, Frame(FrameKind.BEGIN, other, 1, RECT))
+        if within == "a payload given up":
+            sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+        header = frame.encode()
+        pipe.sock.sendall(header[:-1] if within == "a header" else header + payload[:100])
+        if within == "a payload given up":
+            wait_for(lambda: bool(sink.cache.any()))
+            sink.connector.quiesce(ID)
         while (failed := sink.expect(Failed)).transfer_id == ID:
             pass  # it was given up late
-        assert (failed.transfer_id, failed.code) == (ID[::-1], "PEER_LOST")
+        assert (failed.transfer_id, failed.code) == (other, "PEER_LOST")
         assert (failed.blame, failed.retryable) == ("prefill", True)
         assert closed(pipe)
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_a_peer_that_stalls_within_what_nobody_waits_for_is_lost(
-    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, wanted: bool
-) -> None:
-    """Within a header, or a payload that is drained; between frames it may be silent."""
-    monkeypatch.setattr(sockets, "STALL_S", 1.5)  # the greeting is quicker
-    sink = rank(TCPConnector)
-    sink.connector.accept(SinkTransfer(ID[::-1], 1, 0, (0, 1)))
-    with greeted(sink) as pipe:
-        time.sleep(2.0)
-        say(pipe, Frame(FrameKind.BEGIN, ID[::-1], 1, RECT))
-        frame, payload = data_frame(0, 4)
-        pipe.sock.sendall(frame.encode()[:-1] if wanted else frame.encode() + payload[:100])
-        failed = sink.expect(Failed)
-        assert (failed.transfer_id, failed.code, failed.blame) == (
-            ID[::-1], "PEER_LOST", "prefill",
-        )  # fmt: skip
-        assert closed(pipe)
+        sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
+        say(silent, *data_frame(0, 4, epoch=2))
+        assert sink.expect(Landed).epoch == 2
 
 
 @pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
@@ -299,8 +225,6 @@ def test_a_sink_that_stalls_for_good_is_lost(
     failed = source.expect(Failed)
     over.set()
     assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "decode", True)
-    (worker,) = source.connector.sender._workers.values()
-    wait_for(lambda: worker._channel is None)
 
 
 def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(
@@ -314,25 +238,6 @@ def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(
         say(pipe, replace(frame, kind=FrameKind.CONFIRM, count=0, nbytes=0))
         failed = sink.expect(Failed)
         assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
-
-
-def test_quiesce_stops_a_source_whose_sink_has_stalled(rank: Callable[..., Rank]) -> None:
-    source = rank(TCPConnector)
-    listener = TCPTransport(Options()).listen("127.0.0.1")
-    piece = (Piece(0, 0, RECT), listener.endpoint)
-    source.connector.submit(SourceTransfer(ID, 1, (piece,)))
-    pipe = listener.accept()
-    assert recv_frame(pipe).kind is FrameKind.HELLO
-    pipe.sock.recv(4)  # type: ignore[attr-defined]
-    send_frame(pipe, Frame(FrameKind.WELCOME))
-    for first in range(0, 6000, 16):  # more than the socket buffers hold
-        source.connector.ready(ID, BlockRun(first, 16), tuple(range(16)), False)
-    wait_for(lambda: not source.events.empty())
-    started = time.monotonic()
-    source.connector.quiesce(ID)
-    assert time.monotonic() - started < 10.0
-    pipe.close()
-    listener.close()
 
 
 def test_gate_waits_for_those_inside_and_lets_nobody_in() -> None:
@@ -380,41 +285,31 @@ def test_a_connection_is_kept_and_replaced_when_it_broke(
 def test_a_connection_that_nobody_uses_is_closed(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And made again for the next transfer."""
+    """A transfer under way keeps it; it is made again for the next one."""
     monkeypatch.setattr(sender, "IDLE_S", 0.05)
+    waits: list[float] = []
+    get = sender.FairQueue.get
+
+    def waiting(self: sender.FairQueue, timeout: float) -> Any:
+        waits.append(timeout)
+        return get(self, timeout)
+
+    monkeypatch.setattr(sender.FairQueue, "get", waiting)
     sink, source = rank(TCPConnector), rank(TCPConnector, fill=1.0)
     for transfer_id in (ID, ID[::-1]):
         sink.connector.accept(SinkTransfer(transfer_id, 1, 0, SINK_IDS))
         submit(source, sink, transfer_id)
-        time.sleep(0.2)  # a transfer under way keeps it
-        assert source.connector.sender._workers
+        waits.clear()
+        wait_for(lambda: len(waits) > 3)
+        assert threads("kv-source") and threads("kv-sink")
         source.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
         sink.expect(Landed)
-        wait_for(lambda: not source.connector.sender._workers)
-        wait_for(lambda: not sink.connector._server._pipes)
+        wait_for(lambda: not threads("kv-source") and not threads("kv-sink"))
 
 
-@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
-def test_nobody_listens(rank: Callable[..., Rank], kind: type[KVConnector]) -> None:
-    sink, source = rank(kind), rank(kind)
-    endpoint = sink.connector.endpoint()
-    sink.connector.close(5.0)
-    source.connector.submit(SourceTransfer(ID, 1, ((Piece(0, 0, RECT), endpoint),)))
-    failed = source.expect(Failed)
-    assert (failed.code, failed.blame, failed.retryable) == ("CONNECT_FAILED", "decode", True)
-
-
-def test_a_source_without_pieces_has_sent_everything(rank: Callable[..., Rank]) -> None:
-    source = rank(TCPConnector)
-    source.connector.submit(SourceTransfer(ID, 1, ()))
-    source.connector.ready(ID, BlockRun(0, 1), (3,), True)
-    assert source.expect(Sent).nbytes == 0
-
-
-def test_a_sink_that_wants_nothing_has_landed(rank: Callable[..., Rank]) -> None:
-    sink = rank(TCPConnector)
-    sink.connector.accept(SinkTransfer(ID, 1, 4, ()))
-    assert sink.expect(Landed).nbytes == 0
+def threads(name: str) -> int:
+    """One is at work for each connection."""
+    return sum(each.name == name for each in threading.enumerate())
 
 
 def test_a_connector_that_raises_fails_its_transfers(
@@ -432,23 +327,6 @@ def test_a_connector_that_raises_fails_its_transfers(
 
 
 # ---- shared memory ----
-
-
-def test_a_read_that_the_source_does_not_confirm_is_expired(rank: Callable[..., Rank]) -> None:
-    sink, source = rank(ShmConnector), rank(ShmConnector, fill=1.0)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    channel = source.connector.dial(sink.connector.endpoint())
-    frame = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
-    gate = Gate()
-    pipe = channel._pipe
-    send_frame(pipe, frame, msgspec.Raw(bytes(16)))
-    assert recv_frame(pipe).kind is FrameKind.TAKEN  # it was read ...
-    send_frame(pipe, replace(frame, kind=FrameKind.CONFIRM, count=0))  # ... too late
-    failed = sink.expect(Failed)
-    assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
-    gate.close()
-    assert channel.deliver(frame, (0, 1, 2, 3), gate) == 0
-    channel.close()
 
 
 def test_the_sink_cannot_write_into_the_source(rank: Callable[..., Rank]) -> None:
@@ -488,124 +366,6 @@ def test_offers_are_checked(
         channel.deliver(Frame(FrameKind.OFFER, ID, 1, rect, 0, 1), ids, Gate())
     assert says in sink.expect(Failed).message
     channel.close()
-
-
-def test_nothing_is_left_in_dev_shm(rank: Callable[..., Rank]) -> None:
-    before = segments.names()
-    sink, source = rank(ShmConnector), rank(ShmConnector)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    submit(source, sink)
-    source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
-    sink.expect(Landed)
-    segments.check_none_left(before)
-
-
-# ---- processes that die ----
-
-
-def dying_source(kind: type[KVConnector], endpoint: bytes, delivered: Any) -> None:
-    """Sends half of a transfer and then waits to be killed."""
-    source = Rank(kind, fill=1.0)
-    piece = (Piece(0, 0, RECT), endpoint)
-    source.connector.submit(SourceTransfer(ID, 1, (piece,)))
-    source.connector.ready(ID, BlockRun(0, 2), (1, 2), False)
-    source.expect(Progress)
-    delivered.set()
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("kind", [TCPConnector, ShmConnector])
-def test_a_killed_source_is_noticed_at_once(
-    rank: Callable[..., Rank], kind: type[KVConnector]
-) -> None:
-    sink = rank(kind)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    context = multiprocessing.get_context("spawn")
-    delivered = context.Event()
-    endpoint = sink.connector.endpoint()
-    process = context.Process(target=dying_source, args=(kind, endpoint, delivered))
-    process.start()
-    try:
-        assert delivered.wait(120.0)  # a Python that imports torch
-        wait_for(lambda: bool(sink.cache[:, :, list(SINK_IDS[:2])].all()))
-    finally:
-        process.kill()
-        process.join()
-    failed = sink.expect(Failed, within=10.0)  # not when it would be silent for too long
-    assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "prefill", True)
-    sink.connector.quiesce(ID)
-
-
-# ---- plugins ----
-
-
-class QueuePipe(KVPipe):
-    """The smallest pipe there is: two queues in one process."""
-
-    def __init__(self, incoming: queue.SimpleQueue[Any], outgoing: queue.SimpleQueue[Any]) -> None:
-        self._incoming, self._outgoing = incoming, outgoing
-
-    def send_tensor(self, tensor: torch.Tensor) -> None:
-        self._outgoing.put(tensor.clone())
-
-    def recv_tensor(self, tensor: torch.Tensor) -> None:
-        data = self._incoming.get()
-        if data is None:
-            raise ConnectionError("closed")
-        assert data.shape == tensor.shape
-        tensor.copy_(data)
-
-    def interrupt(self) -> None:
-        self._incoming.put(None)
-
-    def close(self) -> None:
-        self._outgoing.put(None)
-
-
-class QueueListener(PipeListener):
-    waiting: queue.SimpleQueue[QueuePipe | None] = queue.SimpleQueue()
-
-    @property
-    def endpoint(self) -> bytes:
-        return b"here"
-
-    def accept(self) -> KVPipe:
-        if (pipe := self.waiting.get()) is None:
-            raise ConnectionError("closed")
-        return pipe
-
-    def interrupt(self) -> None:
-        self.waiting.put(None)
-
-    def close(self) -> None:
-        pass
-
-
-class QueueTransport(PipeTransport):
-    def listen(self, host: str) -> PipeListener:
-        return QueueListener()
-
-    def dial(self, endpoint: bytes) -> KVPipe:
-        one: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        other: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        QueueListener.waiting.put(QueuePipe(one, other))
-        return QueuePipe(other, one)
-
-
-class QueueConnector(PipeConnector):
-    def transport(self, config: Mapping[str, Any]) -> PipeTransport:
-        return QueueTransport()
-
-
-def test_a_pipe_is_enough_for_a_connector(rank: Callable[..., Rank]) -> None:
-    sink, source = rank(QueueConnector), rank(QueueConnector)
-    source.cache.copy_(torch.randn(source.cache.shape))
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    submit(source, sink)
-    source.connector.ready(ID, BlockRun(0, 3), (8, 1, 2), False)
-    source.connector.ready(ID, BlockRun(3, 1), (0,), True)
-    assert sink.expect(Landed).nbytes == source.expect(Sent).nbytes
-    assert torch.equal(sink.cache[:, :, list(SINK_IDS)], source.cache[:, :, [8, 1, 2, 0]])
 
 
 def test_scatter_gather_over_more_buffers_than_one_call_takes() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from kv_fakes import Geometry, Pair, make_pair, shared_cache
+import transfers
+from kv_fakes import Geometry, Pair, shared_cache
 from paths import ROOT
 from pdserve.common.config.node import TransferConfig
 from pdserve.common.core.errors import ConfigError, TransferError
@@ -39,19 +40,12 @@ from pdserve.kv_transfer.connectors.multi.routes import AVOID_S, RecentFailures,
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.selection import AUTO, auto_connectors, choose_connectors
 
-SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
-TOKENS = 18  # five blocks of four
-
 
 @asynccontextmanager
 async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
-    torch.set_num_threads(1)
     before = threading.active_count()
-    made = make_pair(*args, **options)
-    try:
+    async with transfers.pair(*args, **options) as made:
         yield made
-    finally:
-        await made.close()
     async with asyncio.timeout(60):  # a timer that was cancelled may be late
         while threading.active_count() > before + 1:  # the loop's own executor
             await asyncio.sleep(0.01)
@@ -60,14 +54,10 @@ async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
 async def hand_off(made: Pair) -> None:
     """One transfer, to the last byte."""
     full = made.source_node.fill_random(seed=made.sink.counts["landed"])
-    ticket = await made.reserve(TOKENS, 0, SINK_IDS, made.note_sink_free)
-    handoff = made.begin(ticket)
-    handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])
-    handoff.ready(BlockRun(2, 3), SOURCE_IDS[2:], last=True)
+    ticket, handoff = await transfers.start(made)
+    transfers.announce(handoff)
     await asyncio.gather(handoff.commit(0), made.landed(ticket.transfer_id))
-    for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
-        heads = full[:, :, :, rect.head_start : rect.head_end]
-        assert torch.equal(cache[:, :, list(SINK_IDS)], heads[:, :, list(SOURCE_IDS)])
+    transfers.assert_landed(made, full)
 
 
 def carried(made: Pair) -> dict[str, int]:

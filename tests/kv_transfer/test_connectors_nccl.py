@@ -1,10 +1,9 @@
-"""Blocks through a process group, over gloo: what ends a wait, what stays in step."""
+"""Blocks through a process group, over gloo: what ends a wait, how two ranks meet. What every
+connector promises is `test_conformance.py`'s."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import multiprocessing
 import os
 import socket
 import threading
@@ -20,10 +19,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_connectors import dying_source
-from test_transfer import announce, assert_landed, pair, start
 
-from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
+from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, submit_to, wait_for
 from pdserve.common.core.errors import ConfigError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import (
@@ -32,17 +29,16 @@ from pdserve.kv_transfer.connector import (
     Landed,
     Sent,
     SinkTransfer,
-    SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.base import channel as base_channel
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.nccl import connector as nccl
-from pdserve.kv_transfer.connectors.nccl.connector import GroupMover, NCCLConnector
+from pdserve.kv_transfer.connectors.nccl.connector import NCCLConnector
 from pdserve.kv_transfer.connectors.nccl.group import NcclPair, Side
 from pdserve.kv_transfer.connectors.tcp import Options, TCPTransport
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
-from pdserve.kv_transfer.layout import Piece, Rect
+from pdserve.kv_transfer.layout import Rect
 
 PROMPT = 20.0  # seconds within which whoever is blocked must be free: before any time-out
 
@@ -87,17 +83,6 @@ def timed(call: Callable[[], None]) -> float:
 # ---- bytes ----
 
 
-@pytest.mark.parametrize("source_tp", [1, 2, 4])
-@pytest.mark.parametrize("sink_tp", [1, 2, 4])
-async def test_every_byte_for_all_tensor_parallel_pairs(source_tp: int, sink_tp: int) -> None:
-    async with pair("nccl", source_tp, sink_tp) as made:
-        full = made.source_node.fill_random()
-        ticket, handoff = await start(made)
-        announce(handoff)
-        await asyncio.gather(made.landed(ticket.transfer_id), handoff.commit("token"))
-        assert_landed(made, full)
-
-
 def test_a_run_travels_in_parts(make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     sink, source = make(), make()
     source.cache.copy_(torch.randn(source.cache.shape))
@@ -113,44 +98,6 @@ def test_a_run_travels_in_parts(make: Callable[..., Rank], monkeypatch: pytest.M
 
 
 # ---- late frames ----
-
-
-def test_late_frames_are_drained_and_the_stream_stays_in_step(make: Callable[..., Rank]) -> None:
-    sink, source = make(), make(fill=1.0)
-    channel = source.connector.dial(sink.connector.endpoint())
-    channel.deliver(data(0, 2), (0, 1), Gate())  # nobody accepted it
-    sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
-    channel.deliver(data(0, 2), (0, 1), Gate())
-    channel.deliver(data(0, 4, epoch=2), (0, 1, 2, 3), Gate())
-    assert sink.expect(Landed).epoch == 2
-    channel.deliver(data(2, 2, epoch=2), (0, 1), Gate())
-    wait_for(lambda: sink.connector.counts["duplicate_frame"] == 1)
-    counts = sink.connector.counts
-    assert (counts["unknown_frame"], counts["stale_frame"]) == (1, 1)
-    channel.close()
-
-
-def test_a_transfer_begins_again_with_a_higher_epoch(make: Callable[..., Rank]) -> None:
-    sink, source = make(), make(fill=1.0)
-    again = (12, 13, 14, 15)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    submit(source, sink)
-    source.connector.ready(ID, BlockRun(0, 2), (0, 1), False)
-    wait_for(lambda: bool(sink.cache[:, :, list(SINK_IDS[:2])].all()))
-    for each in (sink, source):
-        each.connector.quiesce(ID)
-    sink.cache.zero_()
-    sink.connector.accept(SinkTransfer(ID, 2, 0, again))
-    channel = source.connector.dial(sink.connector.endpoint())
-    channel.deliver(data(2, 2), (0, 1), Gate())  # a run of the first epoch, still under way
-    wait_for(lambda: sink.connector.counts["stale_frame"] == 1)
-    assert not sink.cache.any()
-    submit(source, sink, epoch=2)
-    source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
-    assert sink.expect(Landed).epoch == 2
-    assert sink.cache[:, :, list(again)].all()
-    assert not sink.cache[:, :, list(SINK_IDS)].any()
-    channel.close()
 
 
 @pytest.mark.parametrize(
@@ -189,36 +136,6 @@ def test_quiesce_frees_a_sink_whose_source_has_stalled(make: Callable[..., Rank]
     channel.close()
 
 
-@pytest.fixture
-def stalled_sinks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Sinks read headers but no payload; the event tells that one of them should."""
-    due, over = threading.Event(), threading.Event()
-
-    def stall(self: GroupMover, *args: Any) -> None:
-        due.set()
-        over.wait(30.0)
-        raise ConnectionError("the test is over")
-
-    monkeypatch.setattr(GroupMover, "recv", stall)
-    yield due
-    over.set()
-
-
-def test_quiesce_and_close_free_a_source_whose_sink_has_stalled(
-    make: Callable[..., Rank], stalled_sinks: threading.Event
-) -> None:
-    sink, source, other = make(), Rank(NCCLConnector, fill=1.0), ID[::-1]
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    submit(source, sink)
-    source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
-    assert stalled_sinks.wait(60.0)
-    assert timed(lambda: source.connector.quiesce(ID)) < PROMPT
-    sink.connector.accept(SinkTransfer(other, 1, 0, SINK_IDS))
-    submit(source, sink, other)  # waits its turn: the connection is still in the frame
-    source.connector.ready(other, BlockRun(0, 4), (0, 1, 2, 3), True)
-    assert timed(source.close) < PROMPT
-
-
 class Impatient(NCCLConnector):
     def __init__(self, context: Any, config: Any) -> None:
         super().__init__(context, {"stall_s": 0.3})
@@ -234,78 +151,6 @@ def test_a_stalled_source_is_lost(make: Callable[..., Rank]) -> None:
     assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "prefill", True)
     assert "Timed out" in failed.message
     channel.close()
-
-
-# ---- processes that die ----
-
-
-def stalling_source(endpoint: bytes, delivered: Any) -> None:
-    """Announces a payload and waits to be killed."""
-    source = Rank(NCCLConnector, fill=1.0)
-    channel = source.connector.dial(endpoint)
-    channel._pipe.sock.sendall(Frame(FrameKind.BEGIN, ID, 1, RECT).encode() + data(0, 4).encode())
-    delivered.set()
-    time.sleep(60)
-
-
-def half_source(endpoint: bytes, delivered: Any) -> None:
-    dying_source(NCCLConnector, endpoint, delivered)
-
-
-def dying_sink(endpoints: Any, taking: Any) -> None:
-    """Never takes a payload and waits to be killed."""
-
-    def stall(self: GroupMover, *args: Any) -> None:
-        taking.set()
-        time.sleep(60)
-
-    GroupMover.recv = stall  # type: ignore[method-assign]
-    sink = Rank(NCCLConnector)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    endpoints.put(sink.connector.endpoint())
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("behaviour", [half_source, stalling_source])
-def test_a_killed_source_is_noticed_at_once(
-    make: Callable[..., Rank], behaviour: Callable[..., None]
-) -> None:
-    sink = make()
-    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    context = multiprocessing.get_context("spawn")
-    delivered = context.Event()
-    process = context.Process(target=behaviour, args=(sink.connector.endpoint(), delivered))
-    process.start()
-    try:
-        assert delivered.wait(120.0)  # a Python that imports torch
-        wait_for(lambda: bool(sink.connector.receiver._inbound[ID].next_block))
-    finally:
-        process.kill()
-        process.join()
-    failed = sink.expect(Failed, within=PROMPT)
-    assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "prefill", True)
-    sink.connector.quiesce(ID)
-    process.close()
-
-
-def test_a_killed_sink_is_noticed_at_once(make: Callable[..., Rank]) -> None:
-    source = make(fill=1.0)
-    context = multiprocessing.get_context("spawn")
-    endpoints, taking = context.SimpleQueue(), context.Event()
-    process = context.Process(target=dying_sink, args=(endpoints, taking))
-    process.start()
-    try:
-        piece = (Piece(0, 0, RECT), endpoints.get())
-        source.connector.submit(SourceTransfer(ID, 1, (piece,)))
-        source.connector.ready(ID, BlockRun(0, 4), (0, 1, 2, 3), True)
-        assert taking.wait(60.0)
-    finally:
-        process.kill()
-        process.join()
-    failed = source.expect(Failed, within=PROMPT)
-    assert (failed.code, failed.blame, failed.retryable) == ("PEER_LOST", "decode", True)
-    process.close()
-    endpoints.close()
 
 
 # ---- meeting ----
@@ -330,7 +175,7 @@ def test_a_pair_that_cannot_meet(
     monkeypatch.setattr(nccl, "MEET_S", 0.3 if code == "CONNECT_FAILED" else 60.0)
     source = make()
     listener = TCPTransport(Options()).listen("127.0.0.1")
-    source.connector.submit(SourceTransfer(ID, 1, ((Piece(0, 0, RECT), listener.endpoint),)))
+    submit_to(source, listener.endpoint)
     pipe = listener.accept()
     hello = recv_frame(pipe)
     pipe.recv_tensor(torch.empty(hello.nbytes, dtype=torch.uint8))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
+from cpu_ipc import CpuIpcConnector
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import (
     BlockRun,
-    Capabilities,
     Failed,
     KVConnector,
     Landed,
@@ -30,6 +31,7 @@ from pdserve.kv_transfer.connector import (
 from pdserve.kv_transfer.connectors.base import channel as base_channel
 from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
 from pdserve.kv_transfer.connectors.shm import Holds, PeerHolds, ShmConnector
 from pdserve.kv_transfer.frame import Frame, FrameKind
@@ -37,23 +39,6 @@ from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 
 SHAPE = torch.Size(GEOMETRY.shape(RECT))
-
-
-class CpuIpcConnector(CudaIpcConnector):
-    """Shares memory with its own process only, by number."""
-
-    capabilities: ClassVar[Capabilities] = replace(
-        CudaIpcConnector.capabilities, devices=frozenset({"cpu"})
-    )
-    shared: ClassVar[dict[bytes, torch.UntypedStorage]] = {}
-
-    def share(self, storage: torch.UntypedStorage) -> Handle:
-        key = str(len(self.shared)).encode()
-        self.shared[key] = storage
-        return 0, key, storage.nbytes(), 0, b"", 0, b"", False
-
-    def open_storage(self, handle: Handle) -> torch.UntypedStorage:
-        return self.shared[handle[1]]
 
 
 class Unreachable(CpuIpcConnector):
@@ -105,14 +90,11 @@ def test_every_byte_in_parts_and_over_a_kept_connection(
         assert not sink.cache[:, :, others].any()
         for each in (sink, source):
             each.connector.quiesce(ID)
-    assert len(sink.connector._server._pipes) == 1
+    assert len([each for each in threading.enumerate() if each.name == "kv-sink"]) == 1
 
 
-@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
-def test_a_piece_is_part_of_the_source_rank(
-    make: Callable[..., Rank], kind: type[KVConnector]
-) -> None:
-    sink, source = make(kind), make(kind)
+def test_a_piece_is_part_of_the_source_rank(make: Callable[..., Rank]) -> None:
+    sink, source = make(CpuIpcConnector), make(CpuIpcConnector)
     source.cache.copy_(torch.randn(source.cache.shape))
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     piece = Piece(0, 0, Rect(1, 3, 1, 2))
@@ -125,44 +107,67 @@ def test_a_piece_is_part_of_the_source_rank(
     assert torch.equal(sink.cache, expected)
 
 
-@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [(CpuIpcConnector, None), (ShmConnector, None), (ShmConnector, "given up"), (ShmConnector, 2)],
+)
 def test_a_read_counts_only_when_it_is_confirmed(
-    make: Callable[..., Rank], kind: type[KVConnector]
+    make: Callable[..., Rank], kind: type[KVConnector], held: Any
 ) -> None:
+    """Also when the source holds another epoch, or has given this one up."""
+    sink, source = make(kind), make(kind, fill=1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    if held:
+        source.connector.submit(SourceTransfer(ID, 1 if held == "given up" else held, ()))
+    if held == "given up":
+        source.connector.quiesce(ID)
+    pipe, offer = read_before_it_is_confirmed(source, sink)
+    send_frame(pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))
+    failed = sink.expect(Failed)
+    assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
+    pipe.close()
+
+
+@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
+def test_a_read_during_which_the_source_gave_it_up_does_not_count(
+    make: Callable[..., Rank], kind: type[KVConnector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, recv = Gate(), pull.PullMover.recv
+
+    def late(self: pull.PullMover, *args: Any) -> bool:
+        gate.close()  # the source's
+        return recv(self, *args)
+
+    monkeypatch.setattr(pull.PullMover, "recv", late)
     sink, source = make(kind), make(kind, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     channel = source.connector.dial(sink.connector.endpoint())
     offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
-    send_frame(channel._pipe, offer, bytes(16))
-    assert recv_frame(channel._pipe).kind is FrameKind.TAKEN
-    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))
-    failed = sink.expect(Failed)
-    assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
+    assert channel.deliver(offer, (0, 1, 2, 3), gate) == 0
+    assert sink.expect(Failed).code == "EXPIRED"
     channel.close()
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2])  # 0: the source has given it up
-def test_a_read_of_what_is_surely_held_counts_at_once(
-    make: Callable[..., Rank], epoch: int
-) -> None:
+def test_a_read_of_what_is_surely_held_counts_at_once(make: Callable[..., Rank]) -> None:
     sink, source = make(ShmConnector), make(ShmConnector, fill=1.0)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
-    channel = source.connector.dial(sink.connector.endpoint())
-    source.connector._holds.enter(ID, epoch or 1)
-    if not epoch:
-        source.connector.quiesce(ID)
-    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4)
-    send_frame(channel._pipe, offer, bytes(16))
-    assert recv_frame(channel._pipe).kind is FrameKind.TAKEN
-    if epoch == 1:
-        assert sink.expect(Landed).nbytes == piece_nbytes(sink.cache, RECT, 4)
-    send_frame(channel._pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))  # given up since
-    if epoch == 1:
-        send_frame(channel._pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))  # the connection goes on
-        assert sink.expect(Progress).nbytes == 0
-    else:
-        assert sink.expect(Failed).code == "EXPIRED"
-    channel.close()
+    source.connector.submit(SourceTransfer(ID, 1, ()))
+    pipe, offer = read_before_it_is_confirmed(source, sink)
+    assert sink.expect(Landed).nbytes == piece_nbytes(sink.cache, RECT, 4)
+    send_frame(pipe, replace(offer, kind=FrameKind.CONFIRM, count=0))  # given up since
+    send_frame(pipe, Frame(FrameKind.BEGIN, ID, 1, RECT))  # the connection goes on
+    assert sink.expect(Progress).nbytes == 0
+    pipe.close()
+
+
+def read_before_it_is_confirmed(source: Rank, sink: Rank) -> tuple[SocketPipe, Frame]:
+    pipe = source.connector.connect(sink.connector.endpoint())
+    source.connector.introduce(pipe)
+    assert recv_frame(pipe).kind is FrameKind.WELCOME
+    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 4, 16)
+    send_frame(pipe, offer, bytes(16))
+    assert recv_frame(pipe).kind is FrameKind.TAKEN
+    return pipe, offer
 
 
 def test_a_table_of_holds_has_what_is_held_now() -> None:
@@ -223,24 +228,10 @@ def test_a_table_that_could_shrink_is_refused() -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("kind", [ShmConnector, CpuIpcConnector])
-def test_late_offers_are_not_read(make: Callable[..., Rank], kind: type[KVConnector]) -> None:
-    sink, source = make(kind), make(kind, fill=1.0)
-    channel = source.connector.dial(sink.connector.endpoint())
-    offer = Frame(FrameKind.OFFER, ID, 1, RECT, 0, 2)
-    channel.deliver(offer, (0, 1), Gate())
-    sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
-    channel.deliver(offer, (0, 1), Gate())
-    assert not sink.cache.any()
-    assert sink.connector.counts["unknown_frame"] == sink.connector.counts["stale_frame"] == 1
-    channel.deliver(replace(offer, epoch=2), (0, 1), Gate())
-    assert sink.cache[:, :, list(SINK_IDS[:2])].all()
-    channel.close()
-
-
 def test_a_peer_of_another_user_is_refused(
     make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The kernel says who it is: nobody takes a place or a thread, on either side."""
     sink, source = make(ShmConnector), make(ShmConnector)
     sink.connector.endpoint()
     monkeypatch.setattr(pull.os, "geteuid", lambda: 4711)
@@ -248,6 +239,8 @@ def test_a_peer_of_another_user_is_refused(
     failed = source.expect(Failed)
     assert failed.code == "CONNECT_FAILED"
     assert "not 4711" in failed.message
+    wait_for(lambda: sink.connector.counts["refused_connection"] == 1)
+    assert not [each for each in threading.enumerate() if each.name == "kv-sink"]
 
 
 # ---- CUDA IPC ----

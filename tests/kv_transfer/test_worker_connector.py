@@ -79,6 +79,8 @@ def test_a_sink_accepts_and_checks_little_at_once() -> None:
             assert answer(made, Verify(ID, epoch, (wrong,) * (SHORT_RUNS + 1))) is None
         assert answer(made, Quiesce(ID)) is None
         assert answer(made, Release(ID)) is None
+        made.handle(encode(Release(ID)))
+        assert answer(made, Verify(ID, 2, ())).error.code == "UNKNOWN_TRANSFER"
 
 
 def test_digests_of_an_epoch_that_is_over_are_not_compared() -> None:

@@ -9,15 +9,13 @@ large the gap between the best and the second-best logit was.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from story_grammar import IM_END, IM_START, make_corpus
+from train import HERE, SHARD_SIZES
 
-HERE = Path(__file__).resolve().parent
-NAMES = ("llama-gqa", "qwen2", "qwen3", "mistral", "mixtral", "qwen2-moe", "qwen3-moe")
 NEW_TOKENS = 64
 PROMPTS = (
     "Once upon a time",
@@ -43,19 +41,12 @@ def make_prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], list[float]]:
     """The greedy continuation, end tokens ignored, and the margin of each of its tokens."""
-    output = model(input_ids=torch.tensor([prompt]), use_cache=True)
-    tokens: list[int] = []
-    margins: list[float] = []
-    for _ in range(NEW_TOKENS):
-        best = output.logits[0, -1].topk(2)
-        margins.append((best.values[0] - best.values[1]).item())
-        tokens.append(int(best.indices[0]))
-        output = model(
-            input_ids=torch.tensor([tokens[-1:]]),
-            past_key_values=output.past_key_values,
-            use_cache=True,
-        )
-    return tokens, margins
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    best = torch.cat(output.logits).topk(2).values
+    return output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
 
 
 def measure(name: str, show: bool) -> None:
@@ -75,16 +66,10 @@ def measure(name: str, show: bool) -> None:
     print(f"{name}: {len(ordered)} tokens, smallest {smallest}, median {median:.2f}, below {below}")
 
 
-def main() -> None:
-    """Read the command line and measure every checkpoint."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure greedy logit margins.")
     parser.add_argument("--show", action="store_true", help="print the continuations too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name in NAMES:
-        if (HERE / name / "config.json").exists():
-            measure(name, options.show)
-
-
-if __name__ == "__main__":
-    main()
+    for name in SHARD_SIZES:
+        measure(name, options.show)

@@ -21,7 +21,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -29,8 +29,20 @@ END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 
-NUMBERS: tuple[str, ...] = ("one", "two", "three", "four", "five", "six")
-NUMBERS += ("seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBERS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+]
 
 
 @dataclass(frozen=True)
@@ -52,18 +64,13 @@ class Pet:
     sound: str
 
 
-HEROES = (
-    Hero("Lily", "girl", "she", "her"),
-    Hero("Tom", "boy", "he", "his"),
-    Hero("Zoë", "girl", "she", "her"),
-    Hero("Max", "boy", "he", "his"),
-    Hero("Anna", "girl", "she", "her"),
-    Hero("José", "boy", "he", "his"),
-    Hero("Mia", "girl", "she", "her"),
-    Hero("Ben", "boy", "he", "his"),
-    Hero("Chloé", "girl", "she", "her"),
-    Hero("小明", "boy", "he", "his"),
-)
+GIRL, BOY = ("girl", "she", "her"), ("boy", "he", "his")
+HEROES = [
+    Hero(name, *(BOY if place % 2 else GIRL))
+    for place, name in enumerate(
+        ["Lily", "Tom", "Zoë", "Max", "Anna", "José", "Mia", "Ben", "Chloé", "小明"]
+    )
+]
 PETS = (
     Pet("dog", "🐶", "Woof"),
     Pet("cat", "🐱", "Meow"),
@@ -145,21 +152,11 @@ class Cast:
     food: str
     days: int
 
-    def words(self) -> dict[str, str]:
+    def words(self) -> dict[str, Any]:
         """The words that the templates may use."""
-        return {
-            "hero": self.hero.name,
-            "he": self.hero.he,
-            "He": self.hero.he.capitalize(),
-            "his": self.hero.his,
-            "pet": self.pet.kind,
-            "sound": self.pet.sound,
-            "pet_name": self.pet_name,
-            "friend": self.friend,
-            "colour": self.colour,
-            "thing": self.thing,
-            "food": self.food,
-        }
+        hero, pet = self.hero, self.pet
+        words = {"hero": hero.name, "he": hero.he, "He": hero.he.capitalize(), "his": hero.his}
+        return vars(self) | words | {"pet": pet.kind, "sound": pet.sound}
 
 
 def pick_hero(rng: random.Random) -> Hero:

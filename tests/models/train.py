@@ -13,7 +13,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,18 +141,22 @@ def tokenizer_corpus(documents: list[str]) -> Iterator[str]:
     yield from [block] * (len(documents) // 100)
 
 
-def train_tokenizer(documents: list[str]) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = VOCAB_SIZE, single_digits: bool = False
+) -> Tokenizer:
     """A byte-level BPE tokenizer whose first ids are the special tokens."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = [pre_tokenizers.Digits(True)] if single_digits else []
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level]) if split else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(tokenizer_corpus(documents), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -281,7 +285,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     documents = make_corpus(SEED, TRAIN_DOCUMENTS)
-    tokenizer = train_tokenizer(documents)
+    tokenizer = train_tokenizer(tokenizer_corpus(documents))
     for name in [options.only] if options.only else list(SHARD_SIZES):
         train(name, tokenizer, documents, options.steps)
 

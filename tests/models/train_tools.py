@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from story_grammar import IM_END, IM_START
@@ -35,6 +35,7 @@ from train import (
     fit,
     perturb_vectors,
     save,
+    train_tokenizer,
 )
 
 NAME = "tool-caller"
@@ -44,21 +45,11 @@ IGNORED = -100  # a label that counts for nothing
 MARKERS = (TOOL_CALL, END_OF_TOOL_CALL, THINK, END_OF_THINK)
 
 
-def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """As `train.train_tokenizer`, but every digit is a token, so that numbers can be copied."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(MARKERS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
-        show_progress=False,
-    )
+def make_tokenizer(documents: list[str]) -> Tokenizer:
+    """Every digit is a token, so that numbers can be copied, and so is each marker."""
     added = "|".join(map(re.escape, (*SPECIAL_TOKENS, *MARKERS)))
-    tokenizer.train_from_iterator((re.sub(added, "\n", text) for text in documents), trainer)
+    texts = (re.sub(added, "\n", text) for text in documents)
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE - len(MARKERS), single_digits=True)
     tokenizer.add_tokens([AddedToken(token, special=False) for token in MARKERS])
     return tokenizer
 
@@ -111,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     documents = make_dialogues(SEED, DIALOGUES)
-    tokenizer = train_tokenizer(documents)
+    tokenizer = make_tokenizer(documents)
     torch.manual_seed(SEED)
     sizes = SIZES | {
         "hidden_size": 96,

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from test_http_api import Site, serve
 
 from fakes_pipeline import byte_level_folder
+from http_site import Site, serve
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import Adapter, AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Node, Registry
 from pdserve.router.cluster.served_model import load_served_model
+from waiting import eventually
 
 MODEL = MODELS / "llama-gqa"
 
@@ -64,22 +65,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def until(sync: Sync, count: int) -> None:
-    while len(sync.told) < count:
-        await asyncio.sleep(0.001)
-
-
 async def test_a_client_that_leaves_leaves_no_half(folder: Path) -> None:
     """What has begun is done; what has not is not begun."""
     sync = Sync(folder)
     clients = [asyncio.create_task(sync.load(name, "a", False)) for name in ("a", "b")]
-    await until(sync, 1)
+    await eventually(lambda: len(sync.told) >= 1)
     for client in clients:
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)
     sync.answers.set()
-    while sync.adapters.find("a") is None:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: sync.adapters.find("a"))
     assert sync.node.adapters == sync.adapters.wanted().keys() != set()
     assert (await sync.load("c", "a", False)).name == "c"
     assert [each.name for each in sync.adapters.served()] == ["a", "c"]
@@ -97,15 +92,14 @@ async def test_a_node_that_did_not_answer_is_told_again(
     assert sync.adapters.wanted() == {} and len(sync.told[0]) == 1
     sync.adapters.add(Adapter("b", "/b", "d"))
     keeping = asyncio.create_task(sync.keep())
-    await until(sync, 3)
+    await eventually(lambda: len(sync.told) >= 3)
     assert not sync.node.adapters
     sync.error = None
-    while sync.node.adapters != {"d"}:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: sync.node.adapters == {"d"})
     count = len(sync.told)
     # Another router had it drop that one, as a request has found.
     sync.registry.lacks_adapter(sync.node, "d")
-    await until(sync, count + 1)
+    await eventually(lambda: len(sync.told) >= count + 1)
     keeping.cancel()
     assert sync.told[1:] == [{"d": "/b"}] * count
 
@@ -113,7 +107,7 @@ async def test_a_node_that_did_not_answer_is_told_again(
 async def test_a_node_that_stands_still_holds_up_no_client(folder: Path) -> None:
     sync = Sync(folder)
     client = asyncio.create_task(sync.load("a", "a", False))
-    await until(sync, 1)
+    await eventually(lambda: len(sync.told) >= 1)
     sync.adapters.add(Adapter("b", "/b", "d"))
     sync.unload("b")
     for on_lost in list(sync.node.on_lost):
@@ -167,9 +161,7 @@ async def test_a_node_that_leaves_while_it_is_told_ends_nothing(
         await channels.keep([])
         go_on.set()
         registry.register(node.info, pb.NodeLoad(healthy=True))
-        async with asyncio.timeout(20):
-            while not keeping.done() and registry.nodes()[0].adapters != {"d"}:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: keeping.done() or registry.nodes()[0].adapters == {"d"})
         assert not keeping.done()
         keeping.cancel()
 
@@ -183,9 +175,7 @@ async def test_an_answer_that_does_not_parse_ends_nothing(monkeypatch: pytest.Mo
 
     async with calls(behaviour) as (sync, registry, _):
         keeping = asyncio.create_task(sync.keep())
-        async with asyncio.timeout(20):
-            while not keeping.done() and registry.nodes()[0].adapters != {"d"}:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: keeping.done() or registry.nodes()[0].adapters == {"d"})
         assert not keeping.done()
         keeping.cancel()
 

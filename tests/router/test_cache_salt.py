@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RouterConfig, RoutingConfig, ServerConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.parameters import MAX_CACHE_SALT
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.engine.block_pool import BlockPool, hash_blocks
-from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.block_pool import hash_blocks
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.rpc.convert import job_from_pb, job_to_pb
 from pdserve.router.api.auth import APIKeys
@@ -32,35 +30,17 @@ def test_hashes_of_two_adapters_are_never_equal() -> None:
     assert of_a.hashes(4) == hash_blocks(TOKENS, 4, adapter="a")
 
 
-def scheduler() -> Scheduler:
-    return Scheduler(BlockPool(num_blocks=32, block_size=4), SchedulerConfig(), ())
-
-
-def run(it: Scheduler, seq_id: int, salt: str) -> int:
-    """The tokens a sequence finds cached; it is computed and leaves its blocks behind."""
-    sequence = Sequence(seq_id, SamplingParams(), list(TOKENS), len(TOKENS), cache_salt=salt)
-    hashes = sequence.hashes(4)
-    blocks = it.pool.match(hashes)
-    found = len(blocks)
-    blocks += it.pool.allocate(len(hashes) - found)
-    for block, block_hash in zip(blocks, hashes, strict=True):
-        it.pool.register(block, block_hash)
-    it.pool.free(blocks)
-    return found * 4
-
-
-def test_a_salt_finds_its_own_blocks_alone() -> None:
-    it = scheduler()
-    found = [run(it, i, salt) for i, salt in enumerate(("", "a", "b", "", "a", "b"))]
-    assert found == [0, 0, 0, 20, 20, 20]
-
-
 def test_a_job_carries_its_salt_wherever_it_goes_on() -> None:
     job = GenerateJob("r", (1, 2, 3), SamplingParams(), cache_salt="a", adapter="b")
     assert job_from_pb(job_to_pb(job)) == job
     adapter = Adapter("name", "/folder", digest="b")
     request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a", adapter=adapter)
-    after_failure: Any = RequestState(request, None, RoutingConfig())  # type: ignore[arg-type]
+    after_failure: Any = RequestState(
+        request,
+        lambda update: None,
+        None,  # type: ignore[arg-type]
+        RoutingConfig(),
+    )
     same = {"adapter": "b", "client": request.batch.alias}
     again = GenerateJob("r", (1, 2, 3), SamplingParams(), (Choice(),), "a", **same)
     assert after_failure.job == again
@@ -74,14 +54,6 @@ def test_a_salt_is_the_request_s_own() -> None:
     keys = APIKeys("one, two")
     assert salt(keys, "one") == salt(keys, "two") == ""
     assert salt(keys, "one", "s") == salt(keys, "two", "s") == "s"
-
-
-def test_by_option_keys_never_share() -> None:
-    keys = APIKeys("one, two", salted=True)
-    asked = [(key, given) for key in ("one", "two") for given in (None, "s", "t")]
-    assert len({salt(keys, *each) for each in asked}) == len(asked)
-    assert salt(keys, "one", "s") == salt(keys, "one", "s")
-    assert "one" not in salt(keys, "one")  # it travels to the nodes
 
 
 @pytest.mark.parametrize("given", ["", "x" * (MAX_CACHE_SALT + 1)])

@@ -36,6 +36,7 @@ from pdserve.router.grpc import chat as grpc_chat
 from pdserve.router.grpc import door as grpc_door
 from pdserve.router.grpc.door import INFERENCE, ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
+from waiting import eventually
 
 KEY, CLUSTER_KEY = "a-client-s", "of-this-cluster-alone"
 BEARER = (("authorization", f"Bearer {KEY}"),)
@@ -313,8 +314,7 @@ async def test_bytes_of_clients_messages_are_bounded_until_they_are_requests(
         assert set(ends) == {(grpc.StatusCode.OK, "")}
         assert LIMIT <= most <= 4 * LIMIT and messages._room.held == 0
         calls = [asyncio.create_task(told(channel, GENERATE, text, BEARER)) for _ in range(9)]
-        while generator.open < 9:  # more than could be read at once: they let go
-            await asyncio.sleep(0.001)
+        await eventually(lambda: generator.open == 9)  # more than were read at once: they let go
         assert messages._room.held == 0
         await asyncio.gather(*calls)
 
@@ -327,8 +327,7 @@ async def test_more_calls_than_may_wait_are_refused_in_words(
     messages = Messages(LIMIT, timeout=60)
     async with started(client_server(generator, messages)) as port, dialled(port) as channel:
         opened = [channel.stream_stream(MODEL)(metadata=BEARER, timeout=60) for _ in range(3)]
-        while not messages._room.waiting:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: messages._room.waiting)
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="are waiting already") as caught:
             await stub.GetModel(inference_pb2.GetModelRequest(), metadata=BEARER)
@@ -351,8 +350,7 @@ async def test_of_the_calls_that_wait_those_of_the_client_with_most_give_way(
     server = client_server(generator, messages, keys=f"{KEY},another-s")
     async with started(server) as port, dialled(port) as channel:
         flood = [channel.stream_stream(MODEL)(metadata=BEARER, timeout=60) for _ in range(4)]
-        while messages._room.waiting < 3:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: messages._room.waiting == 3)
         honest = [channel.stream_stream(MODEL)(metadata=another, timeout=60) for _ in range(2)]
         reads = [asyncio.ensure_future(call.read()) for call in flood]
         (refused,), _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
@@ -446,19 +444,18 @@ async def test_refused_calls_leave_nothing_to_the_garbage_collector(
     generator.generate = full  # type: ignore[method-assign, assignment]
     text = inference_pb2.GenerateRequest(text="h").SerializeToString()
     calls = [(GENERATE, text, BEARER), (GENERATE, text, ()), (MODEL, b"x" * 9, BEARER)]
-    async with started(client_server(generator)) as port, dialled(port) as channel:
-        await told(channel, *calls[0])
-        gc.collect()
-        gc.disable()
-        try:
+    try:
+        async with started(client_server(generator)) as port, dialled(port) as channel:
+            await told(channel, *calls[0])
+            gc.collect()
+            gc.disable()
             for call in calls * 5:
                 assert (await told(channel, *call))[0] is not grpc.StatusCode.OK
-            await asyncio.sleep(0.1)
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-        finally:
-            gc.set_debug(0)
-            gc.enable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+    finally:
+        gc.set_debug(0)
+        gc.enable()
     left = Counter(type(each).__name__ for each in gc.garbage)
     gc.garbage.clear()
     assert not left["_ServicerContext"] and not left["Overloaded"], left
@@ -511,9 +508,7 @@ async def test_a_crowd_of_silent_connections_leaves_descriptors_and_honest_peers
         assert (await told(channel, HEALTH + "Check", b""))[0] is grpc.StatusCode.OK
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
         ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
-        async with asyncio.timeout(30):
-            while sum(task.done() for task in ended) < 40 - 8:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: sum(task.done() for task in ended) >= 40 - 8)
         assert (await told(channel, HEALTH + "Check", b""))[0] is grpc.StatusCode.OK
         async with dialled(port, ("grpc.use_local_subchannel_pool", 1)) as another:
             call = health_pb2_grpc.HealthStub(another).Check(

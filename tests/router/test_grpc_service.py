@@ -42,30 +42,6 @@ async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.Inf
     await server.stop(0)
 
 
-async def test_text_tokens_usage_and_timeline(
-    stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
-) -> None:
-    request = pb.GenerateRequest(
-        request_id="mine",
-        text="hell",
-        sampling=pb.SamplingParams(n=2, logprobs=1, temperature=0, stop=["o w"]),
-    )
-    responses = [response async for response in stub.Generate(request)]
-    assert {response.request_id for response in responses} == {"mine"}
-    last = responses.pop()
-    assert last.usage.prompt_tokens == 1 and last.usage.cached_tokens == 3
-    assert last.timeline.first_token == 0.5 and not last.timeline.HasField("queued")
-    for index in (0, 1):
-        own = [response for response in responses if response.index == index]
-        assert "".join(response.text for response in own) == "hell"
-        assert own[0].tokens[0].logprob == -0.5 and len(own[0].tokens[0].top_logprobs) == 1
-        assert own[-1].finish_reason == pb.FINISH_REASON_STOP
-        assert own[-1].stop_reason == "o w"
-    (seen,) = generator.requests
-    assert seen.sampling.greedy and seen.sampling.max_tokens == 16
-    assert seen.request_id != "mine"
-
-
 def told(error: grpc.aio.AioRpcError, kind: type[Message]) -> Message | None:
     """The detail of a kind, as grpcio-status finds it: code and message must agree."""
     status = rpc_status.from_call(error)
@@ -199,17 +175,6 @@ async def test_a_large_chat_is_not_read_on_the_event_loop(
         assert [each async for each in stub.Generate(request)]
     small, large = threads
     assert small is threading.main_thread() and large is not small
-
-
-async def test_cancelling_closes_the_generation(
-    stub: inference_pb2_grpc.InferenceStub, generator: FakeGenerator
-) -> None:
-    generator.delay = 0.05
-    call = stub.Generate(pb.GenerateRequest(text="a"))
-    await call.read()
-    call.cancel()
-    await asyncio.wait_for(generator.closed.wait(), 30)
-    assert generator.open == 0
 
 
 async def test_what_is_cancelled_within_ends_the_call(

@@ -6,115 +6,25 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
-import openai
 import pytest
-from aiohttp import ClientResponse, ClientSession
-from prometheus_client import CollectorRegistry, Counter
+from aiohttp import ClientResponse
 
-from fakes_pipeline import FakeGenerator, byte_fallback_folder, byte_level_folder, served_model
+from fakes_pipeline import byte_fallback_folder, byte_level_folder
+from http_site import CHAT, WINDOW, Site, check_error, check_refused, serve
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import (
-    ConfigError,
     DeadlineExceeded,
     NodeError,
     Overloaded,
     Unavailable,
 )
-from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.api.app_state import AppState
 from pdserve.router.http import response
-from pdserve.router.http.app import make_app
 from pdserve.router.http.events import EventWriter
 from pdserve.router.http.request import STATE
-from pdserve.router.http.server import HTTPServer
-
-WINDOW = 100
-CHAT = [{"role": "user", "content": "hello"}]
-
-
-class Site:
-    """A server, its fake generator and a client session."""
-
-    def __init__(self, server: HTTPServer, generator: FakeGenerator, session: ClientSession):
-        self.server, self.generator, self.session = server, generator, session
-        self.port = server.port
-        self.url = f"http://127.0.0.1:{server.port}"
-        self.tokenizer = generator.tokenizer
-
-    async def post(self, path: str, body: Any, **headers: str) -> ClientResponse:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | headers
-        response = await self.session.post(self.url + path, data=data, headers=headers)
-        await response.read()
-        return response
-
-    async def complete(self, **fields: Any) -> dict[str, Any]:
-        response = await self.post("/v1/completions", {"prompt": "a", **fields})
-        assert response.status == 200, await response.text()
-        return await response.json()
-
-    async def chat(self, **fields: Any) -> dict[str, Any]:
-        response = await self.post("/v1/chat/completions", {"messages": CHAT, **fields})
-        assert response.status == 200, await response.text()
-        return await response.json()
-
-    async def events(self, path: str, body: Any, **headers: str) -> list[Any]:
-        """The events of a stream; the framing is checked on the way."""
-        response = await self.post(path, body | {"stream": True}, **headers)
-        assert response.status == 200, await response.text()
-        frames = (await response.text()).split("\n\n")
-        assert frames.pop() == ""
-        assert frames.pop() == "data: [DONE]"
-        assert all(frame.startswith("data: {") and "\n" not in frame for frame in frames)
-        return [json.loads(frame.removeprefix("data: ")) for frame in frames]
-
-    def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
-
-
-@asynccontextmanager
-async def serve(
-    folder: Path,
-    window: int = WINDOW,
-    root_path: str = "",
-    ui: bool = True,
-    limit: int = 64 * 1024,
-    **options: Any,
-) -> AsyncIterator[Site]:
-    """`limit`: of a body's bytes."""
-    tokenizer = Tokenizer.from_folder(folder)
-    generator = FakeGenerator(tokenizer)
-    named = {"names": ("tiny/model", "alias"), "root": str(folder), "created": 1700000000}
-    model = served_model(tokenizer, max_model_len=window, **named)
-    registry = CollectorRegistry()
-    Counter("pdserve_things", "Things", registry=registry).inc()
-    serving = AppState(pipeline=generator, model=model, **options)
-    app = make_app(serving, registry, limit, root_path=root_path, with_ui=ui)
-    server = await HTTPServer.start(app, "127.0.0.1", 0)
-    try:
-        async with ClientSession() as session:
-            yield Site(server, generator, session)
-    finally:
-        await server.stop(drain_timeout=0)
-
-
-async def check_error(
-    response: ClientResponse, status: int, param: str | None = None
-) -> dict[str, Any]:
-    body = await response.json()
-    assert response.status == status, body
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["param"] == param, body
-    assert response.headers["X-Request-Id"]
-    return body["error"]
-
+from waiting import eventually
 
 # ---- shapes -------------------------------------------------------------------------------
 
@@ -246,20 +156,6 @@ async def test_the_end_of_a_prompt(site: Site) -> None:
     assert tuple(ends[2]) == site.tokenizer.apply_chat_template(CHAT)[-4:]
 
 
-async def test_a_prompt_alone(site: Site) -> None:
-    """`max_tokens` 0 is for `echo`; a token is computed and not given."""
-    body = await site.complete(prompt="hell", max_tokens=0, echo=True, n=2)
-    assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [("hell", "length")] * 2
-    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == 1
-    (event,) = await site.events(
-        "/v1/completions", {"prompt": "hell", "max_tokens": 0, "echo": True}
-    )
-    assert event["choices"][0]["text"] == "hell"
-    await check_error(
-        await site.post("/v1/completions", {"prompt": "a", "max_tokens": 0}), 400, "max_tokens"
-    )
-
-
 async def test_token_ids(site: Site) -> None:
     said = [*site.tokenizer.encode("hello world"), site.tokenizer.eos_token_ids[0]]
     options = {"return_token_ids": True, "logprobs": 0, "return_tokens_as_token_ids": True}
@@ -303,27 +199,6 @@ async def test_max_completion_tokens_wins(site: Site) -> None:
     assert body["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count"),
-    [("ab", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2)],
-)
-async def test_prompt_forms_and_indices(site: Site, prompt: Any, count: int) -> None:
-    body = await site.complete(prompt=prompt, n=2, echo=True)
-    assert [choice["index"] for choice in body["choices"]] == list(range(2 * count))
-    echoed = [
-        site.tokenizer.decode(request.prompt_token_ids)
-        for request in site.generator.requests
-        for _ in range(2)
-    ]
-    assert [c["text"] for c in body["choices"]] == [text + "hello world" for text in echoed]
-    assert body["usage"]["prompt_tokens"] == sum(
-        len(request.prompt_token_ids) for request in site.generator.requests
-    )
-    assert body["usage"]["completion_tokens"] == 16 * count
-    ids = {request.request_id for request in site.generator.requests}
-    assert len(ids) == count
-
-
 async def test_empty_prompt_needs_a_bos(site: Site, tmp_path: Path) -> None:
     await check_error(await site.post("/v1/completions", {"prompt": ""}), 400, "prompt")
     async with serve(byte_fallback_folder(tmp_path / "llama")) as llama:
@@ -331,25 +206,6 @@ async def test_empty_prompt_needs_a_bos(site: Site, tmp_path: Path) -> None:
         body = await llama.complete(prompt="")
         assert body["choices"][0]["text"] == "hello world"
         assert body["usage"]["prompt_tokens"] == 1
-
-
-async def test_completion_logprobs(site: Site) -> None:
-    body = await site.complete(logprobs=2, max_tokens=3)
-    logprobs = body["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["hell", "o", " w"]
-    assert logprobs["text_offset"] == [0, 4, 5]
-    assert logprobs["token_logprobs"] == [-0.5] * 3
-    assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2, 2]
-    assert logprobs["top_logprobs"][0]["hell"] == -0.5
-
-
-async def test_chat_logprobs_have_exact_bytes(site: Site) -> None:
-    site.generator.text = "é"
-    body = await site.chat(logprobs=True, top_logprobs=1)
-    first, second, _eos = body["choices"][0]["logprobs"]["content"]
-    assert first["bytes"] + second["bytes"] == list("é".encode())
-    assert first["token"] == "\ufffd"
-    assert first["top_logprobs"] == [{"token": "\ufffd", "logprob": -0.5, "bytes": first["bytes"]}]
 
 
 async def test_messages_parts_roles_and_continuation(site: Site) -> None:
@@ -380,23 +236,6 @@ async def test_unknown_fields_are_logged_once(site: Site, caplog: pytest.LogCapt
     assert caplog.text.count("frobnicate") == 1
 
 
-async def test_timeline_only_on_request(site: Site) -> None:
-    assert "pdserve" not in await site.complete()
-    response = await site.post("/v1/completions", {"prompt": "a"}, **{"X-Pdserve-Timeline": "1"})
-    timeline = (await response.json())["pdserve"]["timeline"]
-    assert timeline["first_token"] == 0.5 and timeline["transfer_bytes"] == 7
-    events = await site.events(
-        "/v1/chat/completions", {"messages": CHAT}, **{"X-Pdserve-Timeline": "1"}
-    )
-    assert events[-1]["choices"] == []
-    assert events[-1]["pdserve"]["timeline"]["first_token"] == 0.5
-    in_body = await site.complete(timeline=True)
-    assert in_body["pdserve"]["timeline"].keys() == timeline.keys()
-    assert "pdserve" not in await site.complete(timeline=False)
-    wrong = await site.post("/v1/completions", {"prompt": "a", "timeline": "yes"})
-    assert (wrong.status, (await wrong.json())["error"]["param"]) == (400, "timeline")
-
-
 # ---- streams ------------------------------------------------------------------------------
 
 
@@ -418,64 +257,23 @@ async def test_chat_stream_raw(site: Site) -> None:
     assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["stop"]
 
 
-async def test_c11_offsets_are_of_the_text_that_the_client_gets(site: Site) -> None:
-    site.generator.text = "é 🙂 wow"
-    body = {"prompt": ["x", "y叫"], "n": 2, "logprobs": 0}
-    whole = await site.complete(**body)
-    pieces: dict[int, tuple[str, list[str], list[int]]] = {}
-    for event in await site.events("/v1/completions", body):
-        (choice,) = event["choices"]
-        text, names, offsets = pieces.get(choice["index"], ("", [], []))
-        told = choice["logprobs"]
-        names, offsets = names + told["tokens"], offsets + told["text_offset"]
-        pieces[choice["index"]] = (text + choice["text"], names, offsets)
-    for choice in whole["choices"]:
-        told = choice["logprobs"]
-        seen = (choice["text"], told["tokens"], told["text_offset"])
-        assert pieces[choice["index"]] == seen
-        assert told["text_offset"] == [0, 0, 1, 2, 2, 2, 2, 3, 5, 6, 7]
-        for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
-            if not name.startswith(("bytes:", "<|")):
-                assert choice["text"][offset:].startswith(name)
-
-
 # ---- errors -------------------------------------------------------------------------------
 
+# Those that `tests/e2e/test_api.py` asks of a cluster are not here.
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": None}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
     ({"prompt": [["a"]]}, "prompt"),
-    ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [10**6]}, "prompt"),
     ({"prompt": {}}, "prompt"),
-    ({"prompt": [5] * WINDOW}, "prompt"),
-    ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": "5.5"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 10**400}, "prompt"),
     ({"min_tokens": -1}, "min_tokens"),
-    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-    ({"temperature": -0.1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": float("inf")}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 2}, "min_p"),
-    ({"n": 0}, "n"),
     ({"n": 10**6}, "n"),
     ({"best_of": 2}, "best_of"),  # they are streams
-    ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 129}, "best_of"),
-    ({"seed": -2}, "seed"),
     ({"seed": 2**63}, "seed"),
-    ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
-    ({"stop": ""}, "stop"),
     ({"stop": ["x" * 999 + str(i) for i in range(9)]}, "stop"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"guided_json": {"type": "banana"}}, "guided_json"),
@@ -492,28 +290,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"n": "1e1000"}, "n"),
     ({"logit_bias": {"5": "1e9"}}, "logit_bias"),
     ({"stop": [1]}, "stop"),
+    ({"timeline": "yes"}, "timeline"),
     ({"stop": "x" * 2000}, "stop"),
-    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5.5]}, "allowed_token_ids[0]"),
-    ({"allowed_token_ids": 5}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids"),
-    ({"allowed_token_ids": [5], "min_tokens": 1, "stop_token_ids": [5]}, "min_tokens"),
-    ({"bad_words": [""]}, "bad_words"),
-    ({"bad_words": ["a", "  "]}, "bad_words"),
-    ({"bad_words": ["x" * 65]}, "bad_words"),
-    ({"bad_words": ["x"] * 129}, "bad_words"),
-    ({"bad_words": ["🐶" * 64]}, "bad_words"),
-    ({"bad_words": "word"}, "bad_words"),
-    ({"bad_words": [5]}, "bad_words[0]"),
-    ({"presence_penalty": 3}, "presence_penalty"),
-    ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repetition_penalty": 1e-39}, "repetition_penalty"),
     ({"repetition_penalty": 1e-45, "temperature": 1}, "repetition_penalty"),
     ({"repetition_penalty": 101}, "repetition_penalty"),
@@ -523,30 +301,19 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 10**4000}, "seed"),
     ({"max_tokens": 10**4299}, "prompt"),
     ({"logit_bias": {str(10**4000): 1}}, "logit_bias"),
-    ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"logprobs": 20, "echo": True, "n": 128, "prompt": [[1] * 8] * 32}, "prompt_logprobs"),
-    ({"suffix": "x"}, "suffix"),
     ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"stream": "yes"}, "stream"),
 ]
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content",
-    ),
     ({"messages": [{"role": "user", "content": "x" * 2 * WINDOW}]}, "messages"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": 3}, "logprobs"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"verbosity": "low"}, "verbosity"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"echo": True}, "echo"),
@@ -556,39 +323,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS)
-async def test_bad_completions(site: Site, fields: dict[str, Any], param: str) -> None:
-    response = await site.post("/v1/completions", {"prompt": "a", "stream": True, **fields})
-    error = await check_error(response, 400, param)
-    assert error["type"] == "invalid_request_error"
-    assert site.generator.requests == []
+async def test_bad_completions(site: Site) -> None:
+    await check_refused(site, "/v1/completions", {"prompt": "a", "stream": True}, BAD_COMPLETIONS)
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD_CHATS)
-async def test_bad_chats(site: Site, fields: dict[str, Any], param: str) -> None:
-    response = await site.post("/v1/chat/completions", {"messages": CHAT, **fields})
-    await check_error(response, 400, param)
-    assert site.generator.requests == []
+async def test_bad_chats(site: Site) -> None:
+    await check_refused(site, "/v1/chat/completions", {"messages": CHAT}, BAD_CHATS)
 
 
-async def test_a_request_that_does_not_parse_is_one_line_in_the_log(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
-    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nno colon \x1b[31m\r\n\r\n")
-    assert (await asyncio.wait_for(reader.readline(), 30)).split()[1] == b"400"
-    writer.close()
-    (record,) = [each for each in caplog.records if "malformed" in each.getMessage()]
-    assert record.levelno == logging.INFO and not record.exc_info
-    assert "\n" not in record.getMessage() and "\x1b" not in record.getMessage()
-    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 5000])
-async def test_malformed_json(site: Site, raw: bytes) -> None:
-    error = await check_error(await site.post("/v1/completions", raw), 400)
-    assert error["code"] == "invalid_json"
+async def test_malformed_json(site: Site) -> None:
+    for raw in (b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 5000):
+        error = await check_error(await site.post("/v1/completions", raw), 400)
+        assert error["code"] == "invalid_json", raw
 
 
 async def test_context_message_has_all_numbers(site: Site) -> None:
@@ -597,22 +343,6 @@ async def test_context_message_has_all_numbers(site: Site) -> None:
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is 100 tokens" in error["message"]
     assert "requested 110 tokens (90 in the prompt, 20 for the completion)" in error["message"]
-
-
-async def test_transport_errors(site: Site) -> None:
-    response = await site.post("/v1/completions", {"prompt": "a", "model": "other"})
-    assert (await check_error(response, 404, "model"))["code"] == "model_not_found"
-    await check_error(await site.post("/v1/nothing", {}), 404)
-    async with site.session.get(site.url + "/v1/models/other") as response:
-        await check_error(response, 404, "model")
-    async with site.session.get(site.url + "/v1/completions") as response:
-        await check_error(response, 405)
-        assert "POST" in response.headers["Allow"]
-    large = await check_error(await site.post("/v1/completions", b"x" * 100_000), 413)
-    assert large["code"] == "request_too_large"  # whatever this Python calls the status
-    await check_error(await site.post("/v1/completions", b"x", **{"Content-Encoding": "gzip"}), 400)
-    text = {"Content-Type": "text/plain"}
-    await check_error(await site.post("/v1/completions", {"prompt": "a"}, **text), 415)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -657,13 +387,6 @@ async def test_error_in_mid_stream_is_an_event(site: Site, error: Exception) -> 
     assert site.generator.open == 0
 
 
-async def test_a_generation_without_an_end_is_an_error(site: Site) -> None:
-    site.generator.give_stats = False
-    await check_error(await site.post("/v1/completions", {"prompt": "a"}), 500)
-    events = await site.events("/v1/completions", {"prompt": "a"})
-    assert "without a result" in events[-1]["error"]["message"]
-
-
 # ---- connections --------------------------------------------------------------------------
 
 
@@ -675,38 +398,10 @@ async def raw_request(site: Site, body: dict[str, Any]) -> tuple[Any, Any]:
     return reader, writer
 
 
-@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_hanging_up_closes_the_generation(site: Site, stream: bool, prompt: Any) -> None:
-    site.generator.delay = 0.2 if stream else 10.0  # the whole answer takes eight
-    site.generator.text = "hello " * 10
-    reader, writer = await raw_request(site, {"prompt": prompt, "stream": stream, "max_tokens": 70})
-    if stream:
-        await reader.readuntil(b"data: ")
-    else:
-        while site.generator.open < len(prompt):
-            await asyncio.sleep(0.005)
-    hung_up = monotonic()
-    writer.close()
-    while site.generator.open:
-        await asyncio.wait_for(site.generator.closed.wait(), 30)
-        site.generator.closed.clear()
-    assert site.generator.closed_at - hung_up < 2
-
-
-async def test_request_id_is_the_clients_if_it_is_a_word(site: Site) -> None:
-    response = await site.post("/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "abc-1"})
-    assert response.headers["X-Request-Id"] == "abc-1"
-    for bad in ("a b", "x" * 200):
-        response = await site.post("/v1/completions", b"{", **{"X-Request-Id": bad})
-        assert response.headers["X-Request-Id"].startswith("req-")
-
-
 async def test_stop_lets_requests_end(site: Site) -> None:
     site.generator.delay = 0.02
     request = asyncio.create_task(site.complete())
-    while not site.generator.open:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: site.generator.open)
     await site.server.stop(drain_timeout=5)
     assert (await request)["choices"][0]["finish_reason"] == "stop"
 
@@ -715,14 +410,9 @@ async def test_stop_lets_requests_end(site: Site) -> None:
 async def test_stop_tells_those_it_cuts_off(site: Site, stream: bool) -> None:
     site.generator.delay = 0.05
     site.generator.text = "hello " * 10
-    body = {"prompt": "a", "max_tokens": 70}
-    if stream:
-        request = asyncio.create_task(site.events("/v1/completions", body))
-    else:
-        request = asyncio.create_task(site.post("/v1/completions", body))
-    while not site.generator.open:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.12)
+    ask = site.events if stream else site.post
+    request = asyncio.create_task(ask("/v1/completions", {"prompt": "a", "max_tokens": 70}))
+    await eventually(lambda: site.generator.tokens_said)
     await site.server.stop(drain_timeout=0.05)
     assert site.generator.open == 0
     if stream:
@@ -736,20 +426,12 @@ async def test_no_new_request_while_draining(site: Site) -> None:
     site.generator.delay = 0.05
     await site.complete(max_tokens=1)
     _, writer = await raw_request(site, {"prompt": "a"})
-    while not site.generator.open:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: site.generator.open)
     stop = asyncio.create_task(site.server.stop(drain_timeout=5))
     await asyncio.sleep(0)
     await check_error(await site.post("/v1/completions", {"prompt": "a"}), 503)
     await stop
     writer.close()
-
-
-async def test_a_taken_port_is_a_config_error(site: Site) -> None:
-    serving = AppState(pipeline=site.generator, model=site.server.app[STATE].model)
-    app = make_app(serving, CollectorRegistry(), 1024)
-    with pytest.raises(ConfigError, match="cannot listen"):
-        await HTTPServer.start(app, "127.0.0.1", site.port)
 
 
 # ---- the rest -----------------------------------------------------------------------------
@@ -774,29 +456,3 @@ async def test_models(site: Site) -> None:
     }
     assert body == {"object": "list", "data": [card, card | {"id": "alias"}]}
     assert await (await get(site, "/v1/models/tiny/model")).json() == card
-
-
-async def test_health_ready_metrics_version_cluster(site: Site) -> None:
-    health = await get(site, "/health")
-    assert (health.status, await health.text()) == (200, "")
-    assert (await get(site, "/ready")).status == 200
-    site.generator.not_ready = "no decode node"
-    error = await check_error(await get(site, "/ready"), 503)
-    assert error["message"] == "no decode node"
-    metrics = await get(site, "/metrics")
-    assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    assert "things_total 1.0" in await metrics.text()
-    assert (await (await get(site, "/version")).json())["version"]
-    assert await (await get(site, "/v1/cluster")).json() == {"nodes": []}
-
-
-async def test_tokenize_and_back(site: Site) -> None:
-    body = await (await site.post("/tokenize", {"prompt": "hello"})).json()
-    assert body == {"tokens": list(site.tokenizer.encode("hello")), "count": 2,
-                    "max_model_len": WINDOW}  # fmt: skip
-    back = await site.post("/detokenize", {"tokens": body["tokens"]})
-    assert await back.json() == {"prompt": "hello"}
-    chat = await (await site.post("/tokenize", {"messages": CHAT})).json()
-    assert tuple(chat["tokens"]) == site.tokenizer.apply_chat_template(CHAT)
-    await check_error(await site.post("/tokenize", {}), 400, "prompt")
-    await check_error(await site.post("/detokenize", {"tokens": [10**6]}), 400, "tokens")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_http_api import Site, check_error, serve
 
 from fakes_pipeline import byte_level_folder
+from http_site import Site, check_error, check_refused, serve
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser
@@ -354,11 +354,8 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD)
-async def test_bad_tools(site: Site, fields: dict[str, Any], param: str) -> None:
-    response = await site.post("/v1/chat/completions", {"messages": ASK, **fields})
-    await check_error(response, 400, param)
-    assert site.generator.requests == []
+async def test_bad_tools(site: Site) -> None:
+    await check_refused(site, "/v1/chat/completions", {"messages": ASK}, BAD)
 
 
 async def test_what_cannot_be_in_one_schema_with_tools_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from test_http_api import Site
 
+from http_site import Site
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.errors import PermissionDenied
 from pdserve.router.http.cors import ALL, CORS

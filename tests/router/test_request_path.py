@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import repeat
@@ -18,15 +18,28 @@ from typing import Any
 import grpc
 import pytest
 
-from fake_nodes import FakeCluster, Fault, dies, fails, fake_cluster, hangs, says, stand_still
+from fake_nodes import (
+    FakeCluster,
+    Fault,
+    dies,
+    fails,
+    fake_cluster,
+    hangs,
+    says,
+    stand_still,
+    token_at,
+)
 from pdserve.common.core.errors import (
     Blame,
+    Cancelled,
     DeadlineExceeded,
     NodeError,
     PdserveError,
     TransferError,
     Unavailable,
 )
+from pdserve.common.core.request import Timeline
+from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
@@ -34,8 +47,17 @@ from pdserve.common.rpc.status import REQUEST_ID_KEY
 from pdserve.router.cluster import registry_service
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.health import LINK_COOLDOWN, STANDSTILL, BreakerState
+from pdserve.router.requests import generation
 from pdserve.router.requests.attempt import Attempt
-from pdserve.router.requests.generation import MAX_BEGUN, MAX_BURST, GenerationRequest, merge
+from pdserve.router.requests.generation import (
+    MAX_BEGUN,
+    MAX_BURST,
+    GenerationRequest,
+    GenerationStats,
+    Put,
+    TextDelta,
+    generate,
+)
 
 PARTED = NodeError("no route", code="PEER_LOST", blame=Blame.DECODE)
 
@@ -66,7 +88,7 @@ async def ends(cluster: FakeCluster, kind: type[PdserveError] = PdserveError) ->
 
 
 async def finish(cluster: FakeCluster, request: GenerationRequest) -> None:
-    async for _ in cluster.pipeline.generate(request):
+    async for _ in cluster.updates(request):
         pass
 
 
@@ -269,7 +291,7 @@ async def test_progress_moves_the_deadline(tmp_path: Path) -> None:
 
 async def test_a_client_that_leaves_frees_all(pair: FakeCluster) -> None:
     pair["d0"].on_token = {2: hangs}
-    async with aclosing(pair.pipeline.generate(pair.request())) as updates:
+    async with aclosing(pair.updates(pair.request())) as updates:
         for _ in range(2):
             await anext(updates)
         assert pair.pipeline.admission.running == 1
@@ -321,14 +343,41 @@ async def test_what_fails_after_the_last_token_is_nobody_s_failure(
     assert stats.completion_tokens == 8 and stats.timeline.migrations == 0
 
 
+DONE = GenerationStats(1, 1, 0, Timeline())
+DELTA = TextDelta(0, "", ())
+
+
+def prompts(count: int) -> list[GenerationRequest]:
+    return [GenerationRequest(str(i), (i,), SamplingParams(max_tokens=1)) for i in range(count)]
+
+
 async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
-    async def source() -> AsyncGenerator[int, None]:
-        yield 1
+    async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
+        put(DELTA)
         raise asyncio.CancelledError
 
     async with asyncio.timeout(30):
+        updates = generate(prompts(1), serve)
+        assert await anext(updates) == [(0, DELTA)]
         with pytest.raises(PdserveError, match="cancelled"):
-            assert [each async for each in merge([source()])] == [[(0, 1)]]
+            await anext(updates)
+
+
+async def test_the_first_error_of_a_prompt_is_the_answers() -> None:
+    """What came before it is read first; what comes after it is not."""
+
+    async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
+        put(DELTA)
+        if request.request_id == "0":
+            await asyncio.sleep(0.05)
+            return DONE
+        await asyncio.sleep(0.01)
+        raise Unavailable(request.request_id)
+
+    updates = generate(prompts(3), serve)
+    assert await anext(updates) == [(i, DELTA) for i in range(3)]
+    with pytest.raises(Unavailable, match="1"):
+        await anext(updates)
 
 
 async def test_the_prompts_of_a_body_begin_and_end_a_few_at_a_time() -> None:
@@ -340,21 +389,22 @@ async def test_the_prompts_of_a_body_begin_and_end_a_few_at_a_time() -> None:
         nonlocal turn, counting
         turn, counting = turn + 1, loop.call_soon(count)
 
-    async def source() -> AsyncGenerator[int, None]:
+    async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
         begun[turn] += 1
         try:
-            yield 1
+            put(DELTA)
             await asyncio.Event().wait()
         finally:
             ended[turn] += 1
+        return DONE
 
-    num_sources = 10 * MAX_BURST
+    num_prompts = 10 * MAX_BURST
     counting = loop.call_soon(count)
-    async with aclosing(merge([source() for _ in range(num_sources)])) as updates:
-        while begun.total() < num_sources:
+    async with aclosing(generate(prompts(num_prompts), serve)) as updates:
+        while begun.total() < num_prompts:
             await anext(updates)
     counting.cancel()
-    assert ended.total() == num_sources
+    assert ended.total() == num_prompts
     assert max(*begun.values(), *ended.values()) <= MAX_BURST
 
 
@@ -364,17 +414,18 @@ async def test_a_body_of_many_prompts_begins_some_of_them_at_a_time() -> None:
     begun = ended = most = 0
     release = asyncio.Event()
 
-    async def source(index: int) -> AsyncGenerator[int, None]:
+    async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
         nonlocal begun, ended, most
         begun += 1
         most = max(most, begun - ended)
-        yield index
+        put(DELTA)
         await release.wait()
         ended += 1
+        return DONE
 
     found: list[int] = []
-    async for updates in merge([source(index) for index in range(2 * MAX_BEGUN + 1)]):
-        found += [index for index, _ in updates]
+    async for updates in generate(prompts(2 * MAX_BEGUN + 1), serve):
+        found += [index for index, update in updates if update is DELTA]
         if len(found) == MAX_BEGUN:
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -385,24 +436,82 @@ async def test_a_body_of_many_prompts_begins_some_of_them_at_a_time() -> None:
 
 
 async def test_the_prompts_of_a_body_that_fails_do_not_begin() -> None:
-    begun: list[int] = []
+    begun: list[str] = []
 
-    async def source(index: int) -> AsyncGenerator[int, None]:
-        begun.append(index)
+    async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
+        begun.append(request.request_id)
         raise Unavailable("full")
-        yield index
 
     with pytest.raises(Unavailable):
-        [each async for each in merge([source(i) for i in range(10 * MAX_BURST)])]
+        [each async for each in generate(prompts(10 * MAX_BURST), serve)]
     assert len(begun) == MAX_BURST
+
+
+async def test_a_client_that_does_not_read_ends_its_generations(
+    pair: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its prompts have one bound, and no node is blamed for it."""
+    monkeypatch.setattr(generation, "MAX_BEHIND", 20)
+    requests = [pair.request(max_tokens=50) for _ in range(3)]
+    async with asyncio.timeout(60):
+        updates = pair.pipeline.generate(requests)
+        read = [len(await anext(updates))]
+        while pair.pipeline.admission.running:
+            await asyncio.sleep(0.01)
+        read.append(len(await anext(updates)))
+        with pytest.raises(Cancelled, match="20 events behind"):
+            await anext(updates)
+    await pair.settled()
+    assert read[1] == 20 and pair.jobs("d") == 3 and breakers(pair) == {BreakerState.CLOSED}
 
 
 async def test_a_priority_is_told_to_every_node_that_goes_on(four: FakeCluster) -> None:
     four["d0"].on_token = four["d1"].on_token = {3: fails(lost(Blame.DECODE), times=1)}
     request = replace(four.request(), priority=-3)
-    assert [each async for each in four.pipeline.generate(request)]
+    assert [each async for each in four.updates(request)]
     told = [job for node in four.nodes.values() for job in node.jobs]
     assert len(told) >= 4 and {convert.job_from_pb(job).priority for job in told} == {-3}
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+async def test_every_choice_goes_on_where_it_was(four: FakeCluster, count: int) -> None:
+    """Its decode node dies: the others' texts have neither gap nor repeat either."""
+    died = once(dies)
+    four["d0"].on_token = four["d1"].on_token = {count: died}
+    request = replace(four.request(max_tokens=8), n=3)
+    said = dict[int, list[int]]()
+    async for update in four.updates(request):
+        if isinstance(update, TextDelta):
+            said.setdefault(update.choice, []).extend(each.token_id for each in update.tokens)
+    assert said == {choice: [token_at(5 + each) for each in range(8)] for choice in range(3)}
+    assert four.jobs("d") == 2
+
+
+async def test_the_node_hears_of_a_choice_that_a_stop_string_ends(pair: FakeCluster) -> None:
+    """The first choice is a token ahead, and ends before the others do."""
+
+    async def slow(context: Any) -> None:
+        await asyncio.sleep(0.05)
+
+    pair["d0"].on_token = dict.fromkeys(range(40), slow)
+    request, reasons = pair.request(max_tokens=40), Counter[str | int | None]()
+    async for update in pair.updates(replace(request, n=3, stop=(chr(token_at(15) + 33),))):
+        if isinstance(update, TextDelta) and update.finish_reason:
+            reasons[update.stop_reason] += 1
+    assert list(reasons.values()) == [3] and isinstance(next(iter(reasons)), str)
+    assert pair["d0"].finished == [0]
+
+
+async def test_a_channel_that_is_closed_under_a_call_ends_the_attempt(four: FakeCluster) -> None:
+    async def close(context: Any) -> None:
+        (node,) = (each for each in four.nodes.values() if each.open)
+        asyncio.get_running_loop().create_task(four.channels.drop([node.address]))
+        await hangs(context)
+
+    four["d0"].on_run = four["d1"].on_run = once(close)
+    async with asyncio.timeout(60):
+        assert (await four.ask()).timeline.migrations == 1
+    assert four.jobs("d") == 2
 
 
 async def test_events_of_a_later_version_are_passed_over(four: FakeCluster) -> None:
@@ -737,7 +846,7 @@ async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: P
         node.on_token = {0: token}
 
         async def poison() -> None:
-            async for _ in cluster.pipeline.generate(bad):
+            async for _ in cluster.updates(bad):
                 pass
 
         asked = (cluster.ask() for _ in range(3))

@@ -1,7 +1,7 @@
 """NodeSelector, breaker, registry and admission, with a clock of our own."""
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
@@ -53,10 +53,21 @@ def add(
     registry.register(info, pb.NodeLoad(**load))
 
 
+def add_all(registry, words):
+    """As `p0 d0 d1=g b0`: a node for each word; its role is the letter, its version behind `=`."""
+    roles = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE, "b": pb.ROLE_BOTH}
+    for node_id, _, fingerprint in (word.partition("=") for word in words.split()):
+        connector = "" if node_id[0] == "b" else "tcp"
+        add(registry, node_id, roles[node_id[0]], fingerprint or "f", connector)
+    return registry.nodes()
+
+
 def a_run(num_tokens=8, **options) -> RequestState:
     sampling = SamplingParams(max_tokens=4)
     request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
-    return RequestState(request, None, RoutingConfig(queue_timeout=0, **options))
+    return RequestState(
+        request, lambda update: None, None, RoutingConfig(queue_timeout=0, **options)
+    )
 
 
 async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
@@ -115,11 +126,8 @@ async def test_a_loop_that_something_blocks_again_and_again_takes_no_node_for_si
 
 async def test_nodes_that_may_not_be_used_say_why(registry, clock):
     add(registry, "d0", healthy=False, reason="step 7 has been running for 20.0 s")
-    add(registry, "d1")
-    add(registry, "d2")
-    add(registry, "d3")
     add(registry, "p0", pb.ROLE_PREFILL, healthy=False)
-    _, lost, broken, *_ = registry.nodes()
+    lost, broken, _ = add_all(registry, "d1 d2 d3")[2:]
     lost.lost = True
     broken.breaker.failed()
     broken.breaker.failed()
@@ -131,10 +139,7 @@ async def test_nodes_that_may_not_be_used_say_why(registry, clock):
 
 
 async def test_only_nodes_that_fit_together_are_paired(registry):
-    add(registry, "p0", pb.ROLE_PREFILL, fingerprint="a")
-    add(registry, "p1", pb.ROLE_PREFILL, fingerprint="b")
-    add(registry, "d0", fingerprint="b")
-    add(registry, "d1", fingerprint="c")
+    add_all(registry, "p0=a p1=b d0=b d1=c")
     add(registry, "d2", fingerprint="a", connector="shm")
     for policy in ("round-robin", "least-load"):
         for _ in range(2):
@@ -159,8 +164,7 @@ async def test_without_a_prefill_node_only_a_request_that_has_begun_is_placed(re
 
 async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
     add(registry, "p0", pb.ROLE_PREFILL, healthy=False, reason="no decode node reachable")
-    add(registry, "d0")
-    add(registry, "d1", fingerprint="g")
+    add_all(registry, "d0 d1=g")
     prefill, decode = await place(registry)
     assert prefill is None and decode.info.node_id == "d0"
     ready, reason = ClusterView(registry).ready()
@@ -169,10 +173,7 @@ async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
 
 @pytest.mark.parametrize("gone", ["lost", "unreachable", "forgotten"])
 async def test_prefill_nodes_that_are_gone_are_stood_in_for_in_a_few_seconds(registry, clock, gone):
-    add(registry, "p0", pb.ROLE_PREFILL)
-    add(registry, "d0")
-    add(registry, "d1", fingerprint="g")  # which never had one
-    prefill, *decodes = registry.nodes()
+    prefill, *decodes = add_all(registry, "p0 d0 d1=g")  # d1 never had one
     setattr(prefill, gone if gone == "unreachable" else "lost", "no route")
     with pytest.raises(Unavailable, match="no usable prefill node"):
         await place(registry)
@@ -193,8 +194,7 @@ async def test_prefill_nodes_that_are_gone_are_stood_in_for_in_a_few_seconds(reg
 
 
 async def test_a_prefill_node_that_falls_silent_is_stood_in_for_at_once(registry, clock):
-    add(registry, "p0", pb.ROLE_PREFILL)
-    add(registry, "d0")
+    add_all(registry, "p0 d0")
     clock.time += 5.1
     assert registry.heartbeat("d0", pb.NodeLoad(healthy=True))
     found, decode = await place(registry)
@@ -202,8 +202,7 @@ async def test_a_prefill_node_that_falls_silent_is_stood_in_for_at_once(registry
 
 
 async def test_prefill_nodes_that_left_in_order_are_waited_for(registry, clock):
-    add(registry, "p0", pb.ROLE_PREFILL)
-    add(registry, "d0")
+    add_all(registry, "p0 d0")
     registry.deregister("p0")
     clock.time += 4
     with pytest.raises(Unavailable, match="no usable prefill node"):
@@ -277,8 +276,7 @@ def test_what_is_shown_of_a_large_cluster_does_not_hold_up_the_router(registry):
 
 
 async def test_nodes_of_both_roles_stand_in_for_pairs_and_pairs_for_them(registry):
-    add(registry, "b0", pb.ROLE_BOTH, connector="")
-    add(registry, "p0", pb.ROLE_PREFILL)
+    add_all(registry, "b0 p0")
     view = ClusterView(registry)
     assert view.ready() == (True, "nodes of both roles serve: no usable decode node")
     add(registry, "d0")
@@ -312,9 +310,7 @@ async def test_a_node_that_failed_a_request_is_its_last_resort_whatever_its_role
 
 @pytest.mark.parametrize("policy", ["least-load", "round-robin"])
 async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, policy):
-    add(registry, "p0", pb.ROLE_PREFILL)
-    for name, role in (("d0", 2), ("b0", 3), ("b1", 3)):
-        add(registry, name, role, connector="tcp" if role == 2 else "")
+    add_all(registry, "p0 d0 b0 b1")
     placement = NodeSelector(RoutingConfig(decode_policy=policy), ClusterView(registry))
     with ExitStack() as burst:
         for _ in range(30):
@@ -344,9 +340,7 @@ async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
 
 async def test_a_burst_is_spread_by_its_tokens(registry):
     """Load counts from the moment a node is chosen, not when it has begun."""
-    for number in range(4):
-        add(registry, f"p{number}", pb.ROLE_PREFILL)
-        add(registry, f"d{number}")
+    add_all(registry, "p0 p1 p2 p3 d0 d1 d2 d3")
     placement = NodeSelector(RoutingConfig(), ClusterView(registry))
     with ExitStack() as burst:
         for number in range(64):
@@ -362,8 +356,7 @@ async def test_a_burst_is_spread_by_its_tokens(registry):
 
 
 async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failure(registry):
-    add(registry, "p0", pb.ROLE_PREFILL)
-    (node,) = registry.nodes()
+    (node,) = add_all(registry, "p0")
     for error in (
         NodeError("gone", code="PEER_LOST", blame=Blame.DECODE),
         TransferError("gone", code="PEER_LOST", blame=Blame.PREFILL),
@@ -376,8 +369,7 @@ async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failu
 
 
 async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(registry, clock):
-    add(registry, "d0")
-    (node,) = registry.nodes()
+    (node,) = add_all(registry, "d0")
     registry.unanswered(node, "late", refused=False)
     assert usable(registry, pb.ROLE_DECODE) == [node], "not before the time-out of heartbeats"
     told = []
@@ -445,121 +437,124 @@ def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
     assert breaker.allows() and breaker.state is BreakerState.CLOSED
 
 
-async def test_admission_bounds_both_the_running_and_the_waiting():
-    admission = Admission(max_running=1, max_waiting=1, timeout=0.5)
-    async with admission.slot():
-        waiting = asyncio.create_task(admission.slot().__aenter__())
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            await admission.slot().__aenter__()
-        with pytest.raises(Unavailable, match=r"0\.5 s"):
-            await waiting
-    async with admission.slot():
-        assert admission.running == 1
-    assert admission.running == admission.waiting == 0
+# ---- admission ----
 
 
-async def hold(admission, batch, num_tokens=0):
-    """Takes a place in the background; returns the event that gives it back, and the task."""
-    release = asyncio.Event()
+class Queue:
+    """Admission, and requests that hold a place of it or wait for one until they are let go."""
 
-    async def holder():
-        async with admission.slot(batch, num_tokens):
+    def __init__(self, **options):
+        self.admission = Admission(**options)
+        self.held = []
+
+    async def hold(self, client, count=1, tokens=0, choices=1):
+        """Requests of one client, or prompts of one body; the last one's task."""
+        for _ in range(count):
+            batch = client if isinstance(client, Batch) else Batch(client, tokens)
+            release = asyncio.Event()
+            task = asyncio.create_task(self._holder(release, batch, tokens, choices))
+            self.held.append((release, task))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return task
+
+    async def _holder(self, release, batch, tokens, choices):
+        async with self.admission.slot(batch, tokens, choices):
             await release.wait()
 
-    task = asyncio.create_task(holder())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    return release, task
+    async def refuses(self, client, tokens=0, match=None):
+        with pytest.raises(Overloaded, match=match):
+            await self.admission.slot(Batch(client, tokens), tokens).__aenter__()
+
+    async def let_go(self, *tasks):
+        for release, task in self.held:
+            if not tasks or task in tasks:
+                release.set()
+        await asyncio.gather(*(tasks or [task for _, task in self.held]), return_exceptions=True)
+        await asyncio.sleep(0)
+
+    @property
+    def sizes(self):
+        return self.admission.running, self.admission.waiting
 
 
-async def end(*holders):
-    for release, _ in holders:
-        release.set()
-    await asyncio.gather(*(task for _, task in holders))
+@asynccontextmanager
+async def queue(**options):
+    made = Queue(**{"max_waiting": 100, "timeout": 5} | options)
+    yield made
+    await made.let_go()
+    assert made.sizes == (0, 0)
+
+
+async def test_admission_bounds_both_the_running_and_the_waiting():
+    async with queue(max_running=1, max_waiting=1, timeout=0.5) as full:
+        running, waiting = await full.hold("a"), await full.hold("a")
+        await full.refuses("a")
+        with pytest.raises(Unavailable, match=r"0\.5 s"):
+            await waiting
+        await full.let_go(running)
+        await full.hold("a")
+        assert full.sizes == (1, 0)
 
 
 async def test_a_body_of_many_prompts_is_admitted_as_a_whole():
-    admission = Admission(max_running=2, max_waiting=3, timeout=5)
-    body = Batch("a")
-    prompts = [await hold(admission, body) for _ in range(20)]  # far more than may wait
-    assert (admission.running, admission.waiting) == (2, 18)
-    with pytest.raises(Overloaded):  # another one is not
-        await admission.slot(Batch("a")).__aenter__()
-    await end(*prompts)
-    assert admission.running == admission.waiting == 0
+    async with queue(max_running=2, max_waiting=3) as full:
+        await full.hold(Batch("a"), 20)  # far more than may wait
+        assert full.sizes == (2, 18)
+        await full.refuses("a")  # another one is not
 
 
 async def test_a_body_that_proceeds_does_not_time_out():
-    admission = Admission(max_running=1, max_waiting=3, timeout=0.02)
-    body = Batch("a")
-    first, second = await hold(admission, body), await hold(admission, body)
-    alien = await hold(admission, Batch("b"))
-    with pytest.raises(Unavailable):
-        await alien[1]
-    await asyncio.sleep(0.05)
-    assert not second[1].done()
-    await end(first, second)
+    async with queue(max_running=1, max_waiting=3, timeout=0.02) as full:
+        body = Batch("a")
+        await full.hold(body)
+        second = await full.hold(body)
+        for _ in range(3):  # time-outs of others, one after another
+            with pytest.raises(Unavailable):
+                await (await full.hold("b"))
+        assert not second.done()
 
 
 async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
-    admission = Admission(max_running=4, max_waiting=4, timeout=5, max_client_share=0.75)
-    greedy = Batch("greedy")
-    prompts = [await hold(admission, greedy) for _ in range(100)]
-    assert (admission.running, admission.waiting) == (3, 97)
-    other = await hold(admission, Batch("other"))
-    assert admission.running == 4  # at once: its place was kept free
-    waiting = await hold(admission, Batch("other"))  # and so was a place in the queue
-    assert admission.waiting == 98
-    with pytest.raises(Overloaded, match="this client"):
-        await admission.slot(Batch("greedy")).__aenter__()
-    prompts[0][0].set()
-    await asyncio.gather(prompts[0][1])
-    await asyncio.sleep(0)
-    assert admission.waiting == 97  # whoever holds fewest has the next free place
-    assert admission.running == 4
-    await end(other, waiting, *prompts)
-    assert admission.running == admission.waiting == 0
+    async with queue(max_running=4, max_waiting=4, max_client_share=0.75) as full:
+        greedy = Batch("greedy")
+        first = await full.hold(greedy)
+        await full.hold(greedy, 99)
+        assert full.sizes == (3, 97)
+        await full.hold("other")
+        assert full.sizes == (4, 97)  # at once: its place was kept free
+        await full.hold("other")  # and so was a place in the queue
+        assert full.sizes == (4, 98)
+        await full.refuses("greedy", match="this client")
+        await full.let_go(first)
+        assert full.sizes == (4, 97)  # whoever holds fewest has the next free place
 
 
 async def test_clients_that_hold_much_leave_places_to_who_holds_none():
-    admission = Admission(max_running=16, max_waiting=100, timeout=5, max_client_share=0.75)
-    greedy = [await hold(admission, Batch("a")) for _ in range(20)]
-    assert admission.running == 12  # as one client alone may have
-    second = [await hold(admission, Batch("b")) for _ in range(20)]
-    assert admission.running == 14
-    newcomers = [await hold(admission, Batch(client)) for client in ("c", "d", "e")]
-    assert admission.running == 16  # two of them at once
-    await end(newcomers[0])
-    assert admission.running == 16  # and the third as soon as one of them leaves
-    await end(*newcomers[1:], *greedy, *second)
-    assert admission.running == admission.waiting == 0
+    async with queue(max_running=16, max_client_share=0.75) as full:
+        await full.hold("a", 20)
+        assert full.admission.running == 12  # as one client alone may have
+        await full.hold("b", 20)
+        assert full.admission.running == 14
+        newcomer = await full.hold("c")
+        await full.hold("d")
+        await full.hold("e")
+        assert full.admission.running == 16  # two of them at once
+        await full.let_go(newcomer)
+        assert full.admission.running == 16  # and the third as soon as one of them leaves
 
 
 async def test_places_are_counted_by_choices_and_large_requests_hold_nobody_up():
-    admission = Admission(max_running=8, max_waiting=100, timeout=5, max_client_share=0.75)
-
-    async def ask(client, choices):
-        release = asyncio.Event()
-
-        async def holder():
-            async with admission.slot(Batch(client), 0, choices):
-                await release.wait()
-
-        task = asyncio.create_task(holder())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return release, task
-
-    greedy = [await ask("greedy", 128) for _ in range(3)]
-    assert (admission.running, admission.waiting) == (1, 2)
-    others = [await ask(name, 1) for name in ("b", "c")]  # one request takes its client's share
-    assert (admission.running, admission.waiting) == (3, 2)
-    await end(*others, *greedy)
-    assert admission.running == admission.waiting == 0
-    one, two = await ask("a", 5), await ask("b", 128)  # begins with the three places left
-    assert (admission.running, admission.waiting) == (2, 0)
-    await end(one, two)
+    async with queue(max_running=8, max_client_share=0.75) as full:
+        await full.hold("greedy", 3, choices=128)
+        assert full.sizes == (1, 2)
+        for name in "bc":  # one request takes its client's share
+            await full.hold(name)
+        assert full.sizes == (3, 2)
+        await full.let_go()
+        await full.hold("a", choices=5)
+        await full.hold("b", choices=128)  # begins with the three places left
+        assert full.sizes == (2, 0)
 
 
 async def test_a_priority_is_for_the_client_s_own_queue():
@@ -579,94 +574,77 @@ async def test_a_priority_is_for_the_client_s_own_queue():
     assert [p for client, p in order[1:] if client == "a"] == [-2, -1, 0, 2]
     assert [p for client, p in order if client == "b"] == [3, 9]
     assert {client for client, _ in order[1:5]} == {"a", "b"}  # in turn
-    assert admission.running == admission.waiting == 0
 
 
 async def test_the_tokens_that_wait_are_bounded():
-    admission = Admission(max_running=1, max_waiting=100, timeout=5)
-    running = await hold(admission, Batch("a"))
-    small = await hold(admission, Batch("a", 5), 5)
-    large = await hold(admission, Batch("a", MAX_WAITING_TOKENS - 5), MAX_WAITING_TOKENS - 5)
-    with pytest.raises(Overloaded, match="prompt tokens of this client"):
-        await admission.slot(Batch("a", 1), 1).__aenter__()
-    other = await hold(admission, Batch("b", 9), 9)  # who has more than that gives way
-    with pytest.raises(Overloaded, match=f"{MAX_WAITING_TOKENS} prompt tokens are waiting"):
-        await large[1]
-    assert admission.waiting == 2
-    await end(running, small, other)
+    async with queue(max_running=1) as full:
+        await full.hold("a")
+        await full.hold("a", tokens=5)
+        large = await full.hold("a", tokens=MAX_WAITING_TOKENS - 5)
+        await full.refuses("a", 1, match="prompt tokens of this client")
+        await full.hold("b", tokens=9)  # who has more than that gives way
+        with pytest.raises(Overloaded, match=f"{MAX_WAITING_TOKENS} prompt tokens are waiting"):
+            await large
+        assert full.sizes == (1, 2)
 
 
 async def test_in_a_full_queue_the_client_with_most_of_it_gives_way():
-    admission = Admission(max_running=1, max_waiting=4, timeout=5)
-    running = await hold(admission, Batch("a"))
-    many = [await hold(admission, Batch("a")) for _ in range(4)]
-    others = [await hold(admission, Batch(client)) for client in ("b", "b", "c")]
-    for _, gone in many[1:]:  # the newest first
-        with pytest.raises(Overloaded, match="4 requests are waiting already"):
-            await gone
-    assert admission.waiting == 4 and not many[0][1].done()
-    with pytest.raises(Overloaded):  # who has as many as any
-        await admission.slot(Batch("b")).__aenter__()
-    another = await hold(admission, Batch("d"))  # of equals that have more, one
-    assert admission.waiting == 4
-    with pytest.raises(Overloaded):
-        await others[1][1]
-    with pytest.raises(Overloaded):  # clients without end do not make the queue longer
-        await admission.slot(Batch("e")).__aenter__()
-    await end(running, many[0], others[0], others[2], another)
-    assert admission.running == admission.waiting == 0
-    assert not admission._prompts.counts and not admission._waiting
+    async with queue(max_running=1, max_waiting=4) as full:
+        await full.hold("a")
+        many = [await full.hold("a") for _ in range(4)]
+        others = [await full.hold(client) for client in "bbc"]
+        for gone in many[1:]:  # the newest first
+            with pytest.raises(Overloaded, match="4 requests are waiting already"):
+                await gone
+        assert full.sizes == (1, 4) and not many[0].done()
+        await full.refuses("b")  # who has as many as any
+        await full.hold("d")  # of equals that have more, one
+        assert full.sizes == (1, 4)
+        with pytest.raises(Overloaded):
+            await others[1]
+        await full.refuses("e")  # clients without end do not make the queue longer
 
 
 async def test_a_body_that_has_begun_does_not_give_way_and_holds_nobody_up():
-    admission = Admission(max_running=2, max_waiting=4, timeout=5, max_client_share=0.75)
-    body = Batch("a")
-    prompts = [await hold(admission, body) for _ in range(20)]
-    first = await hold(admission, Batch("b"))
-    equal = await hold(admission, Batch("b"))  # half of the queue, as two clients share it
-    with pytest.raises(Overloaded):
-        await admission.slot(Batch("b")).__aenter__()
-    assert not any(task.done() for _, task in (*prompts, first, equal))
-    await end(first, equal, *prompts)
-    assert admission.running == admission.waiting == 0
+    async with queue(max_running=2, max_waiting=4, max_client_share=0.75) as full:
+        await full.hold(Batch("a"), 20)
+        await full.hold("b", 2)  # half of the queue, as two clients share it
+        await full.refuses("b")
+        assert not any(task.done() for _, task in full.held)
 
 
 async def test_a_body_gives_way_as_a_whole():
-    admission = Admission(max_running=1, max_waiting=4, timeout=5)
-    running, body = await hold(admission, Batch("a")), Batch("a")
-    prompts = [await hold(admission, body) for _ in range(4)]
-    other = await hold(admission, Batch("b"))
-    for _, gone in [*prompts, await hold(admission, body)]:  # one that comes after it, too
-        with pytest.raises(Overloaded):
-            await gone
-    assert admission.waiting == 1
-    await end(running, other)
+    async with queue(max_running=1, max_waiting=4) as full:
+        body = Batch("a")
+        await full.hold("a")
+        prompts = [await full.hold(body) for _ in range(4)]
+        await full.hold("b")
+        for gone in [*prompts, await full.hold(body)]:  # one that comes after it, too
+            with pytest.raises(Overloaded):
+                await gone
+        assert full.sizes == (1, 1)
 
 
 async def test_what_is_refused_while_it_leaves_is_no_one_s_fault():
-    admission = Admission(max_running=1, max_waiting=2, timeout=5)
-    running = await hold(admission, Batch("a"))
-    waiting = [await hold(admission, Batch("a")) for _ in range(2)]
-    waiting[1][1].cancel()  # and before its task runs
-    other = await hold(admission, Batch("b"))
-    assert (await asyncio.gather(waiting[1][1], return_exceptions=True))[0] is not None
-    assert admission.waiting == 2
-    await end(running, waiting[0], other)
-    assert admission.running == admission.waiting == 0
+    async with queue(max_running=1, max_waiting=2) as full:
+        await full.hold("a", 2)
+        leaving = await full.hold("a")
+        leaving.cancel()  # and before its task runs
+        await full.hold("b")
+        assert (await asyncio.gather(leaving, return_exceptions=True))[0] is not None
+        assert full.sizes == (1, 2)
 
 
 async def test_a_place_granted_to_a_request_that_leaves_is_given_back():
-    admission = Admission(max_running=1, max_waiting=100, timeout=5)
-    first = await hold(admission, Batch("a"))
-    leaving, staying = await hold(admission, Batch("a")), await hold(admission, Batch("a"))
-    first[0].set()
-    await first[1]  # `leaving` has the place and has not run since
-    leaving[1].cancel()
-    await asyncio.gather(leaving[1], return_exceptions=True)
-    await asyncio.sleep(0)
-    assert (admission.running, admission.waiting) == (1, 0)
-    await end(staying)
-    assert admission.running == 0
+    async with queue(max_running=1) as full:
+        first, leaving, _ = [await full.hold("a") for _ in range(3)]
+        (release,) = [release for release, task in full.held if task is first]
+        release.set()
+        asyncio.get_running_loop().call_soon(leaving.cancel)  # it has the place and has not run
+        await first
+        await asyncio.gather(leaving, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert full.sizes == (1, 0)
 
 
 async def test_channels_to_nodes_that_left_are_dropped_once_they_have_no_request(registry, clock):

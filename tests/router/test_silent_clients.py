@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import requests
 from prometheus_client import CollectorRegistry
 
-from benchmarks.bench_bodies import router
 from fakes_pipeline import byte_level_folder, served_model
 from paths import MODELS
 from pdserve.common.core.request import FinishReason, Timeline
@@ -34,7 +31,15 @@ from pdserve.router.http import request as request_module
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
 from pdserve.router.requests import generation as generation_module
-from pdserve.router.requests.generation import GenerationRequest, GenerationStats, TextDelta
+from pdserve.router.requests.generation import (
+    GenerationRequest,
+    GenerationStats,
+    Put,
+    TextDelta,
+    Updates,
+    generate,
+)
+from waiting import eventually
 
 MODEL = MODELS / "llama-gqa"
 PIECE = "x" * 50_000
@@ -49,17 +54,18 @@ class Talker:
         self.finished = asyncio.Event()  # without having been closed
         self.closed = asyncio.Event()
 
-    async def generate(
-        self, request: GenerationRequest
-    ) -> AsyncGenerator[TextDelta | GenerationStats, None]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
+        return generate(requests, self._serve)
+
+    async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         self.open += 1
         try:
             for _ in range(self.pieces):
                 await asyncio.sleep(0)
-                yield TextDelta(0, PIECE, (SampledToken(1),))
-            yield TextDelta(0, "", (SampledToken(2),), FinishReason.STOP)
-            yield GenerationStats(1, self.pieces, 0, Timeline())
+                put(TextDelta(0, PIECE, (SampledToken(1),)))
+            put(TextDelta(0, "", (SampledToken(2),), FinishReason.STOP))
             self.finished.set()
+            return GenerationStats(1, self.pieces, 0, Timeline())
         finally:
             self.open -= 1
             self.closed.set()
@@ -158,11 +164,8 @@ async def test_a_client_that_does_not_read_is_hung_up_on(tmp_path: Path, stream:
     async with serving(tmp_path, talker, write_timeout=0.2) as server:
         reader, writer = await connect(server.port)
         ask(writer, stream=stream)
-        async with asyncio.timeout(60):
-            while not server.web_server.crowd:
-                await asyncio.sleep(0.01)
-            while server.web_server.crowd:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: server.web_server.crowd)
+        await eventually(lambda: not server.web_server.crowd)
         assert (await ends(reader)).count(b"x") < 400 * len(PIECE)
         assert not talker.open
         writer.close()
@@ -197,10 +200,8 @@ async def test_a_grpc_client_that_does_not_read_is_cancelled(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="a"))
-            async with asyncio.timeout(60):
-                while "did not read for" not in caplog.text:
-                    await asyncio.sleep(0.01)
-                await talker.closed.wait()  # its place is free
+            await eventually(lambda: "did not read for" in caplog.text)
+            await eventually(talker.closed.is_set)  # its place is free
             with pytest.raises(grpc.aio.AioRpcError, match="did not read"):
                 async with asyncio.timeout(60):
                     while await call.read() is not grpc.aio.EOF:
@@ -273,26 +274,6 @@ async def test_a_body_drop_by_drop_is_not_waited_for(
                 await asyncio.sleep(0.02)
         assert b"408" in await answered
         writer.close()
-
-
-# ---- a log that nobody reads ----------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_router_whose_log_nobody_reads_goes_on() -> None:
-    reader, writer = os.pipe()  # holds 64 KiB
-    options = ("--queue-timeout", "0", "--log-level", "debug")
-    with router(str(MODEL), *options, stderr=writer) as (_, port), requests.Session() as session:
-        url = f"http://127.0.0.1:{port}"
-        written = 0
-        while written < 2 * 2**16:  # each failure is a line
-            answer = session.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=10)
-            assert answer.status_code == 503
-            written += 150
-        assert session.get(f"{url}/health", timeout=10).status_code == 200
-    assert b"serving llama-gqa" in os.read(reader, 2**16)
-    for fd in (reader, writer):
-        os.close(fd)
 
 
 # ---- one connection, with a clock of our own ------------------------------------------------

@@ -279,7 +279,7 @@ async def test_a_prompts_logprobs_come_with_its_kv_if_the_prefill_node_says_noth
         request = cluster.request(num_prompt=5, max_tokens=3)
         sampling = replace(request.sampling, prompt_logprobs=0)
         async with asyncio.timeout(30):
-            generation = cluster.pipeline.generate(replace(request, sampling=sampling))
+            generation = cluster.updates(replace(request, sampling=sampling))
             first, *updates = [update async for update in generation]
         assert isinstance(first, PromptLogprobs) and first.logprobs == numbers[0]
         *deltas, stats = updates

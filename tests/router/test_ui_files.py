@@ -6,10 +6,10 @@ import math
 import re
 from pathlib import Path
 
-from test_http_api import serve
 from test_router_policy import add
 
 from fakes_pipeline import byte_level_folder
+from http_site import serve
 from paths import ROOT
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.rpc.pb import cluster_pb2 as pb

@@ -49,46 +49,34 @@ def yaml_file(folder: Path, text: str) -> str:
     return f"--config={path}"
 
 
-def test_defaults_are_the_dataclass_s() -> None:
-    for cls in ROLE_CONFIGS:
-        assert load(cls) == cls()
-
-
 def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "port: 1\nhost: from-file\nseed: 3\n")
-    env = {"PDSERVE_PORT": "2", "PDSERVE_HOST": "from-env"}
+    env = {"PDSERVE_PORT": "2", "PDSERVE_HOST": "from-env", "PDSERVE_MAX_MODEL_LEN": ""}
     config = load(RouterConfig, file, "--port=4", env=env)
     assert (config.server.port, config.server.host, config.model.seed) == (4, "from-env", 3)
-
-
-def test_the_file_may_be_named_by_a_variable(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "port: 9000").removeprefix("--config=")
-    assert load(RouterConfig, env={"PDSERVE_CONFIG": path}).server.port == 9000
-
-
-def test_an_empty_variable_is_an_absent_one() -> None:
-    assert load(RouterConfig, env={"PDSERVE_MAX_MODEL_LEN": ""}) == RouterConfig()
+    assert config.model.max_model_len is None, "an empty variable is an absent one"
+    named = load(RouterConfig, env={"PDSERVE_CONFIG": file.removeprefix("--config=")})
+    assert named.server.port == 1
 
 
 @pytest.mark.parametrize(
-    ("argv", "env", "expected"),
+    ("argv", "env", "file", "expected"),
     [
-        ([], {}, True),
-        (["--no-enable-prefix-caching"], {}, False),
-        ([], {"PDSERVE_ENABLE_PREFIX_CACHING": "false"}, False),
-        (["--enable-prefix-caching"], {"PDSERVE_ENABLE_PREFIX_CACHING": "0"}, True),
+        ([], {}, "", True),
+        ([], {}, "enable-prefix-caching: false", False),
+        (["--no-enable-prefix-caching"], {}, "", False),
+        ([], {"PDSERVE_ENABLE_PREFIX_CACHING": "false"}, "", False),
+        ([], {"PDSERVE_ENABLE_PREFIX_CACHING": "true"}, "enable-prefix-caching: false", True),
+        (["--enable-prefix-caching"], {"PDSERVE_ENABLE_PREFIX_CACHING": "0"}, "", True),
     ],
 )
-def test_booleans(argv: list[str], env: dict[str, str], expected: bool) -> None:
-    config = load(WorkerNodeConfig, *argv, env=env)
+def test_booleans(
+    argv: list[str], env: dict[str, str], file: str, expected: bool, tmp_path: Path
+) -> None:
+    config = load(WorkerNodeConfig, yaml_file(tmp_path, file or "{}"), *argv, env=env)
     assert config.engine.cache.enable_prefix_caching is expected
-
-
-def test_a_boolean_in_the_file_is_below_the_environment(tmp_path: Path) -> None:
-    file = yaml_file(tmp_path, "enable-prefix-caching: false")
-    assert not load(WorkerNodeConfig, file).engine.cache.enable_prefix_caching
-    env = {"PDSERVE_ENABLE_PREFIX_CACHING": "true"}
-    assert load(WorkerNodeConfig, file, env=env).engine.cache.enable_prefix_caching
+    off = ["--no-enable-prefix-caching"]
+    assert to_flags(config) == ([] if expected else off), "as it is passed on to a child"
 
 
 def test_what_vllm_s_flags_may_look_like(tmp_path: Path) -> None:
@@ -177,11 +165,8 @@ def test_a_file_that_cannot_be_used_is_refused(
     text: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert hint in refused(capsys, RouterConfig, yaml_file(tmp_path, text))
-
-
-def test_json_that_is_no_object_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("[1]", "{"):
-        line = refused(capsys, WorkerNodeConfig, f"--kv-connector-config={text}")
+    for value in ("[1]", "{"):
+        line = refused(capsys, WorkerNodeConfig, f"--kv-connector-config={value}")
         assert "is not a JSON object" in line
 
 
@@ -202,11 +187,6 @@ def test_flags_make_an_equal_config() -> None:
     assert to_flags(WorkerNodeConfig()) == []
 
 
-def test_flags_of_off_and_on() -> None:
-    config = load(WorkerNodeConfig, "--no-enable-prefix-caching")
-    assert to_flags(config) == ["--no-enable-prefix-caching"]
-
-
 def test_help_names_every_option_its_default_and_its_variable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -223,22 +203,15 @@ def test_help_names_every_option_its_default_and_its_variable(
 
 
 @pytest.mark.parametrize("cls", ROLE_CONFIGS)
-def test_names_are_unique_within_a_role_and_defaults_pass_their_own_checks(cls: type) -> None:
+def test_options_have_names_of_their_own_help_bounds_and_good_defaults(cls: type) -> None:
+    assert load(cls) == cls()
     found = list(options(cls()))
     assert len({option.name for option in found}) == len(found)
     for option in found:
         assert option.metadata["help"]
-        if option.kind in (int, float) and option.default is not None:
-            assert option.convert(str(option.default)) == option.default
+        if option.kind in (int, float):
+            assert "minimum" in option.metadata, option.name
+            if option.default is not None:
+                assert option.convert(str(option.default)) == option.default
         if (choices := option.metadata.get("choices")) is not None:
             assert option.default in choices or (option.optional and option.default is None)
-
-
-@pytest.mark.parametrize("cls", ROLE_CONFIGS)
-def test_every_number_has_a_least_value(cls: type) -> None:
-    unbounded = [
-        option.name
-        for option in options(cls())
-        if option.kind in (int, float) and "minimum" not in option.metadata
-    ]
-    assert unbounded == []

@@ -1,32 +1,28 @@
-"""Row B10: processes that work for another inherit none of its secrets."""
+"""What processes inherit of the one they work for: no secrets; and how modules are loaded."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.common.core import native
-from pdserve.common.core.host import helper_environment, role_environment
+from pdserve.common.core.host import helper_environment, loading, role_environment
 from pdserve.common.distributed.launch import spawn
 from pdserve.kv_transfer.conformance.remote import Process
 
+VALUE = "s3cret-of-16-chars"
 SECRETS = {
-    "PDSERVE_API_KEY": "s3cret",
-    "PDSERVE_CLUSTER_KEY": "s3cret-of-16-chars",
-    "HF_TOKEN": "s3cret",
-    "HUGGING_FACE_HUB_TOKEN": "s3cret",
-    "OPENAI_API_KEY": "s3cret",
-    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret",
-    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "authorization=s3cret",
-    "AWS_SECRET_ACCESS_KEY": "s3cret",
-    "AWS_SESSION_TOKEN": "s3cret",
-    "GOOGLE_APPLICATION_CREDENTIALS": "/s3cret",
-    "DB_PASSWORD": "s3cret",
-    "https_proxy": "http://me:s3cret@proxy:3128",
-}
+    "PDSERVE_API_KEY": VALUE, "PDSERVE_CLUSTER_KEY": VALUE, "HF_TOKEN": VALUE,
+    "HUGGING_FACE_HUB_TOKEN": VALUE, "OPENAI_API_KEY": VALUE, "OTEL_EXPORTER_OTLP_HEADERS": VALUE,
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": VALUE, "AWS_SECRET_ACCESS_KEY": VALUE,
+    "AWS_SESSION_TOKEN": VALUE, "GOOGLE_APPLICATION_CREDENTIALS": VALUE, "DB_PASSWORD": VALUE,
+    "https_proxy": f"http://me:{VALUE}@proxy:3128",
+}  # fmt: skip
 NEEDED = {
     "PDSERVE_CACHE": "/cache",
     "TOKENIZERS_PARALLELISM": "false",
@@ -45,7 +41,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(environment: str) -> None:
     """Of a process that runs, as its kernel shows it."""
-    assert "s3cret" not in environment
+    assert VALUE not in environment
     assert not [name for name in SECRETS if f"{name}=" in environment]
     assert "NCCL_SOCKET_IFNAME=eth0" in environment
 
@@ -67,25 +63,35 @@ def test_helpers_get_what_they_need_and_no_secrets() -> None:
 def test_roles_get_options_by_flags_and_what_their_libraries_need() -> None:
     got = role_environment({"PDSERVE_CLUSTER_KEY": "its own"})
     assert got["PDSERVE_CLUSTER_KEY"] == "its own" and "PDSERVE_API_KEY" not in got
-    assert got.items() >= {**NEEDED, "HF_TOKEN": "s3cret"}.items(), "a role may download"
+    assert got.items() >= {**NEEDED, "HF_TOKEN": VALUE}.items(), "a role may download"
 
 
-async def test_ranks_inherit_no_secrets(tmp_path: Path) -> None:
-    rank = await spawn(tmp_path, 0)
+async def test_processes_that_work_for_another_inherit_no_secrets(tmp_path: Path) -> None:
+    """Ranks, peers of the conformance kit, and compilers."""
+    before = set(psutil.Process().children())
+    rank, peer = await spawn(tmp_path, 0), Process()
     try:
-        check(shown(rank.pid))
+        children = set(psutil.Process().children()) - before
+        assert len(children) >= 2
+        for child in children:
+            check(shown(child.pid))
     finally:
         rank.kill()
+        peer.kill()
         await rank.wait()
-
-
-def test_compilers_inherit_no_secrets() -> None:
     check(native._run(["env"]))
 
 
-def test_peers_of_the_conformance_kit_inherit_no_secrets() -> None:
-    peer = Process()
-    try:
-        check(shown(peer._process.pid))
-    finally:
-        peer.kill()
+def test_what_is_loaded_is_not_looked_through() -> None:
+    before = gc.get_freeze_count()
+    with loading():
+        assert not gc.isenabled()
+        kept = [[] for _ in range(1000)]
+    assert gc.isenabled() and len(kept) == 1000
+    assert gc.get_freeze_count() >= before + 1000
+
+
+def test_the_collector_is_back_when_loading_fails() -> None:
+    with pytest.raises(ImportError), loading():
+        raise ImportError("no such module")
+    assert gc.isenabled()

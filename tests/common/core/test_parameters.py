@@ -20,31 +20,18 @@ VOCAB = 512
 WIRE = pb.SamplingParams.DESCRIPTOR
 CARRIED = [each for each in PARAMETERS.values() if each.number is not None]
 # One value of each kind that every parameter of it takes, and one that none does.
-GOOD: dict[ParamType, Any] = {
-    ParamType.INTEGER: 1,
-    ParamType.NUMBER: 0.5,
-    ParamType.BOOLEAN: True,
-    ParamType.TEXT: "x",
-    ParamType.TEXT_OR_TEXTS: ["x"],
-    ParamType.TEXTS: ["x"],
-    ParamType.TOKEN_IDS: [3, 4],
-    ParamType.TOKEN_ID_LISTS: [[3], [4, 5]],
-    ParamType.BIASES: {"3": 0.5},
-    ParamType.OBJECT: {},
-    ParamType.OBJECT_OR_TEXT: "x",
-}
-FOREIGN: dict[ParamType, Any] = {
-    ParamType.INTEGER: "one",
-    ParamType.NUMBER: True,
-    ParamType.BOOLEAN: 1,
-    ParamType.TEXT: 1,
-    ParamType.TEXT_OR_TEXTS: [1],
-    ParamType.TEXTS: "x",
-    ParamType.TOKEN_IDS: ["3"],
-    ParamType.TOKEN_ID_LISTS: [3],
-    ParamType.BIASES: [3],
-    ParamType.OBJECT: [],
-    ParamType.OBJECT_OR_TEXT: 1,
+SAMPLES: dict[ParamType, tuple[Any, Any]] = {
+    ParamType.INTEGER: (1, "one"),
+    ParamType.NUMBER: (0.5, True),
+    ParamType.BOOLEAN: (True, 1),
+    ParamType.TEXT: ("x", 1),
+    ParamType.TEXT_OR_TEXTS: (["x"], [1]),
+    ParamType.TEXTS: (["x"], "x"),
+    ParamType.TOKEN_IDS: ([3, 4], ["3"]),
+    ParamType.TOKEN_ID_LISTS: ([[3], [4, 5]], [3]),
+    ParamType.BIASES: ({"3": 0.5}, [3]),
+    ParamType.OBJECT: ({}, []),
+    ParamType.OBJECT_OR_TEXT: ("x", 1),
 }
 
 
@@ -135,9 +122,10 @@ def test_a_body_has_the_fields_of_the_table() -> None:
     "parameter", [each for each in PARAMETERS.values() if each.http], ids=name_of
 )
 def test_a_body_takes_values_of_the_rows_kind(parameter: Parameter) -> None:
-    for value in (None, GOOD[parameter.kind]):
+    good, foreign = SAMPLES[parameter.kind]
+    for value in (None, good):
         body = GenerationBody(**{parameter.name: value})
         assert value is None or getattr(body, parameter.name) is not None
     with pytest.raises(ValidationError) as caught:
-        GenerationBody(**{parameter.name: FOREIGN[parameter.kind]})
+        GenerationBody(**{parameter.name: foreign})
     assert caught.value.errors()[0]["loc"][0] == parameter.name

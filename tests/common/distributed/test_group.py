@@ -91,17 +91,6 @@ def test_every_collective_of_every_dtype_is_right(run: Callable[..., list[Any]])
     assert not any(run(_verify))
 
 
-def _reduce_in_place(state: ParallelState) -> bool:
-    tensor = torch.zeros(3, 4)
-    column = tensor[:, 1]
-    assert state.tp.all_reduce(column.fill_(1.0)) is column
-    return bool((column == state.tp.size).all() and tensor.sum() == 3 * state.tp.size)
-
-
-def test_all_reduce_is_in_place(run: Callable[..., list[Any]]) -> None:
-    assert all(run(_reduce_in_place))
-
-
 def _random_sum(state: ParallelState) -> tuple[bytes, bool]:
     parts = torch.randn(state.tp.size, 5, 333, generator=torch.Generator().manual_seed(0))
     expected = parts[0].clone()
@@ -112,11 +101,9 @@ def _random_sum(state: ParallelState) -> tuple[bytes, bool]:
     return total.numpy().tobytes(), torch.equal(total, expected)
 
 
-def test_sums_are_bit_identical_on_all_ranks(run: Callable[..., list[Any]]) -> None:
+def test_sums_are_bit_identical_on_all_ranks(run: Callable[..., list[Any]], ranks: Ranks) -> None:
+    """And over shared memory in the order of ranks."""
     assert len({total for total, _ in run(_random_sum)}) == 1
-
-
-def test_shared_memory_sums_in_the_order_of_ranks(ranks: Ranks) -> None:
     assert all(exact for _, exact in ranks.run(_random_sum, tp=4, communicator="shm"))
 
 
@@ -130,11 +117,13 @@ def _large(state: ParallelState) -> None:
     assert torch.equal(mine, numbers[group.rank * share :][:share] * group.size)
     rows = group.all_gather((numbers + group.rank)[None], 0)
     assert torch.equal(rows, torch.stack([numbers + rank for rank in range(group.size)]))
-    received = group.broadcast(numbers + group.rank, src=1)
-    assert torch.equal(received, numbers + 1)
+    assert torch.equal(group.broadcast(numbers + group.rank, src=1), numbers + 1)
+    column = torch.zeros(3, 4)[:, 1]
+    assert group.all_reduce(column.fill_(1.0)) is column, "in place, whatever its strides"
+    assert (column == group.size).all()
 
 
-def test_tensors_larger_than_a_slot(run: Callable[..., list[Any]]) -> None:
+def test_tensors_larger_than_a_slot_and_in_place(run: Callable[..., list[Any]]) -> None:
     run(_large)
 
 
@@ -153,9 +142,10 @@ def _uneven(state: ParallelState, width: int) -> None:
     assert torch.equal(group.all_to_all(torch.cat(leaving), *counts), torch.cat(coming))
 
 
-@pytest.mark.parametrize("width", [1, 5, 200_000])
-def test_all_to_all_of_uneven_parts(width: int, run: Callable[..., list[Any]]) -> None:
-    run(_uneven, width)
+def test_all_to_all_of_uneven_parts_and_of_nothing(run: Callable[..., list[Any]]) -> None:
+    for width in (1, 5, 200_000):
+        run(_uneven, width)
+    run(_nothing_to_anyone)
 
 
 def _nothing_to_anyone(state: ParallelState) -> None:
@@ -170,10 +160,6 @@ def _nothing_to_anyone(state: ParallelState) -> None:
     assert received[:, 0].tolist() == [rank for rank in range(group.size) if last for _ in range(3)]
     with pytest.raises(ValueError, match="3 rows cannot be sent as"):
         group.all_to_all(torch.ones(3), [1] * group.size, [1] * (group.size - 3))
-
-
-def test_all_to_all_of_nothing(run: Callable[..., list[Any]]) -> None:
-    run(_nothing_to_anyone)
 
 
 def test_rows_that_were_not_expected_are_an_error(tmp_path: Path) -> None:
@@ -198,20 +184,6 @@ def test_ranks_that_disagree_are_named(ranks: Ranks) -> None:
     for code, message in ranks.run(_disagree, tp=4, communicator="shm"):
         assert code == "RANKS_DISAGREE"
         assert message.endswith("disagree on the block count: ranks 0, 1, 2: 0; rank 3: 5")
-
-
-def _pipeline(state: ParallelState) -> tuple[float, int, int]:
-    """Two stages of two ranks: a sum, an activation to the next stage, a sum there."""
-    hidden = state.tp.all_reduce(torch.full((2, 3), state.world.rank + 1.0))
-    if state.pp.rank == 0:
-        state.pp.send(hidden, dst=1)
-    else:
-        hidden = state.tp.all_reduce(hidden * 0 + state.pp.recv((2, 3), torch.float32, src=0))
-    return float(hidden[0, 0]), state.tp.rank, state.pp.rank
-
-
-def test_tensor_and_pipeline_parallel_groups_side_by_side(ranks: Ranks) -> None:
-    assert ranks.run(_pipeline, tp=2, pp=2) == [(3, 0, 0), (3, 1, 0), (6, 0, 1), (6, 1, 1)]
 
 
 def on_threads(

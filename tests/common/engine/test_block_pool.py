@@ -35,18 +35,6 @@ def test_a_freed_prefix_is_found_until_its_block_is_reused():
     assert pool.count_cached(hashes) == (1, 1)
 
 
-def test_a_shared_block_is_free_only_when_the_last_holder_lets_go():
-    pool = BlockPool(2, 2)
-    hashes = hash_blocks([7, 8], 2)
-    (block,) = pool.allocate(1)
-    pool.register(block, hashes[0])
-    assert pool.match(hashes) == [block]
-    pool.free([block])
-    assert pool.num_free == 1
-    pool.free([block])
-    assert pool.num_free == 2
-
-
 def test_hashes_depend_on_every_token_before():
     assert hash_blocks([1, 2, 3, 4], 2)[1] != hash_blocks([9, 2, 3, 4], 2)[1]
     assert hash_blocks([1, 2, 3], 2) == hash_blocks([1, 2], 2)

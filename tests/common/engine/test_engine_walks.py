@@ -1,5 +1,6 @@
 """Random lives of sequences in a whole engine: computed here or elsewhere, preempted, guessed,
-deferred, broken, given up and held. Each gets the tokens it would get alone."""
+deferred, broken, given up and held. Each gets the tokens it would get alone, from ranks that know
+of it what the engine knows."""
 
 from __future__ import annotations
 
@@ -23,21 +24,17 @@ from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish, Sequence, Status
 from pdserve.common.engine.speculation import Speculator
 
-WINDOW, NUM_BLOCKS = 40, 13
+WINDOW, NUM_BLOCKS, MAX_NUM_SEQS = 40, 13, 5
 CLIENTS = 40
 
 
-def speculator(guessing: str) -> Speculator | None:
+def speculator(guessing: str, drafts: BlockPool) -> Speculator | None:
     if guessing == "ngram":
-        return PromptLookup(
-            Speculation.read(
-                {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-            ),
-            WINDOW,
-        )
+        config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+        return PromptLookup(Speculation.read(config), WINDOW)
     if guessing == "draft":
-        config = Speculation.read({"model": "x", "num_speculative_tokens": 3})
-        return DraftModel(config, WINDOW - 6, BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE), chunk=8)
+        config = {"model": "x", "num_speculative_tokens": 3}
+        return DraftModel(Speculation.read(config), WINDOW - 6, drafts, chunk=8)
     return None
 
 
@@ -48,8 +45,10 @@ class Walk:
         self.rng = random.Random(seed)
         self.ranks = ChecksumRanks(self.rng)
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        config = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24)
-        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, speculator(guessing))
+        self.drafts = BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE)
+        config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=24)
+        guesses = speculator(guessing, self.drafts)
+        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, guesses)
         self.engine = EngineCore(self.ranks, self.scheduler, self, WINDOW)
         self.seen: Counter[str] = Counter()
         self.told: dict[int, list[int]] = {}
@@ -66,6 +65,7 @@ class Walk:
         self._check_kv(sequence)
 
     def computed(self, sequence: Sequence) -> None:
+        assert not sequence.cancelled, "nobody hears of one that was stopped"
         self._check_kv(sequence)
 
     def sampled(
@@ -104,7 +104,7 @@ class Walk:
         seq_id, begun = sequence.seq_id, len(job.choices[0].output_token_ids)
         expected, reason = generate(job.prompt_token_ids, job.sampling, seed, WINDOW)
         expected = expected[begun:]
-        self.ranks.token_ids[seq_id] = sequence.token_ids
+        self.ranks.sequences[seq_id] = sequence
         self.told[seq_id] = told = []
         self._ended[seq_id] = ended = asyncio.get_running_loop().create_future()
         self._admitted[seq_id] = asyncio.Event()
@@ -126,6 +126,9 @@ class Walk:
             if rng.random() < 0.5 and sequence.status is Status.RUNNING:
                 self.ranks.broken.add(seq_id)
                 await ended
+            else:
+                while not ended.done() and seq_id not in self.ranks.touched:
+                    await asyncio.sleep(0)
         how = ended.result() if ended.done() else "stopped"
         self.seen[how] += 1
         assert told == expected[: len(told)]
@@ -137,12 +140,20 @@ class Walk:
         await self._leave(sequence, how)
 
     async def _leave(self, sequence: Sequence, how: str) -> None:
-        """What is held stays as it is."""
+        """What a step touches is not freed before its end, nobody hears of a stopped sequence, and
+        what is held stays as it is."""
+        heard = len(self.told[sequence.seq_id])
+        if sequence.seq_id in self.ranks.touched:
+            with pytest.raises(RuntimeError, match="stopped before"):
+                self.engine.release(sequence)
+            self.seen["in flight"] += 1
         await self.engine.stop(sequence)
+        assert sequence.seq_id not in self.ranks.touched
         if how == "held":
             for _ in range(self.rng.randrange(12)):
                 await asyncio.sleep(0)
                 self._check_kv(sequence)
+        assert len(self.told[sequence.seq_id]) == heard
         self.engine.release(sequence)
 
     def _job(self) -> tuple[GenerateJob, int]:
@@ -157,7 +168,8 @@ class Walk:
             min_tokens=rng.choice([0, 0, 1, most // 2]),
             seed=rng.randrange(3),
             stop_token_ids=(STOP,),
-            bad_words_token_ids=((VOCAB - 1,) * 9,) if rng.random() < 0.3 else (),
+            bad_words_token_ids=self._words() if rng.random() < 0.3 else (),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
             prompt_logprobs=0 if rng.random() < 0.2 else None,
         )
         seed = params.seed + index
@@ -165,6 +177,10 @@ class Walk:
         begun = output[: rng.randrange(len(output))] if rng.random() < 0.3 else []
         job = GenerateJob("r", prompt, params, (Choice(index, tuple(begun)),))
         return job, seed
+
+    def _words(self) -> tuple[tuple[int, ...], ...]:
+        """Some of what is drawn all the time; ranks draw it nevertheless."""
+        return tuple(tuple(self.rng.choices(range(1, 6), k=n)) for n in (1, 2, 2, 3, 9))
 
     async def _land(self, sequence: Sequence, token: int) -> Finish | None:
         """Its KV comes from elsewhere."""
@@ -189,10 +205,10 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
         await asyncio.wait(clients)
         engine.cancel()
     assert walk.pool.num_free == NUM_BLOCKS
+    assert walk.ranks.num_known < 2 * MAX_NUM_SEQS, "they forget what has ended"
     assert walk.scheduler.generation_tokens == sum(map(len, walk.told.values()))
     assert walk.scheduler.num_preemptions and walk.scheduler.cache_hits
-    assert walk.seen.keys() >= {"length", "stopped", "held", "given up"}
+    assert walk.seen.keys() >= {"length", "stopped", "held", "given up", "in flight"}
     if (speculator := walk.scheduler.speculator) is not None:
         assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens
-    if isinstance(speculator, DraftModel):
-        assert speculator._pool.num_free == speculator._pool.num_blocks
+    assert walk.drafts.num_free == walk.drafts.num_blocks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,11 @@ from pdserve.common.worker import adapters as worker_adapters
 from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
 from pdserve.common.worker.input_batch import StepSequence
 from slow_quantization import dequantized_folder
-from tiny_engine import BLOCK_SIZE, load, new_cache, single_threaded_inference, some_tokens
+from tiny_engine import BLOCK_SIZE, load, new_cache, some_tokens
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 LLAMA = MODELS / "llama-gqa"
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
 
 
 def logits(model: CausalLM, parts: list[list[int]], lora: LoRA | None) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,22 +28,17 @@ from tiny_engine import (
     greedy,
     load,
     new_cache,
-    single_threaded_inference,
     some_tokens,
     step,
 )
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 TRAINED = ["llama-gqa", "mistral", "qwen2", "qwen3"]
 SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
 PROMPT = "Once upon a time there was"
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
 KERNELS = ["torch", pytest.param("native", marks=NEEDS_COMPILER)]
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
 
 
 # ---- against transformers ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,11 @@ from tiny_engine import (
     CPU,
     load,
     new_cache,
-    single_threaded_inference,
     some_tokens,
     step,
 )
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 # ---- against transformers ----

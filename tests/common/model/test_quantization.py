@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,9 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.weights import GroupedWeight, Int8Weight, MatrixPart, Weight, make_weight
 from pdserve.common.node.model_facts import ModelFacts
 from slow_quantization import dequantize, dequantized_folder
-from tiny_engine import CPU, load, new_cache, single_threaded_inference, some_tokens, step
+from tiny_engine import CPU, load, new_cache, some_tokens, step
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 LLAMA = MODELS / "llama-gqa"
 SCHEMES = {
@@ -43,12 +45,6 @@ SCHEMES = {
     "gptq-skipping": Scheme("gptq", v2=True, skipped=("self_attn.o_proj",)),
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +60,6 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file(kept, folder / "model.safetensors")
     return folder
-
-
-def load_int8(folder: Path, group: Any = None, dtype: torch.dtype = torch.float32) -> CausalLM:
-    spec = ModelSpec.from_folder(folder)
-    config = ModelConfig(model=str(folder), quantization="int8")
-    return load_model(spec, config, Sharding(group or GroupCoordinator(), CPU, dtype))
 
 
 # ---- one matrix ----
@@ -259,7 +249,7 @@ def test_modules_are_named_by_whole_components() -> None:
 def test_int8_is_not_put_on_top(tmp_path: Path) -> None:
     folder = quantize_folder(LLAMA, tmp_path / "awq", Scheme("awq"))
     with pytest.raises(ConfigError, match=r"--quantization int8 .*quantized \(awq\): leave"):
-        load_int8(folder)
+        load(folder, quantization="int8")
     spec = ModelSpec.from_folder(folder)
     dummy = ModelConfig(model=str(folder), load_format="dummy")
     with pytest.raises(ConfigError, match="dummy cannot make awq weights"):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
-from live_node import decode_node, eventually, generate, node_config
+from live_node import node_config
 from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.shared import LogConfig
-from pdserve.common.core.errors import ConfigError, NodeError, TransferError
+from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.engine.block_pool import BlockPool, hash_blocks
@@ -27,20 +25,11 @@ from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode
-from pdserve.decode_node.service import KVTransferService
-from pdserve.kv_transfer.control.sink import KVSink
-from pdserve.kv_transfer.control.ticket import RankEndpoint
-from pdserve.kv_transfer.layout import Rect
 
 # ---- the choice -----------------------------------------------------------------------------
 
 IDLE = Candidate(
-    replica=0,
-    pending_tokens=0,
-    decoding_tokens=0,
-    missing_tokens=100,
-    num_sequences=0,
-    fits=True,
+    replica=0, pending_tokens=0, decoding_tokens=0, missing_tokens=100, num_sequences=0, fits=True
 )
 
 
@@ -83,7 +72,7 @@ def compute(it: Scheduler, one: EngineSequence, num_tokens: int) -> None:
     it.computed(one, num_tokens)
 
 
-def test_an_offer_counts_what_is_still_to_be_computed() -> None:
+def test_an_offer_counts_what_is_still_to_be_computed_and_what_decodes_whole() -> None:
     it, one, two = scheduler(), sequence(10), sequence(7, first=50)
     it.add(one)
     it.add(two)
@@ -91,19 +80,15 @@ def test_an_offer_counts_what_is_still_to_be_computed() -> None:
     it.admit()
     compute(it, one, 8)
     assert candidate(0, it, 5, []).pending_tokens == 2 + 7
-
-
-def test_an_offer_counts_what_decodes_whole() -> None:
-    it, local, remote = scheduler(), sequence(6), sequence(9, first=50, remote=True)
-    it.add(remote)
-    assert candidate(0, it, 5, []).decoding_tokens == 9, "its KV comes, it is not computed here"
-    it.add(local)
+    it.release(two)
+    it.add(remote := sequence(9, first=70, remote=True))
     it.admit()
-    compute(it, local, 6)
-    local.append(SampledToken(1))
+    assert candidate(0, it, 5, []).decoding_tokens == 9, "its KV comes, it is not computed here"
+    compute(it, one, 2)
+    one.append(SampledToken(1))
     offer = candidate(0, it, 5, [])
-    assert (offer.decoding_tokens, offer.pending_tokens) == (9 + 7, 0)
-    it.release(local)
+    assert (offer.decoding_tokens, offer.pending_tokens) == (9 + 11, 0)
+    it.release(one)
     it.release(remote)
     assert candidate(0, it, 5, []) == Candidate(0, 0, 0, 5, num_sequences=0, fits=True)
 
@@ -137,32 +122,6 @@ def test_whether_a_job_fits(num_tokens: int, held: int, waiting: int, fits: bool
     if waiting:
         it.add(sequence(waiting, first=100))
     assert candidate(0, it, num_tokens, []).fits is fits
-
-
-# ---- the front over the sinks ---------------------------------------------------------------
-
-
-def sink() -> KVSink:
-    async def call(rank: int, message: bytes) -> bytes:
-        return b"\x80"  # an empty reply
-
-    rank = RankEndpoint(0, Rect(0, 1, 0, 1), b"")
-    return KVSink([rank], fingerprint="f", block_size=4, address="a", lease_s=5.0, call=call)
-
-
-async def test_a_transfer_is_its_replicas() -> None:
-    both = sink(), sink()
-    service, freed = KVTransferService(both, vocab_size=50), asyncio.Event()
-    ticket, _ = await both[1].reserve(8, 0, (0, 1), freed.set)
-    assert service._sink(ticket.transfer_id) is both[1]
-    await both[1].cancel(ticket.transfer_id)
-    assert freed.is_set()
-    assert service._sink(ticket.transfer_id) is both[1], "a late commit learns how it ended"
-    with pytest.raises(TransferError) as caught:
-        service._sink(bytes(16)).renew(bytes(16), 1)
-    assert caught.value.code == "UNKNOWN_TRANSFER"
-    for each in both:
-        await each.close()
 
 
 # ---- where the ranks are --------------------------------------------------------------------
@@ -200,12 +159,9 @@ def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
 
 
 def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 MiB a tenth holds 10,240 blocks, half 51,200; one sequence comes before the tenth."""
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 500 * 10**6)
     assert room_on_cpu(ParallelConfig()) == 50 * 10**6
-
-
-def test_in_little_memory_one_sequence_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 MiB are left: a tenth holds 10,240 blocks, half of them 51,200."""
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 100 * 2**20)
     assert room_on_cpu(ParallelConfig(), 16 * 40_000) == 40_000 * 2**10
     assert room_on_cpu(ParallelConfig(), 16 * 60_000) == 50 * 2**20
@@ -269,50 +225,7 @@ async def test_one_that_does_not_stop_keeps_no_other_from_it() -> None:
     assert all(each.stopped for each in executors)
 
 
-# ---- a node of two --------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("ranks_left")
-async def test_a_stalled_replica_is_avoided_until_it_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    async with (
-        decode_node(replicas=2, stall=2.5) as (node, _, gates),
-        grpc.aio.insecure_channel(node.address) as channel,
-    ):
-        sample, (one, two) = node.metrics.registry.get_sample_value, node.replicas
-        assert await generate(channel) == 4, "on replica 0: all else is equal"
-        assert one.scheduler.generation_tokens == 4
-
-        gates[0].open.clear()
-        stalled = asyncio.create_task(generate(channel))
-        await eventually(lambda: one.sessions)
-        with pytest.raises(NodeError, match=r"replica 0: step \d+ has been running") as caught:
-            await stalled
-        assert caught.value.code == "ENGINE_STALLED"
-        assert await generate(channel) == 4, "on the other one, though this one has the prefix"
-        assert two.scheduler.generation_tokens == 4
-        ready, reason = node.ready()
-        assert ready and "replica 0: step" in reason
-        assert node.load().healthy and node.load().reason == reason
-        assert [sample("pdserve_engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
-
-        gates[1].open.clear()
-        with pytest.raises(NodeError, match="replica 1: step"):
-            await generate(channel)
-        ready, reason = node.ready()
-        assert not ready and "replica 0: " in reason and "replica 1: " in reason
-        with pytest.raises(NodeError, match=r"replica 0: .*replica 1: "):
-            await generate(channel)
-        assert sample("pdserve_healthy") == 0
-
-        for gate in gates:
-            gate.open.set()
-        await eventually(lambda: node.ready() == (True, "ok"))
-        assert await generate(channel) == 4
-        await eventually(lambda: node.load().free_blocks == node.load().total_blocks == 512)
-        assert node.load().most_free_blocks == 256
+# ---- metrics --------------------------------------------------------------------------------
 
 
 def test_metrics_name_the_replica() -> None:

@@ -6,6 +6,7 @@ import grpc
 import pytest
 import torch
 
+from clock import Clock
 from live_node import MODEL, decode_node, generate
 from pdserve.common.config.node import MachineConfig
 from pdserve.common.core.model_spec import ModelSpec
@@ -18,14 +19,6 @@ from pdserve.common.worker.peaks import peaks_of
 
 COST = StepCost.whole(Footprint(ModelSpec.from_folder(MODEL), "float32"))
 STEP = StepShape.of([(30, 1)] * 4, sampled=4)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 def made(stages: int = 1) -> tuple[Utilisation, StepShape, Clock]:
@@ -99,17 +92,19 @@ async def test_a_node_counts_what_it_computes() -> None:
         grpc.aio.insecure_channel(node.address) as channel,
     ):
         assert await generate(channel) == 4
-        sample, cost = node.metrics.registry.get_sample_value, COST.total
-        prompt = StepShape.of([(0, 37)], sampled=1)
-        flops = cost(prompt).flops + sum(
-            cost(StepShape.of([(37 + i, 1)], sampled=1)).flops for i in range(3)
-        )
-        counted = sample("pdserve_estimated_flops_per_gpu_total", {"engine": "0"})
-        assert counted == pytest.approx(flops)
-        assert sample("pdserve_estimated_flops_per_gpu_total", {"engine": "1"}) == 0
-        assert sample("pdserve_mfu", {"engine": "0"}) > 0
-        assert sample("pdserve_mfu", {"engine": "1"}) == 0
-        assert sample("pdserve_bandwidth_utilisation", {"engine": "0"}) > 0
-        assert sample("pdserve_peak_flops_per_second", {"engine": "0"}) > 0
-        written = sample("pdserve_estimated_write_bytes_per_gpu_total", {"engine": "0"})
-        assert written == 40 * COST.footprint.kv_per_token(COST.stage)
+
+        def of(name: str, engine: int = 0) -> float:
+            found = node.metrics.registry.get_sample_value(
+                f"pdserve_{name}", {"engine": str(engine)}
+            )
+            assert found is not None
+            return found
+
+        steps = [(0, 37), *((37 + i, 1) for i in range(3))]
+        flops = sum(COST.total(StepShape.of([each], sampled=1)).flops for each in steps)
+        assert of("estimated_flops_per_gpu_total") == pytest.approx(flops)
+        written = 40 * COST.footprint.kv_per_token(COST.stage)
+        assert of("estimated_write_bytes_per_gpu_total") == written
+        assert of("estimated_flops_per_gpu_total", 1) == of("mfu", 1) == 0
+        for name in ("mfu", "bandwidth_utilisation", "peak_flops_per_second"):
+            assert of(name) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,18 +14,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from clock import Clock
 from live_node import decode_node, eventually, generate
-from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import Blame, NodeError, TransferError
 from pdserve.common.engine.core import EngineProgress
-from pdserve.common.engine.messages import LOADED, AdapterCall
 from pdserve.common.node.replica import Watchdog
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.status import serving
-from pdserve.common.worker.adapters import RankAdapters
 from pdserve.decode_node.node import DecodeNode
 from pdserve.decode_node.session import DecodeSession
 from pdserve.kv_transfer.control.sink_client import (
@@ -37,27 +34,13 @@ from pdserve.kv_transfer.control.sink_client import (
 )
 
 IDLE = EngineProgress(
-    step=0,
-    computing=False,
-    call=None,
-    admitted=0,
-    freed=0,
-    waiting=0,
-    remote=0,
-    needed_blocks=0,
-    free_blocks=8,
-    total_blocks=8,
-)
+    step=0, computing=False, call=None, admitted=0, freed=0, waiting=0, remote=0, needed_blocks=0,
+    free_blocks=8, total_blocks=8,
+)  # fmt: skip
+
+
 STALL = 2.5  # seconds
 QUEUED = replace(IDLE, waiting=2, needed_blocks=5, free_blocks=3)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 class Watched:
@@ -111,6 +94,9 @@ def test_a_queue_that_stands_still_and_then_moves() -> None:
     )
     assert not watched.watchdog.stalled, "nobody has to move elsewhere"
     assert not watched.after(1, replace(QUEUED, admitted=1, waiting=8))
+    assert not watched.after(10, IDLE)
+    assert not watched.after(1000, IDLE), "idle time does not count"
+    assert not watched.after(10, QUEUED)
 
 
 @pytest.mark.parametrize("progress", ["step", "admitted", "freed"])
@@ -133,14 +119,6 @@ def test_a_queue_behind_kv_that_is_on_its_way_is_no_ailment() -> None:
     assert "KV memory exhausted" in watched.after(0.2, left)
 
 
-def test_idle_time_does_not_count() -> None:
-    watched = Watched()
-    watched.after(0, QUEUED)
-    watched.after(10, IDLE)
-    assert not watched.after(1000, IDLE)
-    assert not watched.after(10, QUEUED)
-
-
 # ---- the way to the decode nodes ------------------------------------------------------------
 
 
@@ -155,14 +133,9 @@ def test_no_decode_node_reachable_until_one_answers() -> None:
     assert peers.unhealthy_reason() == "no decode node reachable: d0:1 (no route)"
     peers.probed("d0:1", lost="")
     assert not peers.unhealthy_reason() and not peers.in_doubt()
-
-
-def test_one_decode_node_out_of_reach_does_not_make_the_prefill_node_unhealthy() -> None:
-    peers = DecodePeers(Clock())
-    peers.used("d0:1")
     peers.used("d1:1", answered=False)
     peers.probed("d1:1", lost="no route")
-    assert not peers.unhealthy_reason()
+    assert not peers.unhealthy_reason(), "of one alone"
     assert peers.in_doubt() == ["d0:1", "d1:1"], "the other one may be out of reach by now"
     peers.probed("d0:1", lost="time-out")
     assert "d0:1 (time-out), d1:1 (no route)" in peers.unhealthy_reason()
@@ -210,14 +183,9 @@ async def test_a_refusal_shows_that_the_network_leads_there() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert await why_unreachable(address) == ""
     assert await why_unreachable(address) == "", "refused"
-
-
-@pytest.mark.parametrize(
-    "address", ["", "d0", "d0:x", "d0:65536", "\0:1", "a..b:1", f"{'a' * 300}:1", "unix:/run/d0"]
-)
-async def test_what_is_no_address_is_out_of_reach(address: str) -> None:
-    """Whatever a peer has said of itself: the node that probes it goes on."""
-    assert await why_unreachable(address)
+    # Whatever a peer has said of itself: the node that probes it goes on.
+    odd = ["", "d0", "d0:x", "d0:65536", "\0:1", "a..b:1", f"{'a' * 300}:1", "unix:/run/d0"]
+    assert all([await why_unreachable(address) for address in odd])
 
 
 class Refusing(pb_grpc.KVTransferServicer):
@@ -262,33 +230,50 @@ async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int
     return check.status == health_pb2.HealthCheckResponse.SERVING, status, reason, metric
 
 
-async def test_a_node_whose_step_stalls_says_so_and_recovers(
+async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until_it_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     async with (
-        decode_node(stall=STALL) as (node, _, [gate]),
+        decode_node(replicas=2, stall=STALL) as (node, _, gates),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
-        pool = node.replicas[0].scheduler.pool
-        assert await generate(channel) == 4
+        sample, (one, two) = node.metrics.registry.get_sample_value, node.replicas
+        assert await generate(channel) == 4, "on replica 0: all else is equal"
+        assert one.scheduler.generation_tokens == 4
         assert await health(node, channel) == (True, 200, "ok", 1.0)
-        gate.open.clear()
-        with pytest.raises(NodeError, match="step 5 has been running for") as caught:
+
+        gates[0].open.clear()
+        with pytest.raises(NodeError, match=r"replica 0: step \d+ has been running") as caught:
             await generate(channel)
         assert caught.value.code == "ENGINE_STALLED"
         assert caught.value.blame is Blame.DECODE and caught.value.retryable
-        with pytest.raises(NodeError, match="has been running"):
-            await generate(channel)
-        await eventually(lambda: "unhealthy: step 5 has been running" in caplog.text)
-        serving, status, reason, metric = await health(node, channel)
-        assert (serving, status, metric) == (False, 503, 0.0) and "step 5" in reason
+        pool = one.scheduler.pool
         assert pool.num_free < pool.num_blocks, "the step still computes into them"
-        gate.open.set()
-        await eventually(lambda: "healthy again" in caplog.text)
+        assert await generate(channel) == 4, "on the other one, though this one has the prefix"
+        assert two.scheduler.generation_tokens == 4
+        serving, status, reason, metric = await health(node, channel)
+        assert (serving, status, metric) == (True, 200, 1.0) and "replica 0: step" in reason
+        assert node.load().reason == reason
+        assert [sample("pdserve_engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
+
+        gates[1].open.clear()
+        with pytest.raises(NodeError, match="replica 1: step"):
+            await generate(channel)
+        with pytest.raises(NodeError, match=r"replica 0: .*replica 1: "):
+            await generate(channel)
+        await eventually(lambda: "unhealthy: replica 0" in caplog.text)
+        serving, status, reason, metric = await health(node, channel)
+        assert (serving, status, metric) == (False, 503, 0.0)
+        assert "replica 0: " in reason and "replica 1: " in reason
+
+        for gate in gates:
+            gate.open.set()
+        await eventually(lambda: "healthy again" in caplog.text and node.ready() == (True, "ok"))
         assert await health(node, channel) == (True, 200, "ok", 1.0)
         assert await generate(channel) == 4
-        await eventually(lambda: pool.num_free == pool.num_blocks)
+        await eventually(lambda: node.load().free_blocks == node.load().total_blocks == 512)
+        assert node.load().most_free_blocks == 256
 
 
 async def test_a_node_without_memory_says_so_and_recovers() -> None:
@@ -304,26 +289,6 @@ async def test_a_node_without_memory_says_so_and_recovers() -> None:
         pool.free(taken)
         node.replicas[0].engine._work.set()  # as whoever frees blocks does
         assert await waiting == 4
-        await eventually(lambda: node.ready()[0])
-
-
-async def test_a_rank_that_stands_still_over_an_adapter_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    goes_on = threading.Event()
-
-    def serve(ranks: RankAdapters, call: AdapterCall) -> bytes:
-        goes_on.wait(30.0)
-        return LOADED
-
-    monkeypatch.setattr(RankAdapters, "serve", serve)
-    async with decode_node(stall=STALL, lora=LoRAConfig(enable_lora=True)) as (node, _, _):
-        setting = asyncio.create_task(node.adapters.set({"a": "/a"}))
-        try:
-            await eventually(lambda: "rank 0 has not answered a call" in node.ready()[1])
-        finally:
-            goes_on.set()
-        assert await setting == {}
         await eventually(lambda: node.ready()[0])
 
 

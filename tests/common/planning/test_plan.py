@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,7 @@ from pdserve.common.planning.role_plan import RolePlan
 from pdserve.common.worker import kv_cache
 from pdserve.common.worker.runner import ModelRunner, num_dummy_blocks
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
+from thinned import slow
 from tiny_engine import single_threaded_inference
 
 MODELS = ROOT / "tests" / "models"
@@ -47,34 +49,20 @@ SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe")
 CPU = torch.device("cpu")
 GIB = 2**30
 QWEN_14B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 5120,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "intermediate_size": 13824,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "rope_theta": 1000000.0,
-}
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 5120, "num_hidden_layers": 48,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 13824,
+    "vocab_size": 152064, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "rope_theta": 1000000.0,
+}  # fmt: skip
+
 
 QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +103,9 @@ def test_a_fix_fixes(qwen: Path, option: str) -> None:
 
 
 def test_kv_memory_beyond_what_is_left_does_not_fit(qwen: Path) -> None:
-    found = qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="7GiB")
-    assert not found.fits
-    assert "leave out --kv-cache-memory" in found.fixes
     assert qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="6GiB").fits
+    found = qwen_plan(qwen, tensor_parallel_size=2, kv_cache_memory="7GiB")
+    assert not found.fits and "leave out --kv-cache-memory" in found.fixes
 
 
 def test_roles_may_be_unequal(qwen: Path) -> None:
@@ -166,7 +153,7 @@ def test_stages_that_do_not_cut_the_model(size: int, partition: tuple[int, ...] 
 
 @pytest.mark.parametrize("name", [*NAMES, *SPARSE])
 def test_stages_add_up_to_the_model(name: str) -> None:
-    spec = ModelSpec.from_folder(MODELS / name)
+    spec = tiny(name)
     whole, parts = Footprint(spec, "float16"), pipeline_stages(4, 2, (3, 1))
     head = 512 * spec.hidden_size * 2 if spec.tie_word_embeddings else 0  # held at both ends
     assert sum(map(whole.weights, parts)) == whole.weights(Stage.whole(4)) + head
@@ -176,41 +163,34 @@ def test_stages_add_up_to_the_model(name: str) -> None:
 # ---- against models and steps ----
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", NAMES)
+def tiny(name: str) -> ModelSpec:
+    return ModelSpec.from_folder(MODELS / name)
+
+
+# tp 4 has twice as many ranks as KV heads.
+WEIGHTS = [
+    *((tiny(name), tp, 1) for name in NAMES for tp in (1, 2, 4)),
+    *((tiny(name), tp, ep) for name in SPARSE for tp in (1, 2, 4) for ep in (1, 2, 4) if ep <= tp),
+    (replace(tiny("llama-gqa"), o_bias=True), 2, 1),
+    (replace(tiny("llama-gqa"), mlp_bias=True), 2, 1),
+    (replace(tiny("llama-gqa"), tie_word_embeddings=False, vocab_size=509), 2, 1),
+    (replace(tiny("llama-gqa"), num_layers=3, intermediate_size=96, head_dim=16), 2, 1),
+]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_those_of_a_model(name: str, tp: int, dtype: str) -> None:
-    """Of rank 0; tp 4 has twice as many ranks as KV heads."""
-    spec = ModelSpec.from_folder(MODELS / name)
-    assert_weights(spec, tp, dtype)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"o_bias": True},
-        {"mlp_bias": True},
-        {"tie_word_embeddings": False, "vocab_size": 509},
-        {"num_layers": 3, "intermediate_size": 96, "head_dim": 16},
-    ],
-)
-def test_weights_are_those_of_a_model_that_differs(changes: dict[str, Any]) -> None:
-    spec = ModelSpec.from_folder(MODELS / "llama-gqa")
-    assert_weights(replace(spec, **changes), 2, "float32")
-
-
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("name", SPARSE)
-def test_weights_are_those_of_a_model_with_experts(name: str, tp: int, ep: int) -> None:
-    assert_weights(ModelSpec.from_folder(MODELS / name), tp, "bfloat16", ep)
+def test_weights_are_those_of_a_model(dtype: str) -> None:
+    for spec, tp, ep in WEIGHTS:
+        assert_weights(spec, tp, dtype, ep)
 
 
 def assert_weights(spec: ModelSpec, tp: int, dtype: str, ep: int = 1) -> None:
+    """Of rank 0."""
     group: Any = SimpleNamespace(rank=0, size=tp)
     owners: Any = SimpleNamespace(rank=0, size=ep)
     sharding = Sharding(group, CPU, getattr(torch, dtype), Replicated(owners))
     footprint, whole = Footprint(spec, dtype, tp, ep=ep), Stage.whole(spec.num_layers)
-    assert footprint.weights(whole) == CausalLM(spec, sharding).weights_bytes
+    assert footprint.weights(whole) == CausalLM(spec, sharding).weights_bytes, (spec, tp, ep)
 
 
 KINDS = {
@@ -223,12 +203,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_those_of_a_quantized_model(kind: Quantization, tp: int, dtype: str) -> None:
+def test_weights_are_those_of_a_quantized_model(kind: Quantization, dtype: str) -> None:
     for name in NAMES:
-        spec = ModelSpec.from_folder(MODELS / name)
-        assert_weights(replace(spec, quantization=kind), tp, dtype)
+        for tp in (1, 2, 4):
+            assert_weights(replace(tiny(name), quantization=kind), tp, dtype)
 
 
 def test_a_plan_reads_what_a_checkpoint_says(tmp_path: Path) -> None:
@@ -269,37 +248,34 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self.alive.pop, key)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tp", [1, 2])
+# (tp, ep) and the model's dtype; which part of the step decides: (tokens, sequences, sizes).
+SPLITS = [(1, 1, "float32"), (2, 1, "float32"), (1, 1, "bfloat16"), (2, 1, "bfloat16")]
+PARTS = {
+    "mlp": (512, 4, {"intermediate_size": 320}),
+    "attention": (512, 4, {"intermediate_size": 64}),
+    "sampler": (64, 64, {"intermediate_size": 320, "vocab_size": 1024}),
+}
+
+
 @pytest.mark.parametrize(
-    ("tokens", "sequences", "inner", "vocab"),
-    [(512, 4, 320, 512), (512, 4, 64, 512), (64, 64, 320, 1024)],
-    ids=["mlp", "attention", "sampler"],
+    ("name", "part", "split"),
+    [
+        *product(["llama-gqa"], PARTS, SPLITS),
+        *(slow(*case) for case in product(["qwen3"], PARTS, SPLITS)),
+        *product(SPARSE, ["experts"], [(1, 1, "float32"), (2, 1, "float32"), (2, 2, "float32")]),
+    ],
 )
-def test_activations_are_those_of_a_step(
-    name: str, dtype: str, tp: int, tokens: int, sequences: int, inner: int, vocab: int
-) -> None:
-    """Within 2 % of the tensors that are alive at the peak of the step a node warms up with,
-    whichever part of it decides."""
-    spec = ModelSpec.from_folder(MODELS / name)
-    spec = replace(spec, intermediate_size=inner, vocab_size=vocab)
+def test_activations_are_those_of_a_step(name: str, part: str, split: tuple[int, int, str]) -> None:
+    """Within 2 % of the tensors that are alive at the peak of the step a node warms up with. With
+    expert parallelism a step is planned to bring every token, from other ranks, to the rank in
+    question; none came in this one."""
+    tp, ep, dtype = split
+    tokens, sequences, sizes = PARTS.get(part, (512, 4, {}))
+    spec = replace(tiny(name), **sizes)  # type: ignore[arg-type]
     with single_threaded_inference():
-        peak = peak_of_step(spec, dtype, tp, tokens, sequences)
-    found = Footprint(spec, dtype, tp).activations(Stage.whole(spec.num_layers), tokens, sequences)
-    assert found == pytest.approx(peak, rel=0.02)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2)])
-def test_activations_are_those_of_a_step_with_experts(name: str, tp: int, ep: int) -> None:
-    """With expert parallelism a step is planned to bring every token, from other ranks, to the
-    rank in question; none came in this one."""
-    spec = ModelSpec.from_folder(MODELS / name)
-    with single_threaded_inference():
-        peak = peak_of_step(spec, "float32", tp, 512, 4, ep)
+        peak = peak_of_step(spec, dtype, tp, tokens, sequences, ep)
     whole = Stage.whole(spec.num_layers)
-    found = Footprint(spec, "float32", tp, ep=ep).activations(whole, 512, 4)
+    found = Footprint(spec, dtype, tp, ep=ep).activations(whole, tokens, sequences)
     if ep == 1:
         assert found == pytest.approx(peak, rel=0.02)
     else:
@@ -329,52 +305,37 @@ def peak_of_step(
 # ---- against nodes ----
 
 
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("llama-gqa", {}),
+        *(slow(name, {"tensor_parallel_size": tp}) for name in NAMES for tp in (1, 2)),
+        slow("qwen2-moe", {}),
+        ("qwen2-moe", {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+        ("mistral", {"pipeline_parallel_size": 2, "pipeline_partition": "1,3"}),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("forked_ranks")
-async def test_blocks_are_those_of_a_pipeline() -> None:
-    """The stage with the most layers decides."""
-    config = PlanConfig(
-        model=str(MODELS / "mistral"),
-        gpu_memory="4GiB",
-        pipeline_parallel_size=2,
-        pipeline_partition="1,3",
-        max_model_len=256,
-        kv_cache_memory="3000KiB",
-        dtype="float32",
-    )
-    decode = plan(config)[1]
-    ranks = await start_node(
-        setup(config, ModelSpec.from_folder(MODELS / "mistral"), "decode").engine
-    )
-    assert [rank.cache.num_blocks for rank in ranks] == [decode.rank.num_blocks] * 2
-    assert [rank.cache.layer_end - rank.cache.layer_start for rank in ranks] == [1, 3]
-    assert decode.rank.stage == 1 and decode.rank.weights == ranks[1].weights_bytes
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("name", [*NAMES, "qwen2-moe"])
 async def test_blocks_are_those_of_a_node(
-    name: str, tp: int, caplog: pytest.LogCaptureFixture
+    name: str, parallel: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of a pipeline's stages the one with the most layers decides."""
     caplog.set_level("INFO")
-    config = PlanConfig(
-        model=str(MODELS / name),
-        gpu_memory="4GiB",
-        tensor_parallel_size=tp,
-        expert_parallel_size=tp if name in SPARSE else 1,
-        max_model_len=256,
-        kv_cache_memory="3000KiB",
-        dtype="float32",
-    )
+    fixed = {"max_model_len": 256, "kv_cache_memory": "3000KiB", "dtype": "float32"}
+    config = PlanConfig(model=str(MODELS / name), gpu_memory="4GiB", **fixed, **parallel)
     decode = plan(config)[1]
-    engine = setup(config, ModelSpec.from_folder(MODELS / name), "decode").engine
-    ranks = await start_node(engine)
-    assert {rank.cache.num_blocks for rank in ranks} == {decode.rank.num_blocks}
-    assert {rank.weights_bytes for rank in ranks} == {decode.rank.weights}
-    if tp == 1:  # the ranks of a larger node log in processes of their own
-        line = f"# KV blocks: {decode.rank.num_blocks} (= {decode.num_tokens} tokens"
-        assert line in caplog.text
+    ranks = await start_node(setup(config, tiny(name), "decode").engine)
     assert decode.fits
+    assert {rank.cache.num_blocks for rank in ranks} == {decode.rank.num_blocks}
+    assert ranks[-1].weights_bytes == decode.rank.weights
+    layers = [rank.cache.layer_end - rank.cache.layer_start for rank in ranks]
+    assert (decode.rank.stage, layers) == (
+        (1, [1, 3]) if "pipeline_partition" in parallel else (0, [4] * len(ranks))
+    )
+    if not parallel.get("tensor_parallel_size", 1) > 1:  # others log in processes of their own
+        line = f"# KV blocks: {decode.rank.num_blocks} (= {decode.num_tokens} tokens"
+        assert line in caplog.text or "pipeline_partition" in parallel
 
 
 async def start_node(engine: EngineConfig) -> list[RankReady]:
@@ -452,31 +413,25 @@ def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "--model must name"),
-        (["--model={qwen}"], "--gpu-memory must say"),
-        (["--model={qwen}", "--gpu-memory=lots"], "--gpu-memory 'lots' is not a size"),
-        (["--model=/nowhere", "--gpu-memory=1GiB"], "the folder /nowhere does not exist"),
-        (["--model=README.md", "--gpu-memory=1GiB"], "README.md is not JSON"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--tp=3"], "does not divide"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--tp=2", "--ep=2"], "has no experts"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--pp=49"], "exceeds the model's 48 layers"),
-        (
-            ["--model={qwen}", "--gpu-memory=1GiB", "--pipeline-partition=a,b"],
-            "is not a list such as",
-        ),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--max-model-len=40000"], "32768 positions"),
-        (["--model={qwen}", "--gpu-memory=1GiB", "--max-num-seqs=513"], "is less than"),
+        ("", "--model must name"),
+        ("--model={qwen}", "--gpu-memory must say"),
+        ("--model={qwen} --gpu-memory=lots", "--gpu-memory 'lots' is not a size"),
+        ("--model=/nowhere --gpu-memory=1GiB", "the folder /nowhere does not exist"),
+        ("--model=README.md --gpu-memory=1GiB", "README.md is not JSON"),
+        ("--model={qwen} --gpu-memory=1GiB --tp=3", "does not divide"),
+        ("--model={qwen} --gpu-memory=1GiB --tp=2 --ep=2", "has no experts"),
+        ("--model={qwen} --gpu-memory=1GiB --pp=49", "exceeds the model's 48 layers"),
+        ("--model={qwen} --gpu-memory=1GiB --pipeline-partition=a,b", "is not a list such as"),
+        ("--model={qwen} --gpu-memory=1GiB --max-model-len=40000", "32768 positions"),
+        ("--model={qwen} --gpu-memory=1GiB --max-num-seqs=513", "is less than"),
     ],
 )
 def test_wrong_options(
-    argv: list[str],
-    message: str,
-    qwen: Path,
-    capsys: pytest.CaptureFixture[str],
+    argv: str, message: str, qwen: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(ROOT)
-    assert main(["plan", *(word.format(qwen=qwen) for word in argv)]) == 2
+    assert main(["plan", *argv.format(qwen=qwen).split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("pdserve plan: error: ")
     assert message in error
@@ -498,22 +453,18 @@ def test_plan_needs_no_torch(qwen: Path) -> None:
 class FakeNvml:
     """`gpus` GPUs; `nvlink`: pairs with NVLink; `level`: what every PCIe path crosses."""
 
-    NVMLError = pynvml.NVMLError
-    NVMLError_NotSupported = pynvml.NVMLError_NotSupported
-    NVML_P2P_CAPS_INDEX_NVLINK = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
-    NVML_P2P_STATUS_OK = pynvml.NVML_P2P_STATUS_OK
-    NVML_TOPOLOGY_MULTIPLE = pynvml.NVML_TOPOLOGY_MULTIPLE
-    NVML_TOPOLOGY_NODE = pynvml.NVML_TOPOLOGY_NODE
-
     def __init__(
         self, gpus: int, nvlink: set[tuple[int, int]] | None, level: int = 10, driver: bool = True
     ) -> None:
         self.gpus, self.nvlink, self.level, self.driver = gpus, nvlink, level, driver
         self.open = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pynvml, name)  # its constants and errors
+
     def nvmlInit(self) -> None:
         if not self.driver:
-            raise self.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
         self.open += 1
 
     def nvmlShutdown(self) -> None:
@@ -532,10 +483,10 @@ class FakeNvml:
         return SimpleNamespace(total=24 * GIB)
 
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
-        assert index == self.NVML_P2P_CAPS_INDEX_NVLINK
+        assert index == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
         if self.nvlink is None:
-            raise self.NVMLError_NotSupported
-        return self.NVML_P2P_STATUS_OK if (one, other) in self.nvlink else 3
+            raise pynvml.NVMLError_NotSupported
+        return pynvml.NVML_P2P_STATUS_OK if (one, other) in self.nvlink else 3
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
         return self.level
@@ -552,10 +503,7 @@ def test_two_pairs_with_nvlink() -> None:
     assert kinds[1, 2] == "PCIe host bridge"
     assert found.gpus[3] == topology.Gpu(3, "NVIDIA L4", 24 * GIB)
     assert nvml.open == 0
-
-
-def test_a_group_needs_nvlink_between_all_of_it() -> None:
-    ring = FakeNvml(4, {(0, 1), (1, 2), (2, 3), (0, 3)})
+    ring = FakeNvml(4, {(0, 1), (1, 2), (2, 3), (0, 3)})  # a group needs it between all
     assert topology.read_topology(ring).nvlink_groups == ((0, 1), (2, 3))
 
 
@@ -570,8 +518,7 @@ def test_one_gpu_and_none() -> None:
     assert "one GPU" in topology.read_topology(FakeNvml(1, set())).advice
     for nvml in (FakeNvml(0, set()), FakeNvml(2, set(), driver=False)):
         found = topology.read_topology(nvml)
-        assert found.gpus == ()
-        assert "no GPU" in found.advice
+        assert found.gpus == () and "no GPU" in found.advice
 
 
 def test_topology_alone(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import socket
 import ssl
 import stat
 import struct
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,16 @@ import msgspec
 import pytest
 import torch
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
+from connector_ranks import ID, RECT, SINK_IDS, Rank, ranks, submit, submit_to, wait_for
 from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
-from kv_fakes import Geometry, shared_cache
-from paths import HELPERS
-from pdserve.cli import cluster as cluster_module
 from pdserve.cli.certs import HOSTS, write
-from pdserve.cli.cluster import Cluster
-from pdserve.cli.host_share import NodeShare
 from pdserve.cli.main import main
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import EngineConfig, WorkerNodeConfig
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.config.sources import parse
@@ -49,30 +40,19 @@ from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.node.model_facts import check_job
 from pdserve.common.rpc.channels import Channels
-from pdserve.common.rpc.pb import cluster_pb2, inference_pb2, inference_pb2_grpc
+from pdserve.common.rpc.pb import inference_pb2, inference_pb2_grpc
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.common.rpc.tls import TLS
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.decode_node.service import KVTransferService
 from pdserve.kv_transfer.blocks import piece_nbytes
-from pdserve.kv_transfer.connector import (
-    BlockRun,
-    Event,
-    Failed,
-    Landed,
-    Progress,
-    RankContext,
-    Sent,
-    SinkTransfer,
-    SourceTransfer,
-)
+from pdserve.kv_transfer.connector import BlockRun, Failed, Landed, Sent, SinkTransfer
 from pdserve.kv_transfer.connectors.base import handshake, server
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import TLSPipe
-from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
+from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPTransport
 from pdserve.kv_transfer.control.ticket import new_transfer_id
 from pdserve.kv_transfer.frame import Frame, FrameKind
-from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.selection import connector_options, rank_config
 from pdserve.router.api.app_state import AppState
 from pdserve.router.api.auth import APIKeys
@@ -82,11 +62,7 @@ from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer, https_context
 
-GEOMETRY = Geometry()
-RECT = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
-ID = b"transfer-id-0001"
 FILL = struct.unpack("=f", b"\x3f" * 4)[0]
-FAKE_ROLE = str(HELPERS / "fake_role.py")
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -124,14 +100,10 @@ def test_certs_makes_files_and_prints_their_flags(
     assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
     cert = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["localhost", "decode"]
-    roles = [
-        name.rpartition("/")[2]
-        for name in names.get_values_for_type(x509.UniformResourceIdentifier)
-    ]
-    assert roles == ["router", *ROLE_NAMES.values()], "of every role that registers, and the router"
-    addresses = map(str, names.get_values_for_type(x509.IPAddress))
-    assert list(addresses) == ["127.0.0.1", "::1", "10.1.2.3"]
+    found = [str(getattr(name, "value", name)) for name in names]
+    roles = [f"pdserve://role/{role}" for role in ("router", *ROLE_NAMES.values())]
+    hosts = ["localhost", "127.0.0.1", "::1", "decode", "10.1.2.3"]
+    assert sorted(found) == sorted(hosts + roles), "of every role that registers, and the router"
 
 
 def test_certs_leaves_existing_files_alone(
@@ -181,34 +153,13 @@ def test_files_that_do_not_fit_are_told_at_start(
         TLS.load(TLSConfig(**{**files(certs / "ours"), **changed}))
 
 
-def test_an_expired_certificate_is_told_at_start(certs: Path, tmp_path: Path) -> None:
-    """The valid one, signed anew with an end in the past by a CA made here."""
-    key, ca_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    valid = x509.load_pem_x509_certificate((certs / "ours" / "cert.pem").read_bytes())
-    ca = x509.load_pem_x509_certificate((certs / "ours" / "ca.pem").read_bytes())
-    key = load_pem_private_key((certs / "ours" / "key.pem").read_bytes(), None)
-    for source, start, name in ((ca, ca, "ca"), (valid, valid, "cert")):
-        public = ca_key.public_key() if name == "ca" else key.public_key()
-        end = start.not_valid_after_utc if name == "ca" else start.not_valid_before_utc
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(source.subject)
-            .issuer_name(source.issuer)
-            .public_key(public)
-            .serial_number(7)
-            .not_valid_before(start.not_valid_before_utc.replace(year=2020))
-            .not_valid_after(end)
-        )
-        for extension in source.extensions:
-            if not isinstance(
-                extension.value, (x509.AuthorityKeyIdentifier, x509.SubjectKeyIdentifier)
-            ):
-                builder = builder.add_extension(extension.value, extension.critical)
-        signed = builder.sign(ca_key, hashes.SHA256())
-        (tmp_path / f"{name}.pem").write_bytes(signed.public_bytes(Encoding.PEM))
-    (tmp_path / "key.pem").write_bytes((certs / "ours" / "key.pem").read_bytes())
+def test_an_expired_certificate_is_told_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.cli.certs.VALID", timedelta(minutes=-1))
+    write(tmp_path / "old", HOSTS)
     with pytest.raises(ConfigError, match="certificate has expired"):
-        TLS.load(TLSConfig(**files(tmp_path)))
+        TLS.load(TLSConfig(**files(tmp_path / "old")))
 
 
 # ---- gRPC between the roles ---------------------------------------------------------------
@@ -266,16 +217,8 @@ def test_any_of_the_keys_opens() -> None:
     keys = APIKeys("first, second")
     for good in ("Bearer first", "bearer second", "Bearer  second "):
         keys.check(good)
-    for bad in (
-        None,
-        "",
-        "Bearer",
-        "Bearer ",
-        "Bearer third",
-        "Basic first",
-        "first",
-        "Bearer \udc80",
-    ):
+    wrong = ("", "Bearer", "Bearer ", "Bearer third", "Basic first", "first", "Bearer \udc80")
+    for bad in (None, *wrong):
         with pytest.raises(Unauthenticated):
             keys.check(bad)
     APIKeys(None).check(None)
@@ -291,11 +234,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @contextlib.asynccontextmanager
 async def http_server(
-    tokenizer: Tokenizer, keys: str | None, config: ServerConfig | None = None
+    generator: FakeGenerator, keys: APIKeys, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
-    serving = AppState(
-        pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=APIKeys(keys)
-    )
+    serving = AppState(pipeline=generator, model=served_model(generator.tokenizer), keys=keys)
     app = make_app(serving, CollectorRegistry(), 1 << 20)
     context = https_context(config or ServerConfig())
     server = await HTTPServer.start(app, "127.0.0.1", 0, context)
@@ -317,7 +258,8 @@ CALLS = {
 
 
 async def test_http_needs_the_key_but_for_probes(tokenizer: Tokenizer) -> None:
-    async with http_server(tokenizer, "secret") as port, aiohttp.ClientSession() as session:
+    server = http_server(FakeGenerator(tokenizer), APIKeys("secret"))
+    async with server as port, aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{port}"
         for path, body in CALLS.items():
             call = session.get if body is None else session.post
@@ -350,25 +292,20 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
     tokenizer: Tokenizer, salted: bool
 ) -> None:
     generator = FakeGenerator(tokenizer)
-    keys = APIKeys("first, second", salted=salted)
-    serving = AppState(pipeline=generator, model=served_model(tokenizer), keys=keys)
-    server = await HTTPServer.start(
-        make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0, None
-    )
-    async with aiohttp.ClientSession() as session:
+    server = http_server(generator, APIKeys("first, second", salted=salted))
+    async with server as port, aiohttp.ClientSession() as session:
         for key in ("first", "second", "first"):
             headers = {"Authorization": f"Bearer {key}"}
             for path in ("/v1/completions", "/v1/chat/completions"):
-                url, body = f"http://127.0.0.1:{server.port}{path}", CALLS[path]
-                async with session.post(url, json=body, headers=headers) as response:
+                url = f"http://127.0.0.1:{port}{path}"
+                async with session.post(url, json=CALLS[path], headers=headers) as response:
                     assert response.status == 200
-    await server.stop(0)
     salts = [request.cache_salt for request in generator.requests]
     assert salts[:2] == salts[4:] and len(set(salts)) == (2 if salted else 1)
 
 
-async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
-    keys = APIKeys("secret")
+@contextlib.asynccontextmanager
+async def grpc_front(tokenizer: Tokenizer, keys: APIKeys) -> AsyncIterator[grpc.aio.Channel]:
     serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=keys)
     server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
     server.add(
@@ -379,6 +316,12 @@ async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> N
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(0)
+
+
+async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> None:
+    async with grpc_front(tokenizer, APIKeys("secret")) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         request = inference_pb2.GenerateRequest(text="a")
         for metadata in ((), (("authorization", "Bearer wrong"),)):
@@ -392,31 +335,6 @@ async def test_grpc_needs_the_key_for_inference_alone(tokenizer: Tokenizer) -> N
         assert (await stub.GetModel(inference_pb2.GetModelRequest(), metadata=key)).id == "tiny"
         assert [each async for each in stub.Generate(request, metadata=key)]
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    await server.stop(0)
-
-
-async def test_up_gives_the_key_to_the_router_alone_and_not_as_a_flag(certs: Path) -> None:
-    lines: list[tuple[str, str]] = []
-    fakes = {role: (sys.executable, FAKE_ROLE, role) for role in cluster_module.PROGRAMS}
-    server = ServerConfig(port=0, grpc_port=0, registry_port=0, drain_timeout=5.0, api_key="secret")
-    config = ClusterConfig(server=server, tls=TLSConfig(**files(certs / "ours")))
-    cluster = Cluster(
-        config,
-        [NodeShare(EngineConfig())] * 2,
-        lambda name, line: lines.append((name, line)),
-        fakes,
-    )
-    try:
-        assert await cluster.start()
-    finally:
-        await cluster.stop()
-    assert not [line for _, line in lines if "secret" in line]
-    options_of = {name: line for name, line in lines if " options " in line}
-    assert "PDSERVE_API_KEY" in options_of["router"]
-    assert "PDSERVE_API_KEY" not in options_of["prefill-0"] + options_of["decode-0"]
-    for name in ("router", "prefill-0", "decode-0"):
-        flags = next(line for who, line in lines if who == name and " flags " in line)
-        assert all(path in flags for path in files(certs / "ours").values())
 
 
 # ---- HTTPS --------------------------------------------------------------------------------
@@ -428,7 +346,8 @@ async def test_https(tokenizer: Tokenizer, certs: Path) -> None:
         ssl_certfile=str(folder / "cert.pem"), ssl_keyfile=str(folder / "key.pem")
     )
     trust = ssl.create_default_context(cafile=folder / "ca.pem")
-    async with http_server(tokenizer, None, config) as port, aiohttp.ClientSession() as session:
+    server = http_server(FakeGenerator(tokenizer), APIKeys(), config)
+    async with server as port, aiohttp.ClientSession() as session:
         async with session.get(f"https://127.0.0.1:{port}/health", ssl=trust) as response:
             assert response.status == 200
         with pytest.raises(aiohttp.ClientError):
@@ -441,6 +360,7 @@ async def test_https(tokenizer: Tokenizer, certs: Path) -> None:
         ({"ssl_certfile": "/nowhere.pem"}, "--ssl-certfile /nowhere.pem cannot be read"),
         ({"ssl_keyfile": "theirs/key.pem"}, "--ssl-certfile .* and --ssl-keyfile .*theirs"),
         ({"ssl_keyfile": None}, "are not a certificate and its unencrypted key"),
+        ({"ssl_certfile": None}, "--ssl-keyfile needs --ssl-certfile"),
     ],
 )
 def test_bad_https_files(certs: Path, changes: dict[str, str | None], says: str) -> None:
@@ -450,74 +370,39 @@ def test_bad_https_files(certs: Path, changes: dict[str, str | None], says: str)
         https_context(ServerConfig(**paths))  # type: ignore[arg-type]
 
 
-def test_a_key_without_its_certificate() -> None:
-    with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
-        ServerConfig(ssl_keyfile="key.pem")
-
-
 # ---- the KV port --------------------------------------------------------------------------
-
-
-class Rank:
-    """A tcp connector with its cache and what it reported."""
-
-    def __init__(self, options: Mapping[str, Any], fill: float = 0.0) -> None:
-        self.cache, self._fd = shared_cache(GEOMETRY.shape(RECT), GEOMETRY.dtype)
-        self.cache.fill_(fill)
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        view = CacheView(self.cache, RECT, self._fd)
-        context = RankContext(view, "127.0.0.1", "same", self.events.put)
-        self.connector = TCPConnector(context, options)
-
-    def expect(self, kind: type[Any]) -> Any:
-        while isinstance(event := self.events.get(timeout=30.0), Progress):
-            pass
-        assert isinstance(event, kind), event
-        return event
-
-    def send_to(self, sink: Rank, transfer_id: bytes = ID) -> None:
-        piece = (Piece(0, 0, RECT), sink.connector.endpoint())
-        self.connector.submit(SourceTransfer(transfer_id, 1, (piece,)))
-        self.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
-
-    def close(self) -> None:
-        self.connector.close(5.0)
-        os.close(self._fd)
 
 
 @pytest.fixture
 def rank() -> Iterator[Callable[..., Rank]]:
-    made: list[Rank] = []
+    with ranks() as made:
+        yield made
 
-    def make(options: Mapping[str, Any] | None = None, fill: float = 0.0) -> Rank:
-        made.append(Rank(options or {}, fill))
-        return made[-1]
 
-    yield make
-    for each in made:
-        each.close()
+def send(source: Rank, sink: Rank, transfer_id: bytes = ID) -> None:
+    submit(source, sink, transfer_id)
+    source.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
 
 
 def check_healthy(sink: Rank, source: Rank, transfer_id: bytes = ID) -> None:
-    sink.connector.accept(SinkTransfer(transfer_id, 1, 0, (4, 9, 2, 7)))
-    source.send_to(sink, transfer_id)
+    sink.connector.accept(SinkTransfer(transfer_id, 1, 0, SINK_IDS))
+    send(source, sink, transfer_id)
     sink.expect(Landed)
     source.expect(Sent)
-    assert (sink.cache[:, :, [4, 9, 2, 7]] == 1.0).all()
+    assert (sink.cache[:, :, list(SINK_IDS)] == 1.0).all()
 
 
-def test_kv_inside_tls(rank: Callable[..., Rank], certs: Path) -> None:
-    ours = files(certs / "ours")
-    sink, source = rank(ours), rank(ours, 1.0)
-    check_healthy(sink, source)
-    check_healthy(sink, source, b"transfer-id-0002")  # on the connection that was kept
+def connect(sink: Rank) -> socket.socket:
+    """Whatever the endpoint says about TLS."""
+    where = msgspec.msgpack.decode(sink.connector.endpoint(), type=Endpoint)
+    return socket.create_connection((where.host, where.port), 10)
 
 
 def test_given_up_inside_tls_nothing_encrypted_gets_into_the_blocks(
     rank: Callable[..., Rank], certs: Path
 ) -> None:
-    sink = rank(files(certs / "ours"))
-    sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
+    sink = rank(options=files(certs / "ours"))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     with greeted(sink, files(certs / "ours")) as pipe:
         payload = data(sink, 0, 4)
         pipe.sendall(payload[:200])
@@ -531,30 +416,38 @@ def test_given_up_inside_tls_nothing_encrypted_gets_into_the_blocks(
         sink.connector.accept(SinkTransfer(other, 1, 0, (0, 1)))
         pipe.sendall(data(sink, 0, 2, other))
         sink.expect(Landed)
-    blocks = [4, 9, 2, 7]
+    blocks = list(SINK_IDS)
     assert torch.equal(sink.cache[:, :, blocks], before[:, :, blocks])
     assert set(sink.cache.unique().tolist()) <= {0.0, FILL}
 
 
-@pytest.mark.parametrize("who", ["plain", "theirs", "elsewhere"])
+@pytest.mark.parametrize(
+    ("of_sink", "of_source", "code", "says"),
+    [
+        ("ours", "theirs", "CONNECT_FAILED", ""),
+        ("ours", "elsewhere", "CONNECT_FAILED", ""),
+        ("ours", "", "TLS_MISMATCH", "the decode node takes KV over TLS"),
+        ("", "ours", "TLS_MISMATCH", "takes KV over plain TCP and the prefill node sends it over"),
+    ],
+)
 def test_a_source_without_our_certificate_is_refused(
-    rank: Callable[..., Rank], certs: Path, who: str
+    rank: Callable[..., Rank], certs: Path, of_sink: str, of_source: str, code: str, says: str
 ) -> None:
-    ours = files(certs / "ours")
-    sink, stranger = rank(ours), rank({} if who == "plain" else files(certs / who), 1.0)
-    sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
-    stranger.send_to(sink)
+    own, others = (files(certs / name) if name else {} for name in (of_sink, of_source))
+    sink, stranger = rank(options=own), rank(options=others, fill=1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    send(stranger, sink)
     failed = stranger.expect(Failed)
-    if who == "plain":  # a node that is misconfigured; a stranger speaks all the same
-        assert failed.code == "TLS_MISMATCH" and "takes KV over TLS" in failed.message
+    assert failed.code == code and says in failed.message
+    if not of_source:  # a node that is misconfigured; a stranger speaks all the same
         with connect(sink) as sock, contextlib.suppress(ConnectionError):
             sock.sendall(Frame(FrameKind.HELLO, nbytes=4).encode() + b"same")
             assert b"pdKV" not in sock.recv(64)
-    else:
-        assert failed.code == "CONNECT_FAILED"
     sink.connector.quiesce(ID)
     assert not sink.cache.any()
-    check_healthy(sink, rank(ours, 1.0), b"transfer-id-0002")
+    source = rank(options=own, fill=1.0)
+    check_healthy(sink, source, b"transfer-id-0002")
+    check_healthy(sink, source, b"transfer-id-0003")  # on the connection that was kept
 
 
 def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
@@ -572,16 +465,6 @@ def test_a_pipe_that_was_cut_off_takes_no_plain_text(certs: Path) -> None:
             with pytest.raises(OSError):
                 pipe.recv_bytes(10)
     pipe.close()
-
-
-def test_a_sink_without_tls_is_told_apart_in_words(rank: Callable[..., Rank], certs: Path) -> None:
-    sink, source = rank({}), rank(files(certs / "ours"), 1.0)
-    source.send_to(sink)
-    failed = source.expect(Failed)
-    assert failed.code == "TLS_MISMATCH"
-    assert "takes KV over plain TCP and the prefill node sends it over TLS: give both the same" in (
-        failed.message
-    )
 
 
 def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
@@ -606,26 +489,11 @@ def test_kv_is_encrypted_where_grpc_is_or_the_log_says_so(
 def test_kv_options_for_tls(certs: Path) -> None:
     node = TLSConfig(**files(certs / "ours"))
     assert connector_options({"tls": True, "a": 1}, node) == {**files(certs / "ours"), "a": 1}
-    assert connector_options({"tls": False, "a": 1}, node) == {"a": 1}
-    assert connector_options({"a": 1}, node) == {"a": 1}
     for given, config in (({"tls": True}, TLSConfig()), ({"tls": "yes"}, node)):
         with pytest.raises(ConfigError, match="true needs --tls-cert"):
             connector_options(given, config)
     with pytest.raises(ConfigError, match="give all three or none"):
         TCPTransport(Options(tls_cert="cert.pem"))
-
-
-def connect(sink: Rank) -> socket.socket:
-    """Whatever the endpoint says about TLS."""
-    where = msgspec.msgpack.decode(sink.connector.endpoint(), type=Endpoint)
-    return socket.create_connection((where.host, where.port), 10)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def is_closed(sock: socket.socket, within: float = 30.0) -> bool:
@@ -640,21 +508,20 @@ def test_a_sink_that_does_not_greet_back_is_given_up(
 ) -> None:
     monkeypatch.setattr(handshake, "GREETING_S", 0.2)
     deaf, source = TCPTransport(Options()).listen("127.0.0.1"), rank()
-    piece = (Piece(0, 0, RECT), deaf.endpoint)
-    source.connector.submit(SourceTransfer(ID, 1, (piece,)))
+    submit_to(source, deaf.endpoint)
     failed = source.expect(Failed)
     deaf.close()
     assert (failed.code, failed.retryable) == ("CONNECT_FAILED", True)
     assert "no greeting within 0.2 s" in failed.message
 
 
-def test_connections_are_bounded(
+def test_connections_are_bounded_and_a_lack_of_threads_leaves_the_port_open(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sources that have said who they are; `test_connectors_guarded.py` has the others."""
+    """Those of sources that have said who they are; `test_connectors_guarded.py` has the others."""
     monkeypatch.setattr(server, "MAX_PIPES", 2)
     monkeypatch.setattr(server, "MAX_STRANGERS", 1)
-    sink = rank()
+    sink, start = rank(), threading.Thread.start
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(greeted(sink)) for _ in range(3)]
         late = stack.enter_context(connect(sink))
@@ -663,13 +530,6 @@ def test_connections_are_bounded(
         sources[0].close()
         wait_for_count(sink, "PEER_LOST", 1)
         check_healthy(sink, rank(fill=1.0))
-
-
-def test_a_connection_without_a_thread_for_it_leaves_the_port_open(
-    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So many strangers that the container allows no more threads."""
-    sink, start = rank(), threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name == "kv-sink":
@@ -680,8 +540,8 @@ def test_a_connection_without_a_thread_for_it_leaves_the_port_open(
         full.setattr(threading.Thread, "start", refuse)
         with connect(sink) as late:
             assert is_closed(late)
-    assert sink.connector.counts["refused_connection"] == 1
-    check_healthy(sink, rank(fill=1.0))
+    assert sink.connector.counts["refused_connection"] == 2
+    check_healthy(sink, rank(fill=1.0), b"transfer-id-0002")
 
 
 @contextlib.contextmanager
@@ -710,7 +570,7 @@ def wait_for_count(sink: Rank, name: str, value: int) -> None:
 def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
     """Even who knows the transfer's id neither writes into its blocks nor ends it."""
     sink = rank()
-    sink.connector.accept(SinkTransfer(ID, 1, 0, (4, 9, 2, 7)))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
     begin = Frame(FrameKind.BEGIN, ID, 1, RECT).encode()
     with greeted(sink) as owner, greeted(sink) as thief:
         owner.sendall(begin)
@@ -744,38 +604,34 @@ def test_transfer_ids_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- limits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("request_", "param"),
-    [
-        ({"n": 129}, "n"),
-        ({"stop": ["a" * i for i in range(1, 258)]}, "stop"),
-        ({"logit_bias": dict.fromkeys(range(MAX_TOKENS_NAMED + 1), 0.0)}, "logit_bias"),
-        ({"stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "stop_token_ids"),
-        ({"allowed_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, "allowed_token_ids"),
-        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
-        ({"bad_words": ["x"] * 129}, "bad_words"),
-        ({"bad_words": ["x" * 65]}, "bad_words"),
-        ({"bad_words": [""]}, "bad_words"),
-        ({"bad_words_token_ids": [inference_pb2.TokenIds(ids=[1])] * 257}, "bad_words_token_ids"),
-        ({"bad_words_token_ids": [inference_pb2.TokenIds(ids=[1] * 65)]}, "bad_words_token_ids"),
-        ({"bad_words_token_ids": [inference_pb2.TokenIds()]}, "bad_words_token_ids"),
-        ({"bad_words_token_ids": [inference_pb2.TokenIds(ids=[10**6])]}, "bad_words_token_ids"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
-        ({"min_p": 9}, "min_p"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
-        ({"seed": 2**64 - 1}, "seed"),
-        ({"top_k": -2}, "top_k"),
-    ],
-)
-async def test_grpc_bounds(tokenizer: Tokenizer, request_: dict[str, Any], param: str) -> None:
-    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
-    service = InferenceServicer(serving)
-    sampling = inference_pb2.SamplingParams(**request_)
-    with pytest.raises(InvalidRequest) as caught:
-        await service._make_request(inference_pb2.GenerateRequest(text="a", sampling=sampling))
-    assert caught.value.param == param
+UNBOUNDED: list[tuple[str, Any]] = [
+    ("n", 129),
+    ("stop", ["a" * i for i in range(1, 258)]),
+    ("logit_bias", dict.fromkeys(range(MAX_TOKENS_NAMED + 1), 0.0)),
+    ("logit_bias", {1: float("nan")}),
+    ("stop_token_ids", [1] * (MAX_TOKENS_NAMED + 1)),
+    ("allowed_token_ids", [1] * (MAX_TOKENS_NAMED + 1)),
+    ("allowed_token_ids", [10**6]),
+    *(("bad_words", words) for words in (["x"] * 129, ["x" * 65], [""])),
+    ("bad_words_token_ids", [inference_pb2.TokenIds(ids=[1])] * 257),
+    *(
+        ("bad_words_token_ids", [inference_pb2.TokenIds(ids=ids)])
+        for ids in ([1] * 65, [], [10**6])
+    ),
+    ("repetition_penalty", 1e-39),
+    ("seed", 2**64 - 1),
+]
+
+
+async def test_grpc_bounds(tokenizer: Tokenizer) -> None:
+    async with grpc_front(tokenizer, APIKeys()) as channel:
+        for param, value in UNBOUNDED:
+            sampling = inference_pb2.SamplingParams(**{param: value})
+            request = inference_pb2.GenerateRequest(text="a", sampling=sampling)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [each async for each in inference_pb2_grpc.InferenceStub(channel).Generate(request)]
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (param, value)
+            assert dict(caught.value.trailing_metadata() or ())["pdserve-param"] == param
 
 
 @pytest.mark.parametrize(
@@ -803,18 +659,3 @@ def test_a_node_does_not_trust_a_job(changes: dict[str, Any], says: str) -> None
     check_job(GenerateJob(**good), 50, 10)
     with pytest.raises(InvalidRequest, match=says):
         check_job(GenerateJob(**{**good, **changes}), 50, 10)
-
-
-@pytest.mark.parametrize(
-    ("token", "says"),
-    [
-        ({"id": 50}, "token id 50"),
-        ({"id": 1, "logprob": -1.0, "top_logprobs": [{"token_id": 60}]}, "token id 60"),
-        ({"id": 1, "logprob": -1.0, "top_logprobs": [{"token_id": 1}] * 21}, "at most 20"),
-    ],
-)
-def test_a_decode_node_does_not_trust_a_commit(token: dict[str, Any], says: str) -> None:
-    service = KVTransferService(sinks=None, vocab_size=50)  # type: ignore[arg-type]
-    event = cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(**token)])
-    assert says in service._fault_of(event)
-    assert not service._fault_of(cluster_pb2.TokenEvent(tokens=[inference_pb2.Token(id=49)]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_pipeline import byte_fallback_folder, byte_level_folder
@@ -15,6 +16,9 @@ from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.text.detokenizer import Detokenizer, TextOffsets
 from pdserve.common.text.stream import StopMatcher, TextStream
 from pdserve.common.text.tokenizer import Tokenizer
+
+settings.register_profile("patient", deadline=None)  # however busy the machine is
+settings.load_profile("patient")
 
 TEXT = "hello  world 叫 🙂 é <|x|>"
 
@@ -84,6 +88,10 @@ def test_missing_or_broken_files_are_config_errors(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
         Tokenizer.from_folder(tmp_path)
+    folder = byte_level_folder(tmp_path / "whole")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_chat_template_file(byte_level: Tokenizer) -> None:
@@ -117,13 +125,6 @@ def test_template_failures_are_the_clients(
             [{"role": "user", "content": "x"}], chat_template=template, template_kwargs=kwargs
         )
     assert caught.value.param == param
-
-
-def test_no_chat_template(tmp_path: Path) -> None:
-    folder = byte_level_folder(tmp_path)
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}])
 
 
 # ---- detokenizer --------------------------------------------------------------------------
@@ -171,23 +172,16 @@ def run_stop(pieces: list[str], stops: list[str], include: bool = False) -> tupl
 
 def test_held_back_until_it_cannot_be_a_stop_string() -> None:
     matcher = StopMatcher(["END", "ENTER"])
-    assert matcher.push("the E").text == "the "
-    assert matcher.push("N").text == ""
-    assert matcher.push("JOY").text == "ENJOY"
-    assert matcher.push("E").text == ""
-    assert matcher.flush() == "E"
+    said = [(matcher.push(piece).text) for piece in ("the E", "N", "JOY", "E")]
+    assert said == ["the ", "", "ENJOY", ""] and matcher.flush() == "E"
 
 
-def test_stop_string_across_pieces_is_not_leaked() -> None:
-    assert run_stop(["a", "b<", "st", "op>c"], ["<stop>"]) == ("ab", "<stop>")
-    assert run_stop(["a", "b<", "st", "op>c"], ["<stop>"], include=True) == (
-        "ab<stop>",
-        "<stop>",
-    )
-
-
-def test_of_two_complete_at_once_the_longer_wins() -> None:
+def test_a_stop_string_across_pieces_is_not_leaked_and_of_two_the_longer_wins() -> None:
+    pieces = ["a", "b<", "st", "op>c"]
+    assert run_stop(pieces, ["<stop>"]) == ("ab", "<stop>")
+    assert run_stop(pieces, ["<stop>"], include=True) == ("ab<stop>", "<stop>")
     assert run_stop(["xabc"], ["c", "abc"]) == ("x", "abc")
+    assert run_stop(["a", "b", "b"], ["aa", "abb"]) == ("", "abb")
 
 
 @given(
@@ -211,16 +205,18 @@ def test_the_cut_into_pieces_does_not_matter(
 # ---- stream -------------------------------------------------------------------------------
 
 
-def test_tokens_after_the_stop_string_do_not_count(byte_level: Tokenizer) -> None:
-    ids = byte_level.encode("abcdef")
-    output = TextStream(byte_level, stop=["cd"]).push(ids)
-    assert (output.text, output.stopped_by, output.num_tokens) == ("ab", "cd", 4)
-
-
-def test_min_tokens_disarms_stop_strings(byte_level: Tokenizer) -> None:
-    ids = byte_level.encode("abcabc")
-    output = TextStream(byte_level, stop=["bc"], min_tokens=3).push(ids)
-    assert (output.text, output.num_tokens) == ("abca", 6)
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("abcdef", {"stop": ["cd"]}, ("ab", "cd", 4)),  # tokens after it do not count
+        ("abcabc", {"stop": ["bc"], "min_tokens": 3}, ("abca", "bc", 6)),
+    ],
+)
+def test_where_a_stop_string_ends_a_text(
+    byte_level: Tokenizer, text: str, options: dict[str, Any], said: tuple[str, str, int]
+) -> None:
+    output = TextStream(byte_level, **options).push(byte_level.encode(text))
+    assert (output.text, output.stopped_by, output.num_tokens) == said
 
 
 def test_a_stop_token_has_no_text_unless_asked_for(byte_level: Tokenizer) -> None:

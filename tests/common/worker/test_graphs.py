@@ -25,19 +25,15 @@ from pdserve.common.model.stages import Stage
 from pdserve.common.worker.graphs import Compute, DecodeGraphs, why_eager
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.runner import ModelRunner
-from tiny_engine import BLOCK_SIZE, CPU, load, new_cache, single_threaded_inference, some_tokens
+from tiny_engine import BLOCK_SIZE, CPU, load, new_cache, some_tokens
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 FLASHINFER = "pdserve.common.model.attention_flashinfer"
 SIZES = (2, 4)
 GREEDY = SamplingParams(temperature=0.0)
 # Of six sequences the blocks, in no order, and how long their prompts are.
 PROMPTS = [(3, [9, 3]), (17, [7, 12]), (16, [1, 11]), (1, [2, 10]), (30, [8, 4, 0]), (15, [5, 6])]
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with single_threaded_inference():
-        yield
 
 
 @pytest.fixture

@@ -1,37 +1,22 @@
-"""Steps tell what is new; ranks know the rest, or say that they do not."""
+"""Steps tell what is new; ranks know the rest (`engine/test_engine_walks.py` compares them with the
+engine), or say that they do not."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections import Counter, deque
-from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from paths import MODELS
-from pdserve.common.config.node import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
+from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import NodeError
-from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.block_pool import BlockPool
-from pdserve.common.engine.core import EngineCore
-from pdserve.common.engine.messages import ExpertLoad, NewSequence, SequenceDelta, StepDelta
+from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.scheduler import Scheduler
-from pdserve.common.engine.sequence import Finish, Sequence
-from pdserve.common.worker.input_batch import BadWords, InputBatch, StepSequence
-from pdserve.common.worker.worker import WorkerConfig, worker_specs
+from pdserve.common.engine.sequence import Sequence
+from pdserve.common.worker.input_batch import BadWords, InputBatch
 
 VOCAB, BLOCK_SIZE, EOS = 32, 4, 0
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1}
@@ -41,131 +26,11 @@ def rank(samples: bool = True) -> InputBatch:
     return InputBatch(BLOCK_SIZE, VOCAB, torch.device("cpu"), samples)
 
 
-def over_the_wire(delta: StepDelta) -> StepDelta:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=StepDelta)
-
-
-# ---- what ranks make of it is what the scheduler knows ----
-
-
-class Life:
-    """Random arrivals and ends on a pool that is far too small; tokens are drawn at random."""
-
-    def __init__(self, seed: str, stages: int) -> None:
-        self.rng = random.Random(seed)
-        self.stages = stages
-        config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=8)
-        self.scheduler = Scheduler(BlockPool(12, BLOCK_SIZE), config, (EOS,), stages)
-        self.coming = [self._sequence(seq_id) for seq_id in range(24)]
-        self.ends = {
-            each.seq_id: each.num_tokens + self.rng.randrange(1, 28) for each in self.coming
-        }
-        self.flights: deque[StepDelta] = deque()
-
-    def _sequence(self, seq_id: int) -> Sequence:
-        rng = self.rng
-        tokens = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 20))]
-        penalties = PENALTIES if rng.random() < 0.5 else {}
-        words = [tuple(rng.choices(range(VOCAB), k=n)) for n in (1, 2, 2, 3) for _ in range(50)]
-        params = SamplingParams(
-            min_tokens=rng.randrange(4), stop_token_ids=(5,), seed=rng.randrange(99), **penalties,
-            bad_words_token_ids=tuple(words[50 : 50 * rng.randrange(5)]),
-        )  # fmt: skip
-        begun = rng.randrange(len(tokens))  # tokens that another node drew
-        remote = rng.random() < 0.3
-        return Sequence(seq_id, params, tokens, len(tokens) - begun, seq_id % 3, remote)
-
-    def steps(self) -> Iterator[tuple[StepDelta, dict[int, Sequence]]]:
-        """Each step as it begins, with the sequences that run then."""
-        scheduler = self.scheduler
-        while self.coming or scheduler.waiting or scheduler.running or scheduler.remote:
-            if self.coming and self.rng.random() < 0.3:
-                scheduler.add(self.coming.pop())
-            scheduler.admit()
-            if scheduler.remote and self.rng.random() < 0.5:
-                scheduler.activate(next(iter(scheduler.remote)), self._token())
-            delta = scheduler.schedule() if len(self.flights) < self.stages else None
-            if delta is not None:
-                self.flights.append(delta)
-                yield delta, {each.seq_id: each for each in scheduler.running}
-            elif self.flights:
-                self._land(self.flights.popleft())
-            for each in list(scheduler.running):
-                if not each.in_flight and each.num_tokens >= self.ends[each.seq_id]:
-                    scheduler.release(each)
-
-    def _land(self, delta: StepDelta) -> None:
-        running = {each.seq_id: each for each in self.scheduler.running}
-        for entry in delta.sequences:
-            if entry.samples and self.rng.random() < 0.2:
-                self.scheduler.defer(running[entry.seq_id], len(entry.token_ids))
-                continue
-            self.scheduler.computed(running[entry.seq_id], len(entry.token_ids))
-            if entry.samples:
-                running[entry.seq_id].append(self._token())
-
-    def _token(self) -> SampledToken:
-        return SampledToken(self.rng.randrange(1, VOCAB))
-
-
-def check(entry: StepSequence, sequence: Sequence) -> None:
-    """It is what a message that names everything would say."""
-    params, end = sequence.sampling, entry.start + len(entry.token_ids)
-    assert list(entry.block_table) == sequence.block_table
-    assert list(entry.token_ids) == sequence.token_ids[entry.start : end]
-    assert entry.seed == params.seed + sequence.choice
-    if end < sequence.num_tokens:
-        assert entry.sampling is None and entry.banned_token_ids == ()
-        return
-    assert entry.sampling == params
-    may_end = sequence.num_output_tokens >= params.min_tokens
-    ends = () if may_end else (EOS, 5)
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
-    completing = completions(params.bad_words_token_ids, output)
-    assert entry.banned_token_ids[: len(ends)] == ends
-    assert set(entry.banned_token_ids[len(ends) :]) == completing
-    assert (entry.counts is not None) == params.penalised
-    if entry.counts is not None:
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        counted = Counter(output)
-        assert entry.counts.prompt.nonzero().flatten().tolist() == sorted(set(prompt))
-        assert entry.counts.output.tolist() == [counted[token] for token in range(VOCAB)]
-
-
-def completions(words: tuple[tuple[int, ...], ...], output: list[int]) -> set[int]:
-    """The last tokens of those words whose others the output ends with."""
-    whole = tuple(output)
-    return {
-        w[-1]
-        for w in words
-        if len(w) <= len(whole) + 1 and whole[len(whole) + 1 - len(w) :] == w[:-1]
-    }
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_rank_knows_what_the_scheduler_knows(stages: int, seed: int) -> None:
-    """Through admissions, preemptions, KV from elsewhere, several steps in flight and rows that are
-    deferred."""
-    life, known = Life(f"{seed} {stages}", stages), rank()
-    for delta, running in life.steps():
-        for entry in known.apply(over_the_wire(delta)).sequences:
-            check(entry, running[entry.seq_id])
-        assert len(known) <= len(running), "it forgets what has ended"
-    assert life.scheduler.pool.num_free == 12
-
-
 def test_words_are_completed_by_the_output_alone() -> None:
     words = BadWords([(1,), (2, 3), (4, 5, 6), (5, 7), (8, 8, 8)])
     assert words.banned() == (1,)
-    for token, banned in (
-        (4, {1}),
-        (5, {1, 6, 7}),
-        (2, {1, 3}),
-        (8, {1}),
-        (8, {1, 8}),
-        (2, {1, 3}),
-    ):
+    said = [(4, {1}), (5, {1, 6, 7}), (2, {1, 3}), (8, {1}), (8, {1, 8}), (2, {1, 3})]
+    for token, banned in said:
         words.add((token,))
         assert set(words.banned()) == banned
     words.add((9, 9, 4, 5))
@@ -185,27 +50,18 @@ def test_only_the_rank_that_samples_counts_tokens() -> None:
 # ---- a rank that missed something ----
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_rank_that_missed_a_step_knows_it(stages: int) -> None:
-    deltas = [delta for delta, _ in Life(f"missed {stages}", stages).steps()]
-    for missing in range(len(deltas) - 1):
-        known = rank()
-        for delta in deltas[:missing]:
-            known.apply(delta)
-        with pytest.raises(NodeError, match="missed a step") as caught:
-            known.apply(deltas[missing + 1])
-        assert caught.value.code == "STEP_MISSED" and caught.value.retryable
-
-
-def test_a_step_that_comes_twice_is_refused() -> None:
-    delta = next(delta for delta, _ in Life("twice", 1).steps())
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_rank_that_missed_a_step_or_got_one_twice_knows_it(number: int) -> None:
     known = rank()
-    known.apply(delta)
-    with pytest.raises(NodeError, match="step 1 came after step 1"):
-        known.apply(delta)
+    known.apply(StepDelta(1, (FIRST,)))
+    with pytest.raises(
+        NodeError, match=f"missed a step: step {number} came after step 1"
+    ) as caught:
+        known.apply(StepDelta(number, (FIRST,)))
+    assert caught.value.code == "STEP_MISSED" and caught.value.retryable
 
 
-NEW = NewSequence(SamplingParams(), 4, 0)
+NEW, COUNTED = (NewSequence(SamplingParams(**given), 4, 0) for given in ({}, PENALTIES))
 FIRST = SequenceDelta(0, (1, 2, 3, 4), 0, 0, (7,), True, NEW)
 
 
@@ -217,12 +73,7 @@ FIRST = SequenceDelta(0, (1, 2, 3, 4), 0, 0, (7,), True, NEW)
         (SequenceDelta(0, (5,), 3, 1, (8,), True), "begins at 3, the last ended at 4"),
         (SequenceDelta(0, (5,), 4, 2, (8,), True), "it has 2 blocks, 1 are known"),
         (SequenceDelta(0, (5,), 4, 1, (), True), "1 blocks do not hold 5 tokens"),
-        (
-            SequenceDelta(
-                0, (5,), 4, 0, (1, 2), True, NewSequence(SamplingParams(**PENALTIES), 4, 0)
-            ),
-            "came without it",
-        ),
+        (SequenceDelta(0, (5,), 4, 0, (1, 2), True, COUNTED), "came without it"),
     ],
 )
 def test_what_does_not_continue_is_refused(wrong: SequenceDelta, clue: str) -> None:
@@ -281,77 +132,3 @@ def test_a_step_s_message_is_as_large_as_what_is_new() -> None:
             sequence.append(SampledToken(7))
     assert sizes[0] > 16 * length
     assert max(sizes[1:]) < 16 * 128
-
-
-# ---- a real rank ----
-
-
-class Tokens:
-    """What an engine drew, by sequence."""
-
-    def __init__(self, count: int) -> None:
-        self.drawn: dict[int, list[int]] = {seq_id: [] for seq_id in range(count)}
-        self.unfinished = count
-        self.all = asyncio.Event()
-        self.engine: EngineCore
-
-    def admitted(self, sequence: Sequence) -> None: ...
-
-    def computed(self, sequence: Sequence) -> None: ...
-
-    def routed(self, load: ExpertLoad) -> None: ...
-
-    def sampled(
-        self, sequence: Sequence, tokens: tuple[SampledToken, ...], finish: Finish | None
-    ) -> None:
-        self.drawn[sequence.seq_id] += [token.token_id for token in tokens]
-        if finish:
-            self.engine.release(sequence)
-            self.unfinished -= 1
-            if not self.unfinished:
-                self.all.set()
-
-
-async def generate(num_blocks: int, **parallel: Any) -> tuple[dict[int, list[int]], int]:
-    """Tokens of some sampled sequences with penalties, and how often one was preempted."""
-    folder = MODELS / "llama-gqa"
-    config = EngineConfig(
-        model=ModelConfig(model=str(folder), dtype="float32", max_model_len=64),
-        parallel=ParallelConfig(cpu_threads=1, device="cpu", **parallel),
-        cache=CacheConfig(block_size=4, num_gpu_blocks_override=num_blocks),
-    )
-    executor = make_executor(worker_specs(WorkerConfig(config)))
-    scheduler = Scheduler(
-        BlockPool(num_blocks, 4), SchedulerConfig(max_num_batched_tokens=64), (EOS,),
-        parallel.get("pipeline_parallel_size", 1),
-    )  # fmt: skip
-    tokens = Tokens(5)
-    engine = tokens.engine = EngineCore(executor, scheduler, tokens, max_model_len=64)
-    try:
-        await executor.start()
-        for number in range(5):
-            params = SamplingParams(
-                max_tokens=24, min_tokens=8, seed=number, ignore_eos=True, **PENALTIES,
-                bad_words_token_ids=tuple((a, (a * 7 + number) % 512) for a in range(256)),
-                allowed_token_ids=tuple(range(3 + number, 512)),
-            )  # fmt: skip
-            job = GenerateJob("r", tuple(range(3, 12 + number)), params)
-            engine.add(engine.new_sequence(job, Choice()))
-        running = asyncio.create_task(engine.run())
-        done = asyncio.create_task(tokens.all.wait())
-        await asyncio.wait((running, done), timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        assert done.done() and not running.done()
-        running.cancel()
-    finally:
-        await executor.shutdown(5.0)
-    return tokens.drawn, scheduler.num_preemptions
-
-
-@pytest.mark.usefixtures("forked_ranks")
-async def test_preemption_and_stages_change_no_token() -> None:
-    expected, preemptions = await generate(64)
-    assert preemptions == 0 and all(len(drawn) == 24 for drawn in expected.values())
-    tight, preemptions = await generate(20)
-    assert tight == expected and preemptions > 0
-    staged, preemptions = await generate(20, pipeline_parallel_size=2, tensor_parallel_size=1)
-    assert staged == expected and preemptions > 0

@@ -15,15 +15,11 @@ from pdserve.common.planning.kv_budget import check_num_blocks, parse_bytes, pla
 from pdserve.common.worker.kv_cache import KVCache, cache_bytes
 
 SHAPE = CacheShape(
-    layer_start=0,
-    layer_end=3,
-    head_start=2,
-    head_end=4,
-    num_blocks=5,
-    block_size=8,
-    head_dim=16,
+    layer_start=0, layer_end=3, head_start=2, head_end=4, num_blocks=5, block_size=8, head_dim=16,
     dtype="bfloat16",
-)
+)  # fmt: skip
+
+
 CPU = torch.device("cpu")
 
 
@@ -32,46 +28,31 @@ def engine(**cache: object) -> EngineConfig:
     return EngineConfig(cache=CacheConfig(block_size=16, **cache), scheduler=scheduler)  # type: ignore[arg-type]
 
 
+def test_parse_bytes() -> None:
+    assert [parse_bytes(text) for text in ("4096", "2GiB", "1.5 gib")] == [4096, 2**31, 3 * 2**29]
+    assert [parse_bytes(text) for text in ("512MB", "10k")] == [512 * 10**6, 10_000]
+    assert parse_bytes(" 64 KiB ") == 65536
+    for text in ("", "GiB", "-1GiB", "2 TiB of it", "1e9", "two"):
+        with pytest.raises(ConfigError, match="--kv-cache-memory"):
+            parse_bytes(text)
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("cache", "device", "available", "blocks"),
     [
-        ("4096", 4096),
-        ("2GiB", 2 * 2**30),
-        ("1.5 gib", 3 * 2**29),
-        ("512MB", 512 * 10**6),
-        ("10k", 10_000),
-        (" 64 KiB ", 65536),
+        ({"num_gpu_blocks_override": 7, "kv_cache_memory": "1GiB"}, "cpu", 0, 7),
+        ({"kv_cache_memory": "1023KiB"}, "cpu", 0, 1023),  # given memory is used whole
+        ({}, "cpu", 2**40, 28),  # no more than 4 sequences of 100 tokens can use
+        ({}, "cpu", 10 * 1024, 10),
+        ({}, "cuda", 2**20, 1024),
+        ({}, "cuda", -5, 0),
     ],
 )
-def test_parse_bytes(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 TiB of it", "1e9", "two"])
-def test_parse_bytes_refuses_nonsense(text: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        parse_bytes(text)
-
-
-def test_override_wins_over_memory() -> None:
-    config = engine(num_gpu_blocks_override=7, kv_cache_memory="1GiB")
-    assert plan_num_blocks(config, 1024, 100, available_bytes=0, device="cpu") == 7
-
-
-def test_given_memory_is_used_whole() -> None:
-    config = engine(kv_cache_memory="1MiB")
-    assert plan_num_blocks(config, 1000, 100, available_bytes=0, device="cpu") == 1048
-
-
-def test_cpu_takes_no_more_than_it_can_use() -> None:
-    """4 sequences of 100 tokens: 4 × 7 blocks."""
-    assert plan_num_blocks(engine(), 1024, 100, available_bytes=2**40, device="cpu") == 28
-    assert plan_num_blocks(engine(), 1024, 100, available_bytes=10 * 1024, device="cpu") == 10
-
-
-def test_gpu_takes_all_there_is_and_never_less_than_nothing() -> None:
-    assert plan_num_blocks(engine(), 1024, 100, available_bytes=2**20, device="cuda") == 1024
-    assert plan_num_blocks(engine(), 1024, 100, available_bytes=-5, device="cuda") == 0
+def test_so_many_blocks_of_a_kib(
+    cache: dict[str, object], device: str, available: int, blocks: int
+) -> None:
+    found = plan_num_blocks(engine(**cache), 1024, 100, available_bytes=available, device=device)
+    assert found == blocks
 
 
 @pytest.mark.parametrize(

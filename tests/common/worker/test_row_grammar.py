@@ -1,5 +1,5 @@
 """Grammars on the rank that draws: compiled beside the steps, masks within a budget, rows that are
-deferred, and what a sampler makes of a mask."""
+deferred. What a sampler makes of a mask is in `test_sampler.py`."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_what_others_have_used_up_is_made_anew(
 
 
 def test_one_that_fails_by_itself_has_failed(
-    grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = ready(grammars, "a{3,9}")
     monkeypatch.setattr(Matcher, "mask", lambda self: (_ for _ in ()).throw(GrammarError("boom")))
@@ -215,22 +215,14 @@ def test_masks_have_an_allowance(grammars: Grammars) -> None:
 # ---- a step's rows ----
 
 
-def test_rows_that_are_not_ready_are_deferred(grammars: Grammars) -> None:
-    waiting = RowGrammar(grammars, regex("a"))
-    waiting._compiling = Future()
-    free, good = row(seq_id=1), row(ready(grammars, "b"), seq_id=3)
-    done, deferred = MaskScheduler().take([free, row(waiting, seq_id=2), good], alone=False)
-    assert (list(done), deferred) == ([0, 2], [2])
-    assert done[0] is free
-    assert isinstance(done[2], StepSequence) and done[2].mask is not None
-
-
 def test_a_step_for_nobody_else_waits_a_little(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting = RowGrammar(grammars, regex("a"))
+    """Others do not wait for what is not ready."""
     answer: Future[Matcher] = Future()
-    waiting._compiling = answer
+    monkeypatch.setattr(Grammars, "get", lambda *_: answer)
+    waiting = grammars.begin(regex("a"))
+    monkeypatch.undo()
     waits: list[object] = []
 
     def compiled_meanwhile(futures: list[Future[Matcher]], **options: object) -> None:
@@ -238,9 +230,10 @@ def test_a_step_for_nobody_else_waits_a_little(
         answer.set_result(grammars.get(regex("a")).result())
 
     monkeypatch.setattr(masks, "wait", compiled_meanwhile)
-    assert MaskScheduler().take([row(waiting), row(seq_id=2)], alone=True)[1] == [1], (
-        "one is for somebody"
-    )
+    free, good = row(seq_id=1), row(ready(grammars, "b"), seq_id=3)
+    done, deferred = MaskScheduler().take([free, row(waiting, seq_id=2), good], alone=True)
+    assert (list(done), deferred) == ([0, 2], [2]) and done[0] is free
+    assert isinstance(done[2], StepSequence) and done[2].mask is not None
     assert MaskScheduler().take([row(waiting)], alone=False)[1] == [1]
     assert not waits
     assert MaskScheduler().take([row(waiting)], alone=True)[1] == []
@@ -308,49 +301,7 @@ def test_dear_ones_among_themselves_wait_for_no_turn() -> None:
     assert [each.grammar.masks for each in rows] == [10, 10]  # type: ignore[union-attr]
 
 
-# ---- the sampler ----
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_the_mask_allows_is_drawn_and_logprobs_stay_the_model_s(
-    grammars: Grammars, tokens: GrammarTokens, temperature: float
-) -> None:
-    options = {"temperature": temperature, "logprobs": 3}
-    done, _ = MaskScheduler().take(
-        [row(ready(grammars, "[a-f]+"), 1, **options), row(seq_id=2, **options)], alone=True
-    )
-    rows = [each for each in done.values() if isinstance(each, StepSequence)]
-    first, second = sample(LOGITS[:2], rows)
-    assert not isinstance(first, FailedRow) and not isinstance(second, FailedRow)
-    assert set(text_of(tokens, first.token_id)) <= set("abcdef")
-    (free,) = sample(LOGITS[1:2], [row(seq_id=2, **options)])
-    assert free == second, "its neighbour's mask is not its own"
-    raw = LOGITS[0].log_softmax(-1)
-    assert first.logprobs is not None
-    assert first.logprobs.logprob == pytest.approx(float(raw[first.token_id]))
-    assert [i for i, _ in first.logprobs.top] == raw.topk(3).indices.tolist()
-
-
-def test_the_most_likely_allowed_token_is_the_greedy_one(grammars: Grammars) -> None:
-    done, _ = MaskScheduler().take([row(ready(grammars, "(the |dog|[a-z]| )+"))], alone=True)
-    (masked,) = done.values()
-    assert isinstance(masked, StepSequence) and masked.mask is not None
-    bits = np.unpackbits(masked.mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
-    expected = LOGITS[:1].masked_fill(~torch.from_numpy(bits), -torch.inf).argmax()
-    (token,) = sample(LOGITS[:1], [masked])
-    assert not isinstance(token, FailedRow) and token.token_id == int(expected)
-
-
-def test_vocabularies_that_pad_and_masks_that_are_shorter() -> None:
-    mask = np.full(1, -1, np.int32)  # of 32 tokens: the others have no bit
-    (token,) = sample(LOGITS[:1], [replace(row(), mask=mask)])
-    assert not isinstance(token, FailedRow)
-    assert token.token_id == int(LOGITS[0, :32].argmax())
-
-
-def test_a_mask_without_a_token_fails_its_row() -> None:
-    (failed,) = sample(LOGITS[:1], [replace(row(), mask=np.zeros(16, np.int32))])
-    assert isinstance(failed, FailedRow) and failed.forbidden
+# ---- the end ----
 
 
 def test_min_tokens_yields_to_a_text_that_is_whole(

@@ -1,5 +1,5 @@
-"""A rank's worker end to end on a small trained model: greedy output equals transformers', for
-any chunking and any tensor-parallel size."""
+"""Ranks' workers end to end on a small trained model, which test_model.py compares with
+transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-import torch
 
 from echo_worker import MODEL, config
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.launch import make_executor
-from pdserve.common.engine.messages import RankReady, SequenceDelta
+from pdserve.common.engine.messages import RankReady
 from pdserve.common.worker.worker import worker_specs
+from tiny_engine import greedy, load, single_threaded_inference
 from whole_steps import Steps, whole
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -25,47 +25,23 @@ NUM_TOKENS = 12
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-async def step(steps: Steps, *sequences: SequenceDelta) -> dict[int, int]:
-    drawn = await steps.drawn(*sequences)
-    return {seq_id: token.token_id for seq_id, token in drawn.items()}
-
-
 async def generate(steps: Steps, chunks: Sequence[tuple[int, ...]]) -> list[int]:
     """Greedy tokens after the chunks' tokens, in scattered blocks."""
-    table = (9, 2, 14, 5, 7)
-    start, tokens = 0, []
-    for i, chunk in enumerate(chunks):
-        last = i == len(chunks) - 1
-        drawn = await step(steps, whole(1, chunk, start, table, GREEDY if last else None))
-        assert (1 in drawn) == last
-        start += len(chunk)
-    tokens.append(drawn[1])
+    table, start, tokens = (9, 2, 14, 5, 7), 0, []
     while len(tokens) < NUM_TOKENS:
-        drawn = await step(steps, whole(1, (tokens[-1],), start, table, GREEDY))
-        tokens.append(drawn[1])
-        start += 1
+        chunk = chunks[0] if chunks else (tokens[-1],)
+        chunks = chunks[1:]
+        drawn = await steps.drawn(whole(1, chunk, start, table, None if chunks else GREEDY))
+        assert (1 in drawn) is not bool(chunks)
+        start += len(chunk)
+        tokens += [token.token_id for token in drawn.values()]
     return tokens
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[int]:
-    """What transformers generates."""
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    output = model.generate(
-        torch.tensor([PROMPT]),
-        max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-    )
-    return output[0, len(PROMPT) :].tolist()
-
-
 @pytest.mark.parametrize("size", [1, 2])
-async def test_greedy_equals_transformers(size: int, expected: list[int]) -> None:
+async def test_ranks_draw_what_a_model_alone_says_for_any_chunking(size: int) -> None:
+    with single_threaded_inference():
+        expected = greedy(load(MODEL), list(PROMPT), NUM_TOKENS, [0, 1])
     executor = make_executor(worker_specs(config(size)))
     try:
         ready = [msgspec.msgpack.decode(r, type=RankReady) for r in await executor.start()]
