@@ -35,6 +35,7 @@ def demo() -> Iterator[WarmCluster]:
         yield cluster
 
 
+@pytest.mark.slow  # the tiny models are of its family, and its conversion has tests of its own
 def test_the_demo_model_equals_transformers(demo: WarmCluster) -> None:
     """With prompts whose best two logits are nowhere closer than 0.01: this model was not trained
     to choose clearly, and after some of the others rounding decides."""
@@ -84,7 +85,9 @@ def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) ->
         check_prompt_logprobs(cluster, prompts(cluster.model)[-1], n=2)
 
 
-@pytest.mark.parametrize("model", ["llama-gqa", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("llama-gqa", marks=pytest.mark.slow), "qwen3-moe"]
+)
 def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> None:
     """The first token is drawn by the last stage of one node, the others by that of the other."""
     with WarmCluster(model, 0, 0) as cluster:
