@@ -85,9 +85,7 @@ def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) ->
         check_prompt_logprobs(cluster, prompts(cluster.model)[-1], n=2)
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param("llama-gqa", marks=pytest.mark.slow), "qwen3-moe"]
-)
+@pytest.mark.parametrize("model", [pytest.param("llama-gqa", marks=pytest.mark.slow), "qwen3-moe"])
 def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> None:
     """The first token is drawn by the last stage of one node, the others by that of the other."""
     with WarmCluster(model, 0, 0) as cluster:
