@@ -25,9 +25,10 @@ collect_ignore = ["clients"]  # they have an environment of their own: make test
 
 # Files that take longest come first, so that the others fill up what is left.
 LONGEST = (
-    *("test_failover", "test_ray", "test_conformance", "test_partition"),
-    *("test_lifecycle", "test_ray_nodes", "test_chaos", "test_exact", "test_rollout"),
-    *("test_embedded", "test_wheel", "test_cluster_check", "test_bench_interference"),
+    *("test_exact", "test_failover", "test_conformance", "test_explorer", "test_lifecycle"),
+    *("test_ray_nodes", "test_rollout", "test_expert_parallel", "test_chaos", "test_partition"),
+    *("test_speculative", "test_adapters", "test_fuzz", "test_up", "test_offline"),
+    *("test_observed", "test_wheel", "test_full_queues", "test_cluster_check"),
 )
 FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]")
 

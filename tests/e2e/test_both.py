@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import requests
 
 import reference
 from benchmarks.warm_start import alive
-from cluster import Cluster, node_metrics, text_of
+from cluster import Cluster, ended, node_metrics, text_of
 from processes import command
 from warm import WarmCluster
 
@@ -88,6 +89,15 @@ def test_it_draws_what_a_pair_draws(up: Cluster) -> None:
             answers = [each.complete(list(PROMPT), **options)["choices"] for each in (up, pair)]
             assert answers[0] == answers[1]
     up.wait_idle()
+
+
+def test_ctrl_c_drains_and_ends_all(up: Cluster) -> None:
+    stream = up.stream(list(PROMPT), max_tokens=LONG, ignore_eos=True)
+    begin = [next(stream)]
+    up.processes["up"].send_signal(signal.SIGINT)
+    assert text_of(chain(begin, stream)) == expected(up.model, LONG)
+    assert ended(up.processes.pop("up")) == 0
+    assert up.home.processes() == []
 
 
 def test_one_that_drains_finishes_what_it_has() -> None:

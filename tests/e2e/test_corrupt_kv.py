@@ -18,7 +18,7 @@ from cluster import node_metrics
 from warm import WarmCluster
 
 SHM, TCP = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
-FAULTS = 500
+FAULTS = 150  # at least
 NUM_PROMPTS, NUM_TOKENS = 24, 6
 CLIENTS = 12
 MORE_BLOCKS = 600  # than the others: least-load placement prefers this node

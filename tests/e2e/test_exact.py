@@ -35,6 +35,7 @@ def demo() -> Iterator[WarmCluster]:
         yield cluster
 
 
+@pytest.mark.slow  # the tiny models are of its family, and its conversion has tests of its own
 def test_the_demo_model_equals_transformers(demo: WarmCluster) -> None:
     """With prompts whose best two logits are nowhere closer than 0.01: this model was not trained
     to choose clearly, and after some of the others rounding decides."""
@@ -84,7 +85,7 @@ def test_a_node_of_both_roles_equals_transformers(model: str, layout: Layout) ->
         check_prompt_logprobs(cluster, prompts(cluster.model)[-1], n=2)
 
 
-@pytest.mark.parametrize("model", ["llama-gqa", "qwen3-moe"])
+@pytest.mark.parametrize("model", [pytest.param("llama-gqa", marks=pytest.mark.slow), "qwen3-moe"])
 def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> None:
     """The first token is drawn by the last stage of one node, the others by that of the other."""
     with WarmCluster(model, 0, 0) as cluster:
@@ -120,6 +121,15 @@ def check_constrained(
     ids = [token.id for reply in stub.Generate(request) for token in reply.tokens]
     assert tuple(ids) == reference.greedy(model, prompt, NUM_TOKENS, allowed, words)
     assert not set(itertools.pairwise(ids)) & set(words)
+
+
+def test_prompts_that_a_decode_node_computes_itself() -> None:
+    with WarmCluster("qwen3", router={"local_prefill_threshold": 1_000_000}) as cluster:
+        check_exact(cluster, prompts(cluster.model), range(0, 16, 4), caching=("decode",))
+        for node in cluster.nodes():
+            metrics = node_metrics(node)
+            assert metrics["pdserve_kv_transfer_bytes_total"] == 0
+            assert (metrics["pdserve_prompt_tokens_total"] > 0) is (node["role"] == "decode")
 
 
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:

@@ -242,17 +242,6 @@ def test_a_storm_of_hang_ups_with_several_ranks(fragile: Cluster) -> None:
     check_exact(fragile)
 
 
-def test_a_decode_node_that_is_killed_comes_back(fragile: Cluster) -> None:
-    stream = LongStream(fragile)
-    node = fragile.node_process("decode")
-    assert node is not None
-    node.kill()
-    fragile.wait_for(lambda: "decode-0: signal 9; restart" in fragile.log())
-    assert stream.text() == expected(fragile, LONG)  # it went on on the new one
-    wait_for_another(fragile, "decode", node.pid)
-    check_exact(fragile)
-
-
 def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
     stream = LongStream(fragile)
     node = fragile.node_process("decode")
@@ -268,6 +257,13 @@ def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
     check_exact(fragile)
 
 
+def test_sigkill_of_up_leaves_no_process(fragile: Cluster) -> None:
+    up = fragile.processes.pop("up")
+    up.kill()
+    up.wait()
+    fragile.wait_for(lambda: fragile.home.processes() == [], 10)
+
+
 def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
     """Until a new process of the role serves, and the one with `pid` is not used any more."""
 
@@ -281,15 +277,14 @@ def wait_for_another(cluster: Cluster, role: str, pid: int) -> None:
 
 # ---- options nobody can serve with ----------------------------------------------------------
 
-PREFILL = (sys.executable, "-m", "pdserve.prefill_node")
 ROUTER = ("router", "--port=0", "--grpc-port=0", "--registry-port=0")
 WRONG = [
     ((*UP, "--model={model}", "--frobnicate"), "--frobnicate"),
     ((*UP, "--model={model}", "--block-size=0"), "--block-size"),
     ((*UP, "--model={model}", "--decode-tp=3"), "decode-0 cannot start as configured"),
-    ((*PREFILL, "--model=/no/such/model"), "the folder /no/such/model does not exist"),
 ]
 WRONG_FORKED = [
+    (("prefill_node", "--model=/no/such/model"), "the folder /no/such/model does not exist"),
     (("prefill_node", "--model={model}", "--tensor-parallel-size=3"), "3 does not divide"),
     (("prefill_node", "--model={model}", "--num-gpu-blocks-override=3"), "has 3 blocks"),
     ((*ROUTER, "--model=/no/such/model"), "the folder /no/such/model does not exist"),

@@ -96,7 +96,7 @@ def test_refused_requests_are_counted(cluster: WarmCluster) -> None:
 
 # ---- where the time went --------------------------------------------------------------------
 
-REQUESTS, CLIENTS = 240, 12  # so many at least
+REQUESTS, CLIENTS = 120, 12  # so many at least
 STAGES = {
     "receive", "tokenize", "queue", "network", "decode_slot", "prefill_queue", "prefill_compute",
     "first_token", "kv_transfer", "verification", "decode_compute", "decode_queue", "preempted",
@@ -146,7 +146,7 @@ def seconds(line: dict[str, Any]) -> Counter[str]:
     return found
 
 
-def test_stages_tile_hundreds_of_requests_whatever_dies(cluster: WarmCluster) -> None:
+def test_stages_tile_every_request_whatever_dies(cluster: WarmCluster) -> None:
     """A node of each role is killed while they are served, and replaced."""
     numbers, replaced = itertools.count(), threading.Event()
 

@@ -27,7 +27,7 @@ from warm import WarmCluster
 MODEL = "llama-gqa"
 ASKS = make_asks(42, seed=0, max_tokens=(6, 20), vocab_size=512)
 IN_FLIGHT = 32
-MANY = 96  # some of which wait for blocks, given FEW_BLOCKS
+MANY = 64  # some of which wait for blocks, given FEW_BLOCKS
 FEW_BLOCKS = 96
 
 Event = Callable[[], Coroutine[Any, Any, None]]
@@ -61,11 +61,25 @@ def check(cluster: WarmCluster, tally: Tally) -> None:
     cluster.wait_idle()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.05)
+
+
+async def used(cluster: WarmCluster, *names: str) -> None:
+    """Until each of these nodes has a request of the router."""
+
+    def in_flight() -> set[str]:
+        return {node["name"] for node in cluster.state()["nodes"] if node["in_flight"]}
+
+    await until(lambda: in_flight() >= {*names})
+
+
 async def drain(cluster: WarmCluster, name: str) -> None:
     """Until it has ended, by itself."""
     pid = cluster.drain(name)
-    while cluster.exit_code(pid) is None:
-        await asyncio.sleep(0.05)
+    await until(lambda: cluster.exit_code(pid) is not None)
     assert cluster.exit_code(pid) == 0, cluster.log()[-6000:]
 
 
@@ -85,8 +99,11 @@ def test_the_router_is_replaced(cluster: WarmCluster) -> None:
         caller.hang_up()
     cluster.wait_idle()
     before = moved(cluster)
-    check(cluster, under_load(cluster, lambda: asyncio.sleep(0.5)))
-    assert all(now > then for now, then in zip(moved(cluster), before, strict=True))
+
+    def all_move() -> bool:
+        return all(now > then for now, then in zip(moved(cluster), before, strict=True))
+
+    check(cluster, under_load(cluster, lambda: until(all_move)))
 
 
 def moved(cluster: WarmCluster) -> list[float]:
@@ -96,11 +113,13 @@ def moved(cluster: WarmCluster) -> list[float]:
 
 
 def test_every_node_is_replaced(cluster: WarmCluster) -> None:
-    old = [*cluster.names("prefill"), *cluster.names("decode")]
+    """A prefill and a decode node at a time."""
+    pairs = list(zip(cluster.names("prefill"), cluster.names("decode"), strict=True))
+    old = {name for pair in pairs for name in pair}
 
     async def replace_all() -> None:
-        for name in old:
-            await restart(cluster, name, 0)
+        for pair in pairs:
+            await asyncio.gather(*(restart(cluster, name, 0) for name in pair))
 
     check(cluster, under_load(cluster, replace_all))
     assert [cluster.exit_code(pid) for pid in cluster.drained] == [0] * len(old)
@@ -198,9 +217,9 @@ def test_streams_stay_with_their_version(versions: Versions) -> None:
     """They go on on the other node of A, though there is one of B."""
 
     async def fail() -> None:
-        await asyncio.sleep(0.5)
+        await used(versions.cluster, "decode-3")
         versions.cluster.kill("decode-3")
-        await asyncio.sleep(0.5)
+        await until(lambda: "decode-3" not in versions.cluster.ready())
 
     versions.check(fail)
 
@@ -209,7 +228,7 @@ def test_a_version_leaves(versions: Versions) -> None:
     """What waits on A for a prefill moves to B."""
 
     async def leave() -> None:
-        await asyncio.sleep(0.5)
+        await used(versions.cluster, "prefill-1", "decode-2")
         await drain(versions.cluster, "prefill-1")
         await drain(versions.cluster, "decode-2")
 

@@ -16,6 +16,7 @@ from deaths import MORE_BLOCKS, ask_until, greedy, several
 from deaths import D as SESSION
 from exact import check_exact, prompts
 from paths import MODELS
+from thinned import slow
 from warm import WarmCluster, run_roles
 
 MODEL = "llama-gqa"
@@ -26,7 +27,6 @@ NGRAM = {
     "prompt_lookup_min": 2,
 }
 DRAFT = {"method": "draft_model", "model": str(MODELS / "mistral"), "num_speculative_tokens": 3}
-BOTH = pytest.mark.parametrize("config", [NGRAM, DRAFT], ids=lambda each: str(each["method"]))
 
 
 def option(config: dict[str, Any]) -> dict[str, str]:
@@ -96,7 +96,7 @@ def rounded(value: Any) -> Any:
 def test_what_is_drawn_is_what_is_drawn_without_it(
     cluster: WarmCluster, plain: WarmCluster, options: dict[str, Any]
 ) -> None:
-    for case in prompts(cluster.model)[3::6]:
+    for case in prompts(cluster.model)[5::8]:
         body = {"max_tokens": 40, "seed": 11, **options}
         mine, theirs = (each.complete(list(case), **body) for each in (cluster, plain))
         assert rounded(mine["choices"]) == rounded(theirs["choices"])
@@ -135,7 +135,7 @@ def test_a_node_that_guesses_and_one_that_does_not_take_over_from_each_other(
     where.wait_idle()
 
 
-@BOTH
+@pytest.mark.parametrize("config", [slow(NGRAM), DRAFT], ids=lambda each: str(each["method"]))
 def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any]) -> None:
     """On a node of both roles whose blocks do not suffice for six choices."""
     body = {"n": 6, "seed": 5, "temperature": 0.6, "ignore_eos": True, "max_tokens": 70}

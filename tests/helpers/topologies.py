@@ -8,6 +8,7 @@ families with sizes of 4, is for `make test-all`.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -118,12 +119,15 @@ def _met(*factors: tuple[str, object]) -> Iterator[Pair]:
 def few() -> list[Topology]:
     """In which every pair of the candidates' is met: the next is always the one that shows most of
     what was not shown yet, for its cost."""
-    left = {each: frozenset(each.pairs()) for each in candidates()}
-    missing = frozenset[Pair]().union(*left.values())
+    bits: defaultdict[Pair, int] = defaultdict(lambda: 1 << len(bits))
+    shown = {each: sum({bits[pair] for pair in each.pairs()}) for each in candidates()}
+    costs = {each: each.cost for each in shown}
+    missing = (1 << len(bits)) - 1
     found: list[Topology] = []
     while missing:
-        found.append(max(left, key=lambda each: len(left[each] & missing) / each.cost))
-        missing -= left[found[-1]]
+        best = max(shown, key=lambda each: (shown[each] & missing).bit_count() / costs[each])
+        missing &= ~shown[best]
+        found.append(best)
     return found
 
 
