@@ -98,7 +98,7 @@ class Attempt:
                         if len(self._job.choices) > 1:
                             await self._finish_choices()
                     await self._decoded()
-            except Exception:
+            except (AttemptFailed, PdserveError):
                 if not self._state.finished:  # else the answer is whole, and nothing has failed
                     raise
 

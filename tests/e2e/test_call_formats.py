@@ -72,6 +72,15 @@ HARMONY = (
 )
 
 
+def drawn(client: Any, stream: bool) -> list[Any]:
+    """Sixteen sampled answers' messages; some have reasoning, each in the model's own words."""
+    choices = ask(client, stream, tools=[GET_WEATHER], temperature=1.0, seed=1, n=16)
+    messages = [each.message for each in choices]
+    thoughts = [each.reasoning for each in messages if hasattr(each, "reasoning")]
+    assert thoughts and all(each.strip().startswith("The user") for each in thoughts)
+    return messages
+
+
 def test_harmony(tmp_path: Path) -> None:
     folder = renamed(tmp_path / "gpt-oss", HARMONY)
     with serving(folder, tool_call_parser="openai") as client:
@@ -80,14 +89,9 @@ def test_harmony(tmp_path: Path) -> None:
         (call,) = choice.message.tool_calls  # its end is a stop token of the format
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments)["arguments"] == {"city": "Oslo"}
-        drawn = {"tools": [GET_WEATHER], "temperature": 1.0, "seed": 1, "n": 16}
         for stream in (False, True):
-            choices = ask(client, stream, **drawn)
-            thoughts = [each.message for each in choices if hasattr(each.message, "reasoning")]
-            assert thoughts and all(
-                each.reasoning.strip().startswith("The user") for each in thoughts
-            )
-            assert any(each.tool_calls for each in thoughts)
+            choices = drawn(client, stream)
+            assert any(each.tool_calls for each in choices if hasattr(each, "reasoning"))
 
 
 def test_reasoning_between_special_tokens(tmp_path: Path) -> None:
@@ -95,14 +99,9 @@ def test_reasoning_between_special_tokens(tmp_path: Path) -> None:
     folder = renamed(tmp_path / "magistral", marks, special=True)
     router = {"tool_call_parser": "hermes", "reasoning_parser": "mistral"}
     with serving(folder, **router) as client:
-        drawn = {"tools": [GET_WEATHER], "temperature": 1.0, "seed": 1, "n": 16}
         for stream in (False, True):
-            choices = ask(client, stream, **drawn)
-            thoughts = [each.message for each in choices if hasattr(each.message, "reasoning")]
-            assert thoughts and all(
-                each.reasoning.strip().startswith("The user") for each in thoughts
-            )
-            assert not any("THINK" in (each.message.content or "") for each in choices)
+            choices = drawn(client, stream)
+            assert not any("THINK" in (each.content or "") for each in choices)
 
 
 WHOLE = {"name": "get_weather", "arguments": {"city": "Oslo"}}  # what it writes between its marks
