@@ -7,13 +7,14 @@ The format is Hugging Face transformers'. Both places of the rotary settings are
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.kv_groups import KVGroup, kv_groups
 from pdserve.common.core.moe_spec import (
     MIXTRAL,
     QWEN2_MOE,
@@ -41,7 +42,13 @@ class Family:
     windowed: bool = False  # whether `sliding_window` applies
     window_in_use: bool = False  # the default of `use_sliding_window`
     default_window: int | None = None  # the default of `sliding_window`
+    # Whether a layer has the window where `layer_types` is absent, by `max_window_layers`.
+    windowed_layer: Callable[[int, int], bool] = lambda layer, most: True
     moe: MoEFamily | None = None
+
+
+def _after_the_first(layer: int, most: int) -> bool:
+    return layer >= most
 
 
 FAMILIES: dict[str, Family] = {
@@ -54,13 +61,22 @@ FAMILIES: dict[str, Family] = {
         window_in_use=True,
         default_window=4096,
     ),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, windowed=True),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windowed=True),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", qkv_bias=True, o_bias=False, windowed=True, windowed_layer=_after_the_first
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", qk_norm=True, windowed=True, windowed_layer=_after_the_first
+    ),
     "MixtralForCausalLM": Family(
         "mixtral", qkv_bias=False, o_bias=False, windowed=True, window_in_use=True, moe=MIXTRAL
     ),
     "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", qkv_bias=True, o_bias=False, windowed=True, moe=QWEN2_MOE
+        "qwen2_moe",
+        qkv_bias=True,
+        o_bias=False,
+        windowed=True,
+        windowed_layer=lambda layer, most: layer % 2 == 0 and layer < most,
+        moe=QWEN2_MOE,
     ),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windowed=True, moe=QWEN3_MOE),
 }
@@ -103,7 +119,7 @@ class ModelSpec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_window: int | None  # tokens; None: full attention
+    layer_windows: tuple[int | None, ...]  # tokens each layer attends to; None: all
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
@@ -163,7 +179,7 @@ class ModelSpec:
             o_bias=attention_bias if family.o_bias is None else family.o_bias,
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
-            sliding_window=_window_of(config, family),
+            layer_windows=_windows_of(config, family),
             dtype=_dtype_of(config),
             eos_token_ids=_eos_of({**config, **(generation or {})}),
             moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
@@ -194,10 +210,11 @@ class ModelSpec:
                 f"--max-model-len {max_model_len} exceeds the model's "
                 f"{self.max_position_embeddings} positions"
             )
-        if self.sliding_window is not None and max_model_len > self.sliding_window:
+        windows = [window for window in self.layer_windows if window is not None]
+        if windows and max_model_len > min(windows):
             raise ConfigError(
-                f"the model attends to a sliding window of {self.sliding_window} tokens, which is "
-                f"not supported; pass --max-model-len {self.sliding_window} or less"
+                f"the model attends to a sliding window of {min(windows)} tokens, which is "
+                f"not supported; pass --max-model-len {min(windows)} or less"
             )
 
     def validate_tensor_parallel(self, size: int) -> None:
@@ -225,6 +242,10 @@ class ModelSpec:
     def is_sparse(self, layer: int) -> bool:
         """Returns whether the layer has experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return kv_groups(self.layer_windows, self.num_kv_heads, self.head_dim)
 
     @property
     def has_dense_layers(self) -> bool:
@@ -346,13 +367,20 @@ def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
     )
 
 
-def _window_of(config: Mapping[str, Any], family: Family) -> int | None:
+def _windows_of(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+    layers = required_int(config, "num_hidden_layers")
     # Qwen has `sliding_window` even if `use_sliding_window` (default: false) turns it off.
     used = config.get("use_sliding_window", family.window_in_use)
-    if not (family.windowed and used):
-        return None
     window: int | None = config.get("sliding_window", family.default_window)
-    return window
+    if not (family.windowed and used and window):
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        most = config.get("max_window_layers", 28)
+        return tuple(window if family.windowed_layer(i, most) else None for i in range(layers))
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"config.json: layer_types {kinds!r} do not fit {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:

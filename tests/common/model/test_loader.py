@@ -16,6 +16,7 @@ from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core import host
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.kv_groups import kv_groups
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model import device as dtypes
@@ -101,20 +102,48 @@ def test_families_differ_as_their_checkpoints_do() -> None:
     assert traits("Qwen3") == (False, False, False, True)
 
 
+USED = {"sliding_window": 32, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
-    ("name", "settings", "window"),
+    ("name", "settings", "windows"),
     [
-        ("Mistral", {"sliding_window": 32}, 32),
-        ("Mistral", {"sliding_window": None}, None),
-        ("Mistral", {}, 4096),
-        ("Qwen2", {"sliding_window": 32}, None),
-        ("Qwen2", {"sliding_window": 32, "use_sliding_window": False}, None),
-        ("Qwen3", {"sliding_window": 32, "use_sliding_window": True}, 32),
-        ("Llama", {"sliding_window": 32}, None),
+        ("Mistral", {"sliding_window": 32}, [32] * 4),
+        ("Mistral", {"sliding_window": None}, [None] * 4),
+        ("Mistral", {}, [4096] * 4),
+        ("Qwen2", {"sliding_window": 32}, [None] * 4),
+        ("Qwen2", {**USED, "use_sliding_window": False}, [None] * 4),
+        ("Qwen3", USED, [None] * 4),  # max_window_layers is 28
+        ("Qwen3", {**USED, "max_window_layers": 1}, [None, 32, 32, 32]),
+        (
+            "Qwen2",
+            {**USED, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            [32, None, 32, None],
+        ),
+        ("Llama", {"sliding_window": 32}, [None] * 4),
     ],
 )
-def test_when_a_sliding_window_counts(name: str, settings: dict[str, Any], window: Any) -> None:
-    assert spec_of(architectures=[f"{name}ForCausalLM"], **settings).sliding_window == window
+def test_which_layers_have_a_window(
+    name: str, settings: dict[str, Any], windows: list[int | None]
+) -> None:
+    spec = spec_of(architectures=[f"{name}ForCausalLM"], num_hidden_layers=4, **settings)
+    assert list(spec.layer_windows) == windows
+
+
+def test_layer_types_that_do_not_fit_are_refused() -> None:
+    for kinds in (["full_attention"], ["chunked_attention"] * 4):
+        with pytest.raises(ConfigError, match="layer_types"):
+            spec_of(
+                architectures=["Qwen2ForCausalLM"], num_hidden_layers=4, **USED, layer_types=kinds
+            )
+
+
+def test_groups_of_layers_with_one_window() -> None:
+    full, far, near = kv_groups((8, None, 32, 8, None), num_kv_heads=2, head_dim=16)
+    assert [each.layers for each in (full, far, near)] == [(1, 4), (2,), (0, 3)]
+    assert full.layers_between(1, 4) == (0, 1) and near.layers_between(1, 2) == (1, 1)
+    assert full.first_block(100, 4) == 0
+    assert [near.first_block(position, 4) for position in (0, 7, 10, 11, 15)] == [0, 0, 0, 1, 2]
 
 
 def test_a_context_beyond_the_model_is_refused_with_the_mend() -> None:

@@ -1,0 +1,46 @@
+"""KV groups: which layers keep which part of a sequence's KV. Standard library only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose KV has one shape and one lifetime, so that one block table serves all of them.
+
+    `layers` are numbers in the model, ascending. A token has `num_kv_heads` keys and values of
+    `head_dim` in each of them. A query attends to `window` tokens, itself included; None: to all
+    tokens before it too.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def layers_between(self, start: int, end: int) -> tuple[int, int]:
+        """Returns the range of indices into `layers` that lie in model layers `start…end-1`."""
+        return bisect_left(self.layers, start), bisect_left(self.layers, end)
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """Returns the index of the first block that the query at `position` reads."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+
+
+def kv_groups(
+    layer_windows: tuple[int | None, ...], num_kv_heads: int, head_dim: int
+) -> tuple[KVGroup, ...]:
+    """Returns the groups of a model, full attention first, then windows from long to short. They
+    follow from the model alone, so that nodes of every layout number them alike."""
+    windows = sorted(set(layer_windows), key=lambda window: (window is not None, -(window or 0)))
+    return tuple(
+        KVGroup(
+            tuple(i for i, each in enumerate(layer_windows) if each == window),
+            num_kv_heads,
+            head_dim,
+            window,
+        )
+        for window in windows
+    )
