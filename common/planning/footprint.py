@@ -176,9 +176,17 @@ class Footprint:
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:
-        """Bytes: 2 (key, value) × layers × KV heads of the rank × head dimension × item size. With
-        more ranks than KV heads each rank still holds one."""
-        return 2 * stage.num_layers * self._kv_heads * self.spec.head_dim * self.item
+        """Bytes in all KV groups."""
+        return sum(self.kv_of_groups(stage))
+
+    def kv_of_groups(self, stage: Stage) -> tuple[int, ...]:
+        """Bytes per token in each KV group: 2 (key, value) × layers × KV heads of the rank × head
+        dimension × item size. With more ranks than KV heads each rank still holds one."""
+        return tuple(
+            2 * (end - start) * self._kv_heads * group.head_dim * self.item
+            for group in self.spec.kv_groups
+            for start, end in [group.layers_between(stage.start, stage.end)]
+        )
 
     # ---- activations ----
 
