@@ -114,10 +114,14 @@ class Footprint:
 
     def _moe_weights(self, moe: MoESpec) -> int:
         """Bytes of an MoE layer. Each rank has the whole router (and shared expert's gate)."""
-        rows, total = moe.num_experts, moe.num_experts // self.ep * self.expert_weights(moe)
+        hidden, family = self.spec.hidden_size, moe.family
+        total = moe.num_experts // self.ep * self.expert_weights(moe)
+        router = DTYPE_BYTES["float32"] if family.precise_router else self.item
+        total += moe.num_experts * (hidden * router + 4 * family.correction_bias)
         if inner := moe.shared_intermediate_size:
-            rows, total = rows + 1, total + self._mlp_weights("shared_expert", inner)
-        return total + rows * self.spec.hidden_size * self.item
+            total += self._mlp_weights("shared_expert", inner)
+            total += family.shared_gate * hidden * self.item
+        return total
 
     def expert_weights(self, moe: MoESpec) -> int:
         """Bytes of this rank's part of one expert."""
