@@ -27,7 +27,7 @@ class MoEFamily:
     shared_gate: bool = False  # whether a gate scales the shared expert
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     correction_bias: bool = False  # whether experts are chosen by their score plus a bias
-    first_layers_dense: bool = False  # `first_k_dense_replace` instead of `decoder_sparse_step`
+    first_layers_dense: int | None = None  # default of `first_k_dense_replace`, if it counts
     precise_router: bool = False  # whether the router computes in float32 throughout
 
 
@@ -43,10 +43,17 @@ DEEPSEEK_V2 = MoEFamily(
     "down_proj",
     norm_topk_prob=False,
     shared_expert="shared_experts",
-    first_layers_dense=True,
+    first_layers_dense=0,
     precise_router=True,
 )
-DEEPSEEK_V3 = replace(DEEPSEEK_V2, norm_topk_prob=None, scoring="sigmoid", correction_bias=True)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    norm_topk_prob=None,
+    first_layers_dense=3,
+    scoring="sigmoid",
+    correction_bias=True,
+)
+GLM4_MOE = replace(DEEPSEEK_V3, first_layers_dense=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +133,19 @@ def _shared_size(config: Mapping[str, Any], family: MoEFamily) -> int:
 
 
 def _sparse_layers(config: Mapping[str, Any], family: MoEFamily) -> tuple[int, ...]:
-    """Returns every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`; or all after
-    the first `first_k_dense_replace`."""
+    """Returns the sparse ones of `mlp_layer_types`; without it all after the first
+    `first_k_dense_replace`, or every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
     layers = range(required_int(config, "num_hidden_layers"))
-    if family.first_layers_dense:
+    if kinds := config.get("mlp_layer_types"):
+        if len(kinds) != len(layers) or not set(kinds) <= {"dense", "sparse"}:
+            raise ConfigError(
+                f"config.json: mlp_layer_types {kinds!r} do not fit {len(layers)} layers"
+            )
+        return tuple(layer for layer in layers if kinds[layer] == "sparse")
+    if family.first_layers_dense is not None:
         if config.get("moe_layer_freq", 1) != 1:
-            raise ConfigError("moe_layer_freq other than 1 is not supported")
-        return tuple(layers[config.get("first_k_dense_replace") or 0 :])
+            raise ConfigError("config.json: moe_layer_freq other than 1 is not supported")
+        return tuple(layers[config.get("first_k_dense_replace", family.first_layers_dense) :])
     dense = config.get("mlp_only_layers") or ()
     step = config.get("decoder_sparse_step") or 1
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
@@ -141,7 +154,7 @@ def _sparse_layers(config: Mapping[str, Any], family: MoEFamily) -> tuple[int, .
 def _groups(
     config: Mapping[str, Any], family: MoEFamily, experts: int, top_k: int
 ) -> ExpertGroups | None:
-    if not family.first_layers_dense:
+    if family.first_layers_dense is None:
         return None
     best = 2
     if not family.correction_bias:
