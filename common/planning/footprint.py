@@ -213,21 +213,22 @@ class Footprint:
         `sequences`: the larger of the layers' and the sampler's peak. Counts live tensors, without
         allocator rounding and kernel workspaces."""
         angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
+        if self.spec.moe is not None:  # which experts, with what weight, and their order
+            ids += self.spec.moe.top_k * (3 * 8 + 4)
         layers = tokens * (self._layer_activations() * self.item + angles + ids) + self._dense()
         return max(layers, self._sampling(sequences)) if stage.last else layers
 
     def _layer_activations(self) -> int:
-        """Elements per token at the largest of three peaks. All have the residual, its normed copy,
-        the last product, and the attention's projected heads and output. The MLP adds gate, up,
-        their product and one more; attention adds rotated queries and keys; a norm adds the next
-        residual and its copy. For experts the worst case: all that a token uses are on this rank.
-        """
+        """Elements per token at the largest of three peaks. All have the residual, its normed copy
+        and the last product. Attention adds projected heads, and rotated queries and keys or its
+        output; the MLP adds gate, up, their product and one more; a norm adds the next residual and
+        its copy. For experts the worst case: all that a token uses are on this rank."""
         spec = self.spec
         h, k = self._heads * spec.head_dim, self._kv_heads * spec.head_dim
         if spec.latent is not None:  # absorbed queries are the largest
             h, k = self._heads * spec.latent.size, spec.latent.size
-        always, turning = 3 * spec.hidden_size + 2 * h + 2 * k, (2 + spec.qk_norm) * (h + k)
-        return always + max(*self._mlp_peaks(), turning, 2 * spec.hidden_size)
+        attention = h + 2 * k + max((2 + spec.qk_norm) * (h + k), h + spec.hidden_size)
+        return 3 * spec.hidden_size + max(*self._mlp_peaks(), attention, 2 * spec.hidden_size)
 
     def _mlp_peaks(self) -> Iterator[int]:
         """Yields the elements per token at the peaks within the MLP or the experts."""
