@@ -82,9 +82,9 @@ class StepOutput:
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """One rank's KV cache of one KV group: a tensor
-    `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]` (2 = key, value) whose
-    layers are `layer_start…layer_end` of the group's and whose heads are `head_start…head_end` of
-    the model's. A stage may have no layer of a group."""
+    `[num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim]` (2 planes: key, value;
+    1: latents) whose layers are `layer_start…layer_end` of the group's and whose heads are
+    `head_start…head_end` of the model's. A stage may have no layer of a group."""
 
     layer_start: int
     layer_end: int
@@ -94,6 +94,7 @@ class CacheShape:
     block_size: int
     head_dim: int
     dtype: str  # "float32", "bfloat16", "float16"
+    planes: int = 2
 
 
 @dataclass(frozen=True, slots=True)

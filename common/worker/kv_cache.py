@@ -45,10 +45,10 @@ CPU_MEMORY_LIMIT = 4 * 2**30
 
 
 def dimensions(shape: CacheShape) -> tuple[int, int, int, int, int, int]:
-    """Returns `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`; 2 = key, value."""
+    """Returns `[num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim]`."""
     return (
         shape.layer_end - shape.layer_start,
-        2,
+        shape.planes,
         shape.num_blocks,
         shape.head_end - shape.head_start,
         shape.block_size,
@@ -85,6 +85,7 @@ def cache_shapes(
             block_size=engine.cache.block_size,
             head_dim=group.head_dim,
             dtype=dtype_name(model.dtype),
+            planes=group.planes,
         )
         for group in spec.kv_groups
     )

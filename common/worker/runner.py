@@ -30,7 +30,7 @@ COSTLY = SamplingParams(top_p=0.9, top_k=1000, repetition_penalty=1.1, logprobs=
 
 class ModelRunner:
     """Computes steps of `model` over `caches`, one per KV group
-    (`[layers, 2, num_blocks, kv_heads, block_size, head_dim]`). Keeps no sequence state."""
+    (`[layers, planes, num_blocks, kv_heads, block_size, head_dim]`). Keeps no sequence state."""
 
     def __init__(
         self,

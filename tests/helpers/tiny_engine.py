@@ -54,7 +54,7 @@ def new_cache(model: CausalLM) -> list[torch.Tensor]:
     for attention, group in zip(model.attentions, model.spec.kv_groups, strict=True):
         start, end = group.layers_between(model.stage.start, model.stage.end)
         heads, dim = attention.shape.num_kv_heads, attention.shape.head_dim
-        size = (end - start, 2, NUM_BLOCKS, heads, BLOCK_SIZE, dim)
+        size = (end - start, group.planes, NUM_BLOCKS, heads, BLOCK_SIZE, dim)
         caches.append(torch.zeros(size, dtype=model.dtype))
     return caches
 
