@@ -10,15 +10,16 @@ from dataclasses import dataclass
 class KVGroup:
     """Layers whose KV has one shape and one lifetime, so that one block table serves all of them.
 
-    `layers` are numbers in the model, ascending. A token has `num_kv_heads` keys and values of
-    `head_dim` in each of them. A query attends to `window` tokens, itself included; None: to all
-    tokens before it too.
+    `layers` are numbers in the model, ascending. A token has `num_kv_heads` times `planes` vectors
+    of `head_dim` in each of them: a key and a value, or one latent. A query attends to `window`
+    tokens, itself included; None: to all tokens before it too.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    planes: int = 2
 
     def layers_between(self, start: int, end: int) -> tuple[int, int]:
         """Returns the range of indices into `layers` that lie in model layers `start…end-1`."""
@@ -30,7 +31,7 @@ class KVGroup:
 
 
 def kv_groups(
-    layer_windows: tuple[int | None, ...], num_kv_heads: int, head_dim: int
+    layer_windows: tuple[int | None, ...], num_kv_heads: int, head_dim: int, planes: int = 2
 ) -> tuple[KVGroup, ...]:
     """Returns the groups of a model, full attention first, then windows from long to short. They
     follow from the model alone, so that nodes of every layout number them alike."""
@@ -41,6 +42,7 @@ def kv_groups(
             num_kv_heads,
             head_dim,
             window,
+            planes,
         )
         for window in windows
     )

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
 from pdserve.common.model.device import make_backend
 from pdserve.common.model.kernels.ops import TorchKernels
+from pdserve.common.model.latent import LatentAttention, LatentBackend
 from pdserve.common.model.layers import (
     MLP,
+    Linear,
     LoRA,
     ParallelLMHead,
     QKVParallelLinear,
@@ -30,7 +31,7 @@ from pdserve.common.model.layers import (
     VocabParallelEmbedding,
 )
 from pdserve.common.model.moe import MoE
-from pdserve.common.model.rotary import RotaryEmbedding
+from pdserve.common.model.rotary import Angles, RotaryEmbedding
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.stages import Stage
 
@@ -58,12 +59,29 @@ class Attention:
                 RMSNorm(f"{prefix}.k_norm", size, eps, sharding),
             )
 
-    def project(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
-        """Projects `[T, hidden]` to queries, keys and values `[T, heads + 2 · kv_heads, D]`."""
-        return self.qkv_proj(x, lora).view(x.shape[0], -1, self.head_dim)
+    def __call__(
+        self,
+        layer: int,
+        x: Tensor,
+        angles: Angles,
+        backend: AttentionBackend,
+        kv_cache: Tensor,
+        context: AttentionContext,
+        lora: LoRA | None = None,
+    ) -> Tensor:
+        """Attends from normed `[T, hidden]`, writes keys and values into layer `layer` of
+        `kv_cache`, and returns `[T, hidden]`."""
+        qkv = self.qkv_proj(x, lora).view(x.shape[0], -1, self.head_dim)
+        attended = backend.attend(layer, qkv, self.qk_norms, angles, kv_cache, context)
+        return self.o_proj(attended.flatten(1), lora)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The layers that adapters may change."""
+        return self.qkv_proj, self.o_proj
 
     def shards(self) -> Iterator[Shard]:
-        return shards_of(self.qkv_proj, self.o_proj, *(self.qk_norms or ()))
+        return shards_of(*self.linears, *(self.qk_norms or ()))
 
 
 class DecoderLayer:
@@ -73,7 +91,12 @@ class DecoderLayer:
         prefix = f"model.layers.{index}"
         size, eps = spec.hidden_size, spec.rms_norm_eps
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, sharding)
-        self.attention = Attention(f"{prefix}.self_attn", spec, sharding)
+        name = f"{prefix}.self_attn"
+        self.attention: Attention | LatentAttention
+        if spec.latent is not None:
+            self.attention = LatentAttention(name, spec, spec.latent, sharding)
+        else:
+            self.attention = Attention(name, spec, sharding)
         self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, sharding)
         self.mlp: MLP | MoE
         if spec.moe is not None and spec.is_sparse(index):
@@ -106,15 +129,14 @@ class CausalLM:
         self.stage = stage or Stage.whole(spec.num_layers)
         self.dtype = dtype
         self.expert_parallel_size = sharding.all2all.group.size
-        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+        self.rope = RotaryEmbedding(spec.rope, rotated, device)
         self.layers = [
             DecoderLayer(index, spec, sharding) for index in range(self.stage.start, self.stage.end)
         ]
         self.embedding = _embedding(spec, sharding, self.stage) if self.stage.first else None
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
-        self.attention: AttentionBackend = make_backend(
-            _attention_shape(spec, group), device, dtype, sharding.kernels
-        )
+        self.attention = _attention_backend(spec, sharding)
 
     def forward(
         self,
@@ -144,9 +166,7 @@ class CausalLM:
         residual = None  # kept apart from `hidden`, because add and norm are one kernel
         for index, layer in enumerate(self.layers):
             residual, normed = layer.input_norm.add(residual, hidden)
-            qkv, norms = layer.attention.project(normed, lora), layer.attention.qk_norms
-            attended = self.attention.attend(index, qkv, norms, angles, kv_cache, context)
-            hidden = layer.attention.o_proj(attended.flatten(1), lora)
+            hidden = layer.attention(index, normed, angles, self.attention, kv_cache, context, lora)
             residual, normed = layer.mlp_norm.add(residual, hidden)
             hidden = layer.feed_forward(normed, lora)
         return hidden if residual is None else residual + hidden
@@ -205,6 +225,11 @@ def _embedding(spec: ModelSpec, sharding: Sharding, stage: Stage) -> VocabParall
     return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, sharding)
 
 
-def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:
+def _attention_backend(spec: ModelSpec, sharding: Sharding) -> AttentionBackend:
+    group, device, dtype = sharding.group, sharding.device, sharding.dtype
+    heads = spec.num_heads // group.size
+    if spec.latent is not None:
+        return LatentBackend(spec.latent, heads, device, dtype)
     start, end = spec.kv_head_range(group.rank, group.size)
-    return AttentionShape(spec.num_heads // group.size, end - start, spec.head_dim)
+    shape = AttentionShape(heads, end - start, spec.head_dim)
+    return make_backend(shape, device, dtype, sharding.kernels)

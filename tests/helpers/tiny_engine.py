@@ -50,7 +50,14 @@ def load(
 
 def new_cache(model: CausalLM) -> torch.Tensor:
     shape = model.attention.shape
-    size = (model.spec.num_layers, 2, NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    size = (
+        model.spec.num_layers,
+        model.spec.kv_groups[0].planes,
+        NUM_BLOCKS,
+        shape.num_kv_heads,
+        BLOCK_SIZE,
+        shape.head_dim,
+    )
     return torch.zeros(size, dtype=model.dtype)
 
 
