@@ -166,8 +166,8 @@ class CausalLM:
                 stages: output of the stage before.
             positions: int64 `[T]`.
             contexts: from `prepare`.
-            kv_caches: `[layers, planes, num_blocks, kv_heads, block_size, head_dim]` per KV group, of
-                the group's layers in this stage, in `dtype`.
+            kv_caches: per KV group, `[layers, planes, num_blocks, kv_heads, block_size, head_dim]`
+                of its layers in this stage, in `dtype`.
             lora: the adapters of the rows, if any.
 
         Returns:

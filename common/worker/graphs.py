@@ -113,8 +113,8 @@ class DecodeGraphs:
         capture: Capture,
     ) -> None:
         """Captures the graphs, the largest first, because the others reuse its memory. All ranks
-        must do this together. The last block of each of `caches` (`[layers, planes, num_blocks, …]`,
-        one per KV group, as `blocks_per_sequence`) must not belong to a sequence."""
+        must do this together. `caches`: `[layers, planes, num_blocks, …]` per KV group, as
+        `blocks_per_sequence`; the last block of each must not belong to a sequence."""
         self._model, self._caches, device = model, caches, caches[0].device
         self._block_size, self._spares = caches[0].shape[4], [each.shape[2] - 1 for each in caches]
         self._blocks_per_sequence = blocks_per_sequence
