@@ -294,6 +294,11 @@ class EngineConfig:
         drafts = speculation.num_speculative_tokens if speculation else 0
         return min(scheduler.seqs * (1 + drafts), scheduler.tokens)
 
+    @property
+    def tokens_in_flight(self) -> int:
+        """Most tokens that the steps of all pipeline stages compute at a time."""
+        return self.scheduler.tokens * self.parallel.pipeline_parallel_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:

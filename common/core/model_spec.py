@@ -15,7 +15,11 @@ from typing import Any
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import KVGroup, kv_groups
+from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.moe_spec import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
@@ -45,6 +49,7 @@ class Family:
     # Whether a layer has the window where `layer_types` is absent, by `max_window_layers`.
     windowed_layer: Callable[[int, int], bool] = lambda layer, most: True
     moe: MoEFamily | None = None
+    latent: bool = False  # whether attention is over latents (MLA)
 
 
 def _after_the_first(layer: int, most: int) -> bool:
@@ -79,6 +84,10 @@ FAMILIES: dict[str, Family] = {
         moe=QWEN2_MOE,
     ),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windowed=True, moe=QWEN3_MOE),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", mlp_bias=True, moe=DEEPSEEK_V2, latent=True),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", moe=DEEPSEEK_V3, latent=True),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", moe=GLM4_MOE, latent=True),
+    "YoutuForCausalLM": Family("youtu", latent=True),
 }
 
 
@@ -124,6 +133,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
     quantization: Quantization | None = None
+    latent: LatentSpec | None = None
+    num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -157,14 +168,15 @@ class ModelSpec:
             required_int(config, "hidden_size"),
         )
         attention_bias = bool(config.get("attention_bias", False))
+        latent = LatentSpec.from_config(config, _rope_settings(config)) if family.latent else None
         return cls(
             architecture=architecture,
             family=family.name,
             hidden_size=hidden,
             num_layers=required_int(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            num_kv_heads=1 if latent else config.get("num_key_value_heads") or heads,
+            head_dim=latent.size if latent else config.get("head_dim") or hidden // heads,
             intermediate_size=required_int(config, "intermediate_size"),
             vocab_size=required_int(config, "vocab_size"),
             max_position_embeddings=required_int(config, "max_position_embeddings"),
@@ -184,6 +196,8 @@ class ModelSpec:
             eos_token_ids=_eos_of({**config, **(generation or {})}),
             moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
             quantization=_quantization_of(config),
+            latent=latent,
+            num_extra_layers=config.get("num_nextn_predict_layers") or 0,
         )
 
     def quantized(self, name: str | None) -> ModelSpec:
@@ -245,7 +259,8 @@ class ModelSpec:
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        return kv_groups(self.layer_windows, self.num_kv_heads, self.head_dim)
+        planes = 2 if self.latent is None else 1
+        return kv_groups(self.layer_windows, self.num_kv_heads, self.head_dim, planes)
 
     @property
     def has_dense_layers(self) -> bool:
@@ -339,12 +354,16 @@ def _quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     return Quantization.from_config(settings)
 
 
-def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
-    settings = {
+def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "rope_theta": config.get("rope_theta"),
         **(config.get("rope_scaling") or {}),
         **(config.get("rope_parameters") or {}),
     }
+
+
+def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
+    settings = _rope_settings(config)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise ConfigError(

@@ -24,7 +24,7 @@ from pdserve.common.model.attention import (
 
 
 @dataclass(frozen=True, slots=True)
-class _Decodes:
+class Decodes:
     """B sequences with one query each."""
 
     rows: Tensor  # [B] row of the token in the step
@@ -34,7 +34,7 @@ class _Decodes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """One sequence with several queries."""
 
     start: int  # row of its first token in the step
@@ -47,8 +47,8 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class TorchContext:
     slots: SlotMapping
-    decodes: tuple[_Decodes, ...]
-    chunks: tuple[_Chunk, ...]
+    decodes: tuple[Decodes, ...]
+    chunks: tuple[Chunk, ...]
 
 
 class TorchAttention(AttentionBackend):
@@ -86,20 +86,20 @@ class TorchAttention(AttentionBackend):
 
     # ---- once per step ----
 
-    def _decodes(self, rows: list[int], tables: list[BlockIds], lengths: list[int]) -> _Decodes:
+    def _decodes(self, rows: list[int], tables: list[BlockIds], lengths: list[int]) -> Decodes:
         longest = max(lengths)
         mask = None
         if min(lengths) < longest:
             beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
             mask = self._additive(beyond)[:, None, None]
-        return _Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
+        return Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
 
-    def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> _Chunk:
+    def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> Chunk:
         if queries == length:
-            return _Chunk(offset, offset + queries, None, length, None)
+            return Chunk(offset, offset + queries, None, length, None)
         positions = torch.arange(length - queries, length)
         mask = self._additive(torch.arange(length) > positions[:, None])
-        return _Chunk(offset, offset + queries, self._gather([table]), length, mask)
+        return Chunk(offset, offset + queries, self._gather([table]), length, mask)
 
     def _additive(self, hidden: Tensor) -> Tensor:
         """Returns an additive mask: 0 for visible keys, -inf for hidden ones."""
@@ -114,7 +114,7 @@ class TorchAttention(AttentionBackend):
 
     # ---- once per layer ----
 
-    def _read(self, cache: Tensor, gather: Tensor, length: int) -> Tensor:
+    def read(self, cache: Tensor, gather: Tensor, length: int) -> Tensor:
         """Gathers keys or values [N, heads, S, D] into [B, heads, length, D], in runs of S · D
         elements, because blocks are head-major."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -122,27 +122,25 @@ class TorchAttention(AttentionBackend):
         slots = -(-length // cache.shape[2]) * cache.shape[2]
         return runs.view(-1, heads, slots, dim)[:, :, :length]
 
-    def _attend_decodes(self, q: Tensor, cache: Tensor, group: _Decodes) -> Tensor:
+    def _attend_decodes(self, q: Tensor, cache: Tensor, group: Decodes) -> Tensor:
         """Attends with the query heads that share a KV head as its queries: [B, kv_heads, G, D]."""
-        keys = self._read(cache[0], group.gather, group.length)
-        values = self._read(cache[1], group.gather, group.length)
+        keys = self.read(cache[0], group.gather, group.length)
+        values = self.read(cache[1], group.gather, group.length)
         grouped = q.view(q.shape[0], self.shape.num_kv_heads, -1, self.shape.head_dim)
         out = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=group.mask, scale=self.shape.scale
         )
         return out.reshape(q.shape)
 
-    def _attend_chunk(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: _Chunk
-    ) -> Tensor:
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: Chunk) -> Tensor:
         """Attends with KV heads as the batch and the query heads that share one as heads:
         [kv_heads, G, T, D] × [kv_heads, 1 → G, length, D], where 1 → G is an expanded view."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         if chunk.gather is None:
             keys, values = k.transpose(0, 1), v.transpose(0, 1)
         else:
-            keys = self._read(cache[0], chunk.gather, chunk.length)[0]
-            values = self._read(cache[1], chunk.gather, chunk.length)[0]
+            keys = self.read(cache[0], chunk.gather, chunk.length)[0]
+            values = self.read(cache[1], chunk.gather, chunk.length)[0]
         queries = q.view(q.shape[0], heads, -1, dim).permute(1, 2, 0, 3)
         shared = (-1, queries.shape[1], -1, -1)
         out = F.scaled_dot_product_attention(

@@ -97,6 +97,9 @@ def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
 
 def _harmless(name: str, part: Any, spec: ModelSpec) -> bool:
     """Returns whether a tensor is one that some checkpoints have and no decoder needs."""
+    extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
+    if name.startswith(tuple(f"model.layers.{layer}." for layer in extra)):
+        return True
     tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
     return tied_head or name.endswith("rotary_emb.inv_freq") or _gptq_extra(name, part, spec)
 

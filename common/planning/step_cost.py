@@ -98,8 +98,9 @@ class StepCost:
     def _attention(self, shape: StepShape) -> Cost:
         """Two products (scores, weighted sum) per query-key pair and query head."""
         spec, footprint = self.footprint.spec, self.footprint
-        width = spec.num_heads // footprint.tp * spec.head_dim
-        flops = 4.0 * shape.pairs * width * self.stage.num_layers
+        latent, heads = spec.latent, spec.num_heads // footprint.tp
+        sizes = 2 * spec.head_dim if latent is None else latent.key_dim + latent.value_dim
+        flops = 2.0 * shape.pairs * heads * sizes * self.stage.num_layers
         return Cost(flops, shape.cached * footprint.kv_per_token(self.stage))
 
     def _logits(self, shape: StepShape) -> Cost:

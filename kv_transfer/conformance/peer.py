@@ -110,6 +110,10 @@ class Peer:
         self._connector = self._cache = None
 
 
-if __name__ == "__main__":
+def main(fd: int) -> None:
     torch.set_num_threads(1)
-    Peer(socket.socket(fileno=int(sys.argv[1]))).run()
+    Peer(socket.socket(fileno=fd)).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

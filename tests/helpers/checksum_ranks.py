@@ -148,7 +148,7 @@ class ChecksumRanks(StepsAlone):
             guesses.append(last)
             if len(guesses) < count:  # nothing is computed of the last one
                 state = after(state, last)
-                self._draft_cache.write(sequence.block_table, position, state)
+                self._draft_cache.write(sequence.block_tables[0], position, state)
                 position += 1
         return tuple(guesses)
 
@@ -156,11 +156,13 @@ class ChecksumRanks(StepsAlone):
         """Writes its tokens; the state after them, and their end."""
         start, position = sequence.start, sequence.start
         before = states(self.sequences[sequence.seq_id].token_ids[:start])
-        assert cache.read(sequence.block_table, start) == before, f"{sequence.seq_id} reads others'"
+        assert cache.read(sequence.block_tables[0], start) == before, (
+            f"{sequence.seq_id} reads others'"
+        )
         state = before[-1] if before else 1
         for position, token in enumerate(sequence.token_ids, start):
             state = after(state, token)
-            cache.write(sequence.block_table, position, state)
+            cache.write(sequence.block_tables[0], position, state)
         return state, position + 1
 
     def _compute(self, delta: StepDelta) -> StepOutput:
@@ -176,7 +178,7 @@ class ChecksumRanks(StepsAlone):
                 continue
             if each.seq_id in self.broken:
                 for position in range(each.start, end):
-                    self.cache.write(each.block_table, position, WRONG)
+                    self.cache.write(each.block_tables[0], position, WRONG)
                 failed.append((each.seq_id, "broken"))
             elif each.sampling.bad_words_token_ids and self.rng.random() < 0.3:
                 deferred.append(each.seq_id)
@@ -199,17 +201,17 @@ class ChecksumRanks(StepsAlone):
             yield last
             if last != guess:
                 for late in range(len(sequence.drafts) - index):
-                    self.cache.write(sequence.block_table, position + late, WRONG)
+                    self.cache.write(sequence.block_tables[0], position + late, WRONG)
                 return
             state = after(state, last)
-            self.cache.write(sequence.block_table, position, state)
+            self.cache.write(sequence.block_tables[0], position, state)
             position += 1
 
 
 def check_known(entry: StepSequence, sequence: EngineSequence) -> None:
     """What a rank knows of a sequence is what the engine knows, while their step is in flight."""
     params, end = sequence.sampling, entry.start + len(entry.token_ids)
-    assert [*entry.block_table] == sequence.block_table[: len(entry.block_table)]
+    assert [*entry.block_tables[0]] == sequence.block_tables[0][: len(entry.block_tables[0])]
     assert [*entry.token_ids] == sequence.token_ids[entry.start : end]
     assert entry.seed == params.seed + sequence.choice
     if end < sequence.num_tokens:

@@ -46,14 +46,16 @@ def slowness() -> float:
     return max(1.0, (time.monotonic() - began) / WORK / BESIDE_OTHERS)
 
 
-def run_roles(folder: Path, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+def run_roles(
+    folder: Path, commands: Sequence[Sequence[str]], patience: float = START_TIMEOUT
+) -> list[tuple[int, str]]:
     """Exit code and output of roles that end by themselves, all run at once: each command is a
-    role's module and its flags. A log of each is left in `folder`."""
+    role (as `WarmStart.start` has it) and its flags. A log of each is left in `folder`."""
     logs = [folder / f"role-{number}.log" for number in range(len(commands))]
     pids = [
         shared().start(role, flags, log) for (role, *flags), log in zip(commands, logs, strict=True)
     ]
-    deadline = time.monotonic() + START_TIMEOUT
+    deadline = time.monotonic() + patience
     while None in (codes := [shared().exit_code(pid) for pid in pids]):
         assert time.monotonic() < deadline, [log.read_text() for log in logs]
         time.sleep(0.02)

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from checksum_ranks import BLOCK_SIZE, EOS, STOP, VOCAB, ChecksumRanks, generate, states, ticks
+from one_group import one_group
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.speculation import Speculation
 from pdserve.common.core.request import Choice, GenerateJob
@@ -44,7 +45,7 @@ class Walk:
     def __init__(self, seed: str, stages: int, guessing: str) -> None:
         self.rng = random.Random(seed)
         self.ranks = ChecksumRanks(self.rng)
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.pool = one_group(NUM_BLOCKS, BLOCK_SIZE)
         self.drafts = BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE)
         config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=24)
         guesses = speculator(guessing, self.drafts)
@@ -88,7 +89,7 @@ class Walk:
 
     def _check_kv(self, sequence: Sequence) -> None:
         count = sequence.num_computed
-        found = self.ranks.cache.read(sequence.block_table, count)
+        found = self.ranks.cache.read(sequence.block_tables[0], count)
         assert found == states(sequence.token_ids[:count])
         assert self.scheduler.generation_tokens >= self._generated, "a counter that goes back"
         self._generated = self.scheduler.generation_tokens
@@ -186,7 +187,7 @@ class Walk:
         """Its KV comes from elsewhere."""
         first, true = sequence.num_computed, states(sequence.token_ids)
         for position in range(first, sequence.num_tokens):
-            self.ranks.cache.write(sequence.block_table, position, true[position])
+            self.ranks.cache.write(sequence.block_tables[0], position, true[position])
             await ticks(self.rng, 2)
         return self.engine.activate(sequence, SampledToken(token))
 
