@@ -36,6 +36,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         self.streams = RouterStreams()
 
     def set_up_transfers(self) -> TransferSetup:
+        self.facts.check_handed_over()
         key = self.credentials.key
         return set_up(self.config, self.facts.device, self.kv_identity, key, source=False)
 

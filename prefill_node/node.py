@@ -44,6 +44,7 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
         return super().unhealthy_reason() or self.peers.unhealthy_reason()
 
     def set_up_transfers(self) -> TransferSetup:
+        self.facts.check_handed_over()
         key = self.credentials.key
         return set_up(self.config, self.facts.device, self.kv_identity, key, source=True)
 

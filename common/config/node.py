@@ -195,7 +195,10 @@ class CacheConfig:
         None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on a CPU a share of RAM)"
     )
     num_gpu_blocks_override: int | None = option(
-        None, "number of KV blocks, instead of a size in bytes", minimum=1
+        None,
+        "number of KV blocks, instead of a size in bytes; if windows differ by layer, of the first "
+        "KV group, which the others follow",
+        minimum=1,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
 

@@ -213,8 +213,6 @@ def build_worker_connector(
             reach the cache's memory.
     """
     settings = _configs.decode(config)
-    if len(caches) > 1:
-        raise ConfigError("layers with different windows: their KV cannot be handed over yet")
     (cache,) = caches
     context = RankContext(
         view=CacheView(cache.tensor, Rect.of(cache.shape), shared_fd, cache.offset),
