@@ -18,7 +18,7 @@ import torch
 from cpu_ipc import CpuIpcConnector
 from kv_fakes import FINGERPRINT, FakeNode, Geometry, Pair
 from kv_faults import Place, spoil
-from pdserve.kv_transfer.commands import Reply, Verify, decode_command
+from pdserve.kv_transfer.commands import Reply, Verify, decode_command, encode_command
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
