@@ -133,8 +133,9 @@ def encode_endpoints(endpoints: Mapping[int, bytes]) -> bytes:
 
 
 def decode_endpoints(message: bytes) -> dict[int, bytes]:
-    """Raises TransferError BAD_FRAME."""
-    return _decode(_endpoints, message)
+    """Returns no endpoint for the empty message of a rank without connectors. Raises TransferError
+    BAD_FRAME."""
+    return _decode(_endpoints, message) if message else {}
 
 
 # ---- the node's end ----
