@@ -336,7 +336,10 @@ class NodeConfig:
     """Node"""
 
     router: str = option(
-        "127.0.0.1:8002", "router to register with (its --registry-port)", metavar="HOST:PORT"
+        "127.0.0.1:8002",
+        "routers to register with (their --registry-port), separated by commas; a name with "
+        "several addresses stands for a router at each, and is looked up again",
+        metavar="HOST:PORT,...",
     )
     host: str = option("127.0.0.1", "address to bind to")
     advertise_host: str | None = option(
@@ -351,12 +354,18 @@ class NodeConfig:
     )
 
     def __post_init__(self) -> None:
-        if "," in self.router:
-            raise ConfigError(
-                f"--router {self.router} names several routers: a node registers with only one"
-            )
-        if not is_address(self.router):
-            raise ConfigError(f"--router {self.router} must be HOST:PORT, like 127.0.0.1:8002")
+        for router in self.routers:
+            if not is_address(router):
+                raise ConfigError(
+                    f"--router {self.router}: {router or 'nothing'} must be HOST:PORT, like "
+                    "127.0.0.1:8002"
+                )
+        if len(set(self.routers)) < len(self.routers):
+            raise ConfigError(f"--router {self.router} names a router twice: name each once")
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        return tuple(router.strip() for router in self.router.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
