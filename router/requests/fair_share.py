@@ -71,6 +71,11 @@ class FairShare:
         """Whether `acquire` would return at once."""
         return not self._queues.get(client) and self._fits(client, amount)
 
+    @property
+    def available(self) -> int:
+        """The capacity that is to be had here, held or free."""
+        return self.capacity - self._elsewhere
+
     def held_elsewhere(self, amount: int) -> None:
         """So much of the capacity is not to be had here for now."""
         self._elsewhere = amount
@@ -136,7 +141,7 @@ class FairShare:
         own = self._held_by[client]
         room = own == 0 or own + amount <= self.client_limit
         needed = 1 if self._overdraw else min(amount, self.capacity)
-        capacity = self.capacity - self._elsewhere - (self._reserved if own else 0)
+        capacity = self.available - (self._reserved if own else 0)
         return room and self.held + needed <= capacity
 
     def _grant(self) -> None:

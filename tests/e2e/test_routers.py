@@ -100,6 +100,7 @@ def test_what_one_router_places_the_other_knows(cluster: WarmCluster) -> None:
         with cluster.standing_still("decode"):
             first = [pool.submit(ask, cluster) for _ in range(PLACES)]
             cluster.wait_for(lambda: other.nodes("decode")[0]["others"] == PLACES)
+            cluster.wait_for(lambda: other.get("/v1/cluster").json()["places"] == PLACES // 2)
             assert cluster.nodes("decode")[0]["others"] == 0
             second = [pool.submit(ask, other) for _ in range(PLACES + QUEUE)]
             cluster.wait_for(lambda: load(other) == (PLACES // 2, QUEUE))
