@@ -36,13 +36,17 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         self.streams = RouterStreams()
 
     def set_up_transfers(self) -> TransferSetup:
+        self.facts.check_handed_over()
         key = self.credentials.key
         return set_up(self.config, self.facts.device, self.kv_identity, key, source=False)
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
         """Makes a sink whose tickets name the ranks of its replica only."""
         return KVSink(
-            [RankEndpoint(each.rank, Rect.of(each.cache), each.extension_info) for each in ranks],
+            [
+                RankEndpoint(each.rank, Rect.of(each.caches[0]), each.extension_info)
+                for each in ranks
+            ],
             fingerprint=self.transfer_setup.fingerprint,
             block_size=self.config.engine.cache.block_size,
             address=self.address,

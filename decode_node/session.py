@@ -195,7 +195,7 @@ class DecodeSession:
         ticket, arrival = await self._sink.reserve(
             num_tokens=sequence.num_tokens,
             first_block=first_block,
-            block_ids=tuple(sequence.block_table[first_block:]),
+            block_ids=tuple(sequence.block_tables[0][first_block:]),
             on_freed=lambda: self._release(sequence),
             adapter=self._job.adapter,
         )

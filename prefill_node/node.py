@@ -44,11 +44,12 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
         return super().unhealthy_reason() or self.peers.unhealthy_reason()
 
     def set_up_transfers(self) -> TransferSetup:
+        self.facts.check_handed_over()
         key = self.credentials.key
         return set_up(self.config, self.facts.device, self.kv_identity, key, source=True)
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSource:
-        caches = [rank.cache for rank in ranks]
+        caches = [rank.caches[0] for rank in ranks]
         return KVSource(
             [Rect.of(cache) for cache in caches],
             fingerprint=self.transfer_setup.fingerprint,

@@ -122,7 +122,7 @@ class PrefillSession:
         count = max(0, end - self._next_block)
         if count or last:
             run = BlockRun(self._next_block, count)
-            blocks = tuple(sequence.block_table[run.first : run.first + count])
+            blocks = tuple(sequence.block_tables[0][run.first : run.first + count])
             self._handoff.ready(run, blocks, last=last)
             self._next_block += count
 

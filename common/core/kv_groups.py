@@ -21,6 +21,10 @@ class KVGroup:
     window: int | None = None
     planes: int = 2
 
+    @property
+    def name(self) -> str:
+        return f"windows of {self.window} tokens" if self.window else "full attention"
+
     def layers_between(self, start: int, end: int) -> tuple[int, int]:
         """Returns the range of indices into `layers` that lie in model layers `start…end-1`."""
         return bisect_left(self.layers, start), bisect_left(self.layers, end)
@@ -28,6 +32,14 @@ class KVGroup:
     def first_block(self, position: int, block_size: int) -> int:
         """Returns the index of the first block that the query at `position` reads."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+
+    def most_blocks(self, num_tokens: int, in_flight: int, block_size: int) -> int:
+        """Returns the most blocks that a sequence of `num_tokens` tokens holds at once, of which
+        `in_flight` are computed at a time."""
+        blocks = -(-num_tokens // block_size)
+        if self.window is None:
+            return blocks
+        return min(blocks, -(-(self.window + in_flight) // block_size) + 1)
 
 
 def kv_groups(

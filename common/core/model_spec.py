@@ -224,12 +224,6 @@ class ModelSpec:
                 f"--max-model-len {max_model_len} exceeds the model's "
                 f"{self.max_position_embeddings} positions"
             )
-        windows = [window for window in self.layer_windows if window is not None]
-        if windows and max_model_len > min(windows):
-            raise ConfigError(
-                f"the model attends to a sliding window of {min(windows)} tokens, which is "
-                f"not supported; pass --max-model-len {min(windows)} or less"
-            )
 
     def validate_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError if the model cannot be split over `size` ranks. KV heads are

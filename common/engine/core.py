@@ -183,7 +183,7 @@ class EngineCore:
             freed=scheduler.num_freed,
             waiting=len(scheduler.waiting),
             remote=len(scheduler.remote),
-            needed_blocks=pool.blocks_for(head),
+            needed_blocks=pool.most_blocks(head),
             free_blocks=pool.num_free,
             total_blocks=pool.num_blocks,
         )

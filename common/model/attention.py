@@ -34,6 +34,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None  # tokens that a query attends to, itself included; None: all
 
     @property
     def scale(self) -> float:

@@ -30,7 +30,7 @@ class Decodes:
     rows: Tensor  # [B] row of the token in the step
     gather: Tensor  # [B · kv_heads · blocks] rows of the cache viewed as [N · kv_heads, S · D]
     length: int  # longest context
-    mask: Tensor | None  # [B, 1, 1, length] added to the scores; None: all have this length
+    mask: Tensor | None  # [B, 1, 1, length] added to the scores; None: all see all of this length
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Chunk:
     end: int
     gather: Tensor | None  # as for decodes; None: no context before this step
     length: int
-    mask: Tensor | None  # [queries, length]; None with `gather` None: plain causal
+    mask: Tensor | None  # [queries, length]; None: plain causal, without a context before
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +89,29 @@ class TorchAttention(AttentionBackend):
     def _decodes(self, rows: list[int], tables: list[BlockIds], lengths: list[int]) -> Decodes:
         longest = max(lengths)
         mask = None
-        if min(lengths) < longest:
-            beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
-            mask = self._additive(beyond)[:, None, None]
+        if min(lengths) < longest or self._slides(longest):
+            mask = self._mask(torch.tensor(lengths) - 1, longest)[:, None, None]
         return Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
 
     def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> Chunk:
-        if queries == length:
-            return Chunk(offset, offset + queries, None, length, None)
-        positions = torch.arange(length - queries, length)
-        mask = self._additive(torch.arange(length) > positions[:, None])
-        return Chunk(offset, offset + queries, self._gather([table]), length, mask)
+        fresh = queries == length
+        mask = None
+        if not fresh or self._slides(length):
+            mask = self._mask(torch.arange(length - queries, length), length)
+        gather = None if fresh else self._gather([table])
+        return Chunk(offset, offset + queries, gather, length, mask)
 
-    def _additive(self, hidden: Tensor) -> Tensor:
-        """Returns an additive mask: 0 for visible keys, -inf for hidden ones."""
+    def _slides(self, length: int) -> bool:
+        """Returns whether the last of `length` tokens does not attend to all of them."""
+        return self.shape.window is not None and length > self.shape.window
+
+    def _mask(self, positions: Tensor, length: int) -> Tensor:
+        """Returns what is added to the scores of queries at `positions`, `[queries, length]`: 0 for
+        visible keys, -inf for hidden ones."""
+        keys, last = torch.arange(length), positions[:, None]
+        hidden = keys > last
+        if self.shape.window is not None:
+            hidden |= keys <= last - self.shape.window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask.to(self.device)
 
@@ -148,7 +157,7 @@ class TorchAttention(AttentionBackend):
             keys[:, None].expand(shared),
             values[:, None].expand(shared),
             attn_mask=chunk.mask,
-            is_causal=chunk.gather is None,
+            is_causal=chunk.mask is None,
             scale=self.shape.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(q.shape)

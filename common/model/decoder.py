@@ -9,14 +9,20 @@ Inference only: callers run it under `torch.inference_mode()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
+from pdserve.common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionShape,
+)
 from pdserve.common.model.device import make_backend
 from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.model.latent import LatentAttention, LatentBackend
@@ -115,8 +121,8 @@ class DecoderLayer:
 class CausalLM:
     """A rank's part of a decoder-only language model: its share of its stage's layers.
 
-    `attention.prepare(batch)` returns the context for `forward`. Weights are zero until
-    `load_model` fills them.
+    Each KV group has its own attention: `prepare` returns the contexts for `forward`. Weights are
+    zero until `load_model` fills them.
     """
 
     def __init__(self, spec: ModelSpec, sharding: Sharding, stage: Stage | None = None) -> None:
@@ -127,6 +133,7 @@ class CausalLM:
         sharding = replace(sharding, quantization=spec.quantization)
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
+        self.device = device
         self.dtype = dtype
         self.expert_parallel_size = sharding.all2all.group.size
         rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
@@ -136,14 +143,20 @@ class CausalLM:
         ]
         self.embedding = _embedding(spec, sharding, self.stage) if self.stage.first else None
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
-        self.attention = _attention_backend(spec, sharding)
+        self.attentions = [_attention_backend(spec, group, sharding) for group in spec.kv_groups]
+        self._places = _places(spec.kv_groups, self.stage)
+
+    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
+        """Returns what `forward` needs of a step. `batches`: one per KV group."""
+        together = zip(self.attentions, batches, strict=True)
+        return [attention.prepare(batch) for attention, batch in together]
 
     def forward(
         self,
         inputs: Tensor,
         positions: Tensor,
-        context: AttentionContext,
-        kv_cache: Tensor,
+        contexts: Sequence[AttentionContext],
+        kv_caches: Sequence[Tensor],
         lora: LoRA | None = None,
     ) -> Tensor:
         """Computes a step's tokens and writes their KV.
@@ -152,9 +165,9 @@ class CausalLM:
             inputs: first stage: token ids, int64 `[T]`, the sequences' tokens end to end; other
                 stages: output of the stage before.
             positions: int64 `[T]`.
-            context: from `self.attention.prepare`.
-            kv_cache: `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` of the stage's
-                layers, in `dtype`.
+            contexts: from `prepare`.
+            kv_caches: per KV group, `[layers, planes, num_blocks, kv_heads, block_size, head_dim]`
+                of its layers in this stage, in `dtype`.
             lora: the adapters of the rows, if any.
 
         Returns:
@@ -164,9 +177,10 @@ class CausalLM:
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         angles = self.rope.angles(positions, self.dtype)
         residual = None  # kept apart from `hidden`, because add and norm are one kernel
-        for index, layer in enumerate(self.layers):
+        for (group, index), layer in zip(self._places, self.layers, strict=True):
             residual, normed = layer.input_norm.add(residual, hidden)
-            hidden = layer.attention(index, normed, angles, self.attention, kv_cache, context, lora)
+            attention, cache, context = self.attentions[group], kv_caches[group], contexts[group]
+            hidden = layer.attention(index, normed, angles, attention, cache, context, lora)
             residual, normed = layer.mlp_norm.add(residual, hidden)
             hidden = layer.feed_forward(normed, lora)
         return hidden if residual is None else residual + hidden
@@ -225,11 +239,23 @@ def _embedding(spec: ModelSpec, sharding: Sharding, stage: Stage) -> VocabParall
     return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, sharding)
 
 
-def _attention_backend(spec: ModelSpec, sharding: Sharding) -> AttentionBackend:
+def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> AttentionBackend:
     group, device, dtype = sharding.group, sharding.device, sharding.dtype
     heads = spec.num_heads // group.size
     if spec.latent is not None:
         return LatentBackend(spec.latent, heads, device, dtype)
     start, end = spec.kv_head_range(group.rank, group.size)
-    shape = AttentionShape(heads, end - start, spec.head_dim)
+    shape = AttentionShape(heads, end - start, kv.head_dim, kv.window)
     return make_backend(shape, device, dtype, sharding.kernels)
+
+
+def _places(groups: Sequence[KVGroup], stage: Stage) -> list[tuple[int, int]]:
+    """Returns (KV group, index in the group's cache) of each layer of the stage."""
+    found = {
+        layer: (number, index)
+        for number, group in enumerate(groups)
+        for index, layer in enumerate(
+            group.layers[slice(*group.layers_between(stage.start, stage.end))]
+        )
+    }
+    return [found[layer] for layer in range(stage.start, stage.end)]

@@ -55,7 +55,7 @@ class StepLoRA(LoRA):
 
 def load_pairs(model: CausalLM, file: AdapterFile) -> dict[str, Pair]:
     """Loads this rank's part of an adapter, on the model's device and in its dtype."""
-    device, dtype = model.attention.device, model.dtype
+    device, dtype = model.device, model.dtype
     tensors = safetensors.torch.load(file.weights)
     pairs = {}
     for parts in _linear_layers(model):

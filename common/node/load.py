@@ -29,7 +29,7 @@ def num_blocks(replicas: Replicas) -> int:
 def node_load(replicas: Replicas, healthy: bool, reason: str) -> pb.NodeLoad:
     """Makes the load report of a node that is `healthy`, or not for this `reason`."""
     schedulers = [each.scheduler for each in replicas]
-    free = [each.pool.num_free for each in schedulers]
+    free = [each.pool.num_blocks - each.pool.num_held for each in schedulers]
     return pb.NodeLoad(
         running=sum(len(each.running) + len(each.remote) for each in schedulers),
         waiting=sum(len(each.waiting) for each in schedulers),
@@ -68,11 +68,15 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("num_requests_remote", "Sequences waiting for their KV", lambda s: len(s.remote)),
     (
         "kv_cache_usage_perc",
-        "KV blocks held; 1 is all",
-        lambda s: 1 - s.pool.num_free / s.pool.num_blocks,
+        "KV blocks held, in the fullest KV group; 1 is all",
+        lambda s: s.pool.num_held / s.pool.num_blocks,
     ),
-    ("kv_blocks_free", "KV blocks that no sequence holds", lambda s: s.pool.num_free),
-    ("kv_blocks", "KV blocks", lambda s: s.pool.num_blocks),
+    (
+        "kv_blocks_free",
+        "KV blocks that no sequence holds; of a fuller KV group their share",
+        lambda s: s.pool.num_blocks - s.pool.num_held,
+    ),
+    ("kv_blocks", "KV blocks of the first KV group", lambda s: s.pool.num_blocks),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("num_preemptions", "Sequences set back to waiting", lambda s: s.num_preemptions),

@@ -201,10 +201,18 @@ class Footprint:
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:
-        """Bytes: 2 (key, value; 1 for latents) × layers × KV heads of the rank × head dimension ×
-        item size. With more ranks than KV heads each rank still holds one."""
-        planes = 2 if self.spec.latent is None else 1
-        return planes * stage.num_layers * self._kv_heads * self.spec.head_dim * self.item
+        """Bytes in all KV groups."""
+        return sum(self.kv_of_groups(stage))
+
+    def kv_of_groups(self, stage: Stage) -> tuple[int, ...]:
+        """Bytes per token in each KV group: planes (key, value; or one of latents) × layers × KV
+        heads of the rank × head dimension × item size. With more ranks than KV heads each rank
+        still holds one."""
+        return tuple(
+            group.planes * (end - start) * self._kv_heads * group.head_dim * self.item
+            for group in self.spec.kv_groups
+            for start, end in [group.layers_between(stage.start, stage.end)]
+        )
 
     # ---- activations ----
 

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import torch
@@ -185,9 +186,19 @@ def _stopped() -> TransferError:
     return TransferError("the transfer was stopped", code="UNKNOWN_TRANSFER")
 
 
+class GroupCache(Protocol):
+    """The cache of one KV group; it begins at byte `offset` of the memory file."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def shape(self) -> Part: ...
+    @property
+    def offset(self) -> int: ...
+
+
 def build_worker_connector(
-    cache: torch.Tensor,
-    shape: Part,
+    caches: Sequence[GroupCache],
     shared_fd: int | None,
     rank: int,
     host: str,
@@ -195,16 +206,16 @@ def build_worker_connector(
     emit: Callable[[bytes], None],
 ) -> WorkerConnector:
     """Builds a rank's half; a worker calls it once its cache is allocated. `config` is a msgpack
-    `RankConfig`; connectors bind to `host`; `shared_fd` is the memory file that holds the cache,
-    from its first byte.
+    `RankConfig`; connectors bind to `host`; `shared_fd` is the memory file that holds the caches.
 
     Raises:
         ConfigError: an unknown connector or option, another API version, or a connector cannot
             reach the cache's memory.
     """
     settings = _configs.decode(config)
+    (cache,) = caches
     context = RankContext(
-        view=CacheView(cache, Rect.of(shape), shared_fd),
+        view=CacheView(cache.tensor, Rect.of(cache.shape), shared_fd, cache.offset),
         bind_host=host,
         fingerprint=settings.fingerprint,
         emit=lambda event: emit(encode_event(event)),

@@ -55,8 +55,9 @@ class Cell:
     def num_blocks(self, block_size: int) -> int:
         return sum(-(-sum(chunk) // block_size) for chunk in self.chunks)
 
-    def batch(self, block_size: int, vocab_size: int) -> StepBatch:
-        """Returns the step with random tokens in scattered blocks, as in a used block pool."""
+    def batch(self, block_size: int, vocab_size: int, num_groups: int) -> StepBatch:
+        """Returns the step with random tokens in scattered blocks, as in a used block pool; they
+        are the same in each of `num_groups` KV groups."""
         chance = random.Random(0)
         blocks = chance.sample(range(count := self.num_blocks(block_size)), count)
         sequences = []
@@ -67,7 +68,7 @@ class Cell:
             certain, drafts = tokens[: length - self.drafts], tokens[length - self.drafts :]
             sequences.append(
                 StepSequence(
-                    seq_id, certain, start, table, greedy,
+                    seq_id, certain, start, (table,) * num_groups, greedy,
                     drafts=drafts, drafts_banned=((),) * self.drafts,
                 )
             )  # fmt: skip
@@ -117,7 +118,8 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
     machine's peaks in between. All ranks call this together; each measures itself."""
     clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
     vocab, block_size = runner.model.spec.vocab_size, config.block_size
-    batches = {cell: cell.batch(block_size, vocab) for cell in cells}
+    groups = len(runner.caches)
+    batches = {cell: cell.batch(block_size, vocab, groups) for cell in cells}
     meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
     timer = PartTimer(runner.model, clock)
     samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}

@@ -290,7 +290,8 @@ WRONG_FORKED = [
     # Open to strangers beyond this host.
     ((*ROUTER, "--model={model}", "--host=0.0.0.0"), "give all roles the same --cluster-key"),
     (("prefill_node", "--model={model}", "--kv-host=0.0.0.0"), "same --cluster-key"),
-    (("decode_node", "--model={model}", "--router=a:8002,b:8002"), "names several routers"),
+    (("decode_node", "--model={model}", "--router=a:8002,b:8002,a:8002"), "names a router twice"),
+    (("decode_node", "--model={model}", "--router=a:8002,"), "nothing must be HOST:PORT"),
     (("prefill_node", "--model={model}", "--router=nowhere"), "must be HOST:PORT"),
 ]
 

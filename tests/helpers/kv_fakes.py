@@ -17,6 +17,7 @@ import torch
 
 from pdserve.common.core.errors import NodeError, TransferError
 from pdserve.common.engine.messages import CacheShape
+from pdserve.common.worker.kv_cache import GroupCache
 from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
 from pdserve.kv_transfer.connector import (
     BlockRun,
@@ -122,7 +123,9 @@ class FakeNode:
 
         connectors = {name: dict(self._options.get(name, {})) for name in names.split(",")}
         config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
-        built = build_worker_connector(cache, shape, fd, rank, "127.0.0.1", config, emit)
+        built = build_worker_connector(
+            [GroupCache(cache, shape)], fd, rank, "127.0.0.1", config, emit
+        )
         self.ranks.append(built)
         fakes = [each for each in self.children(rank).values() if isinstance(each, FakeConnector)]
         if network is not None and fakes:

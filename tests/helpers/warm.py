@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ class WarmCluster(Fleet, Service):
 
     def __enter__(self) -> WarmCluster:
         try:
-            self.start_router()
+            for name in self.routers:
+                self.start_router(name=name)
             for role, size in self._sizes.items():
                 for _ in range(size):
                     self.start_node(role)
@@ -112,6 +114,12 @@ class WarmCluster(Fleet, Service):
             self.__exit__(None, AssertionError(), None)
             raise
         return self
+
+    def at(self, router: str) -> WarmCluster:
+        """The same cluster, asked through another router."""
+        other = copy(self)
+        other.ports = self.routers[router]
+        return other
 
     def start_held(self, role: str, **options: Any) -> str:
         """A node of one rank whose steps wait within `standing_still(role)`."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kv_fakes import FINGERPRINT, Geometry, shared_cache
+from pdserve.common.worker.kv_cache import GroupCache
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
@@ -46,7 +47,9 @@ def rank(source: bool) -> Iterator[WorkerConnector]:
     cache, _ = shared_cache(GEOMETRY.shape(WHOLE), torch.float32)
     config = encode(RankConfig({"tcp": {}}, FINGERPRINT, source=source))
     shape = GEOMETRY.cache_shape(WHOLE)
-    made = build_worker_connector(cache, shape, None, 0, "127.0.0.1", config, lambda _: None)
+    made = build_worker_connector(
+        [GroupCache(cache, shape)], None, 0, "127.0.0.1", config, lambda _: None
+    )
     try:
         yield made
     finally:

@@ -44,7 +44,7 @@ def logits(model: CausalLM, parts: list[list[int]], lora: LoRA | None) -> list[t
     batch = AttentionBatch(lengths, [0] * len(parts), tables, BLOCK_SIZE)
     tokens = torch.tensor([token for part in parts for token in part])
     positions = torch.tensor([i for length in lengths for i in range(length)])
-    context = model.attention.prepare(batch)
+    context = model.prepare([batch])
     hidden = model.forward(tokens, positions, context, new_cache(model), lora)
     return list(model.compute_logits(hidden).split(lengths))
 

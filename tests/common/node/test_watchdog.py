@@ -281,7 +281,7 @@ async def test_a_node_without_memory_says_so_and_recovers() -> None:
         decode_node(stall=STALL) as (node, _, _),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
-        pool = node.replicas[0].scheduler.pool
+        (pool,) = node.replicas[0].scheduler.pool.pools
         taken = pool.allocate(pool.num_blocks)
         waiting = asyncio.create_task(generate(channel))
         await eventually(lambda: not node.ready()[0])

@@ -297,10 +297,10 @@ def peak_of_step(
     owners: Any = SimpleNamespace(rank=0, size=ep)
     model = CausalLM(spec, Sharding(group, CPU, getattr(torch, dtype), Replicated(owners)))
     blocks = num_dummy_blocks(tokens, sequences, block_size=16)
-    shape = (spec.num_layers, 2, blocks, model.attention.shape.num_kv_heads, 16, spec.head_dim)
+    shape = (spec.num_layers, 2, blocks, model.attentions[0].shape.num_kv_heads, 16, spec.head_dim)
     cache = torch.zeros(shape, dtype=model.dtype)
     with LiveBytes([cache, *(shard.target for shard in model.shards())]) as live:
-        ModelRunner(model, cache, CPU, samples=True).warm_up(tokens, sequences)
+        ModelRunner(model, [cache], CPU, samples=True).warm_up(tokens, sequences)
     return live.peak
 
 
@@ -329,9 +329,9 @@ async def test_blocks_are_those_of_a_node(
     decode = plan(config)[1]
     ranks = await start_node(setup(config, tiny(name), "decode").engine)
     assert decode.fits
-    assert {rank.cache.num_blocks for rank in ranks} == {decode.rank.num_blocks}
+    assert {cache.num_blocks for rank in ranks for cache in rank.caches} == {decode.rank.num_blocks}
     assert ranks[-1].weights_bytes == decode.rank.weights
-    layers = [rank.cache.layer_end - rank.cache.layer_start for rank in ranks]
+    layers = [cache.layer_end - cache.layer_start for rank in ranks for cache in rank.caches]
     assert (decode.rank.stage, layers) == (
         (1, [1, 3]) if "pipeline_partition" in parallel else (0, [4] * len(ranks))
     )
@@ -374,7 +374,7 @@ def test_a_gpu_gives_nodes_what_the_plan_says(
     unused: Any = None
     stage = Stage.whole(spec.num_layers)
     model: Any = SimpleNamespace(spec=spec, dtype=torch.bfloat16, stage=stage)
-    room = kv_cache.available_bytes(engine, model, unused, 16384, cuda, unused, 0, memory)
+    room = kv_cache.available_bytes(engine, model, unused, unused, 16384, cuda, unused, memory)
     assert room == found.rank.left_for_kv
 
 

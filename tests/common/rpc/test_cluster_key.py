@@ -29,7 +29,7 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.core.host import is_loopback
-from pdserve.common.node.server import Registration
+from pdserve.common.node.registration import Registration
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import auth
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey

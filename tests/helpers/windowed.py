@@ -1,0 +1,48 @@
+"""Small models with sliding windows and random weights, whose every token depends on all it sees:
+of what trained models see too much or too little hardly shows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+
+from paths import MODELS
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "mistral": MistralConfig(**SIZES, sliding_window=40),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3": Qwen3Config(
+        **SIZES,
+        head_dim=32,
+        use_sliding_window=True,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+}
+"""All layers have a window; three of four; every other one."""
+
+
+def make_windowed(name: str, folder: Path) -> Path:
+    """Writes a model of `CONFIGS` in float32, with the tokenizer of the tiny ones."""
+    torch.manual_seed(1)
+    with torch.inference_mode(False), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+        model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "qwen3" / file, folder)
+    return folder
