@@ -57,7 +57,7 @@ def under_load(cluster: WarmCluster, event: Event) -> Tally:
 def check(cluster: WarmCluster, tally: Tally) -> None:
     assert not tally.lost and not tally.wrong, f"{tally}\n{cluster.log()[-6000:]}"
     assert tally.completed >= IN_FLIGHT
-    assert cluster.crashed() == []
+    assert cluster.crashed() == [], cluster.log()[-9000:]
     cluster.wait_idle()
 
 
