@@ -141,13 +141,16 @@ class KVPool:
         """Makes sure that the sequence's blocks hold `num_tokens` tokens; allocates in all groups,
         or in none and returns False."""
         needed = self.blocks_for(num_tokens)
-        more = [needed - len(table) for table in sequence.block_tables]
-        if max(more) <= 0:
-            return True
+        for table in sequence.block_tables:
+            if len(table) < needed:
+                break
+        else:
+            return True  # the usual case, which costs little
+        more = [max(0, needed - len(table)) for table in sequence.block_tables]
         if any(count > pool.num_free for count, pool in zip(more, self.pools, strict=True)):
             return False
         for table, count, pool in zip(sequence.block_tables, more, self.pools, strict=True):
-            table += pool.allocate(max(0, count))
+            table += pool.allocate(count)
         return True
 
     def extend(self, sequence: EngineSequence, num_tokens: int) -> int:

@@ -71,7 +71,8 @@ class Scheduler:
         self.generation_tokens = 0  # generated here
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.cache_hits = 0  # prompt tokens found there
-        self._steps = StepBuilder(eos_token_ids)
+        windows = [group.window for group in pool.groups if group.window]
+        self._steps = StepBuilder(eos_token_ids, windows)
 
     @property
     def computed_steps(self) -> StepShape:

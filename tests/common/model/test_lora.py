@@ -9,7 +9,6 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -51,6 +50,8 @@ def logits(model: CausalLM, parts: list[list[int]], lora: LoRA | None) -> list[t
 
 
 def of_peft(model: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
+    import peft  # not by each process that collects this file: it takes half a second
+
     with torch.inference_mode(False), torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         adapted = peft.PeftModel.from_pretrained(base, adapter).eval()

@@ -145,14 +145,20 @@ async def test_preempted_sequences_equal_transformers(folder: Path) -> None:
             pool.free(blocks)
 
 
-async def test_drafts_equal_transformers(folder: Path) -> None:
-    wanted = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
-    drafts = SpeculationOptions(speculative_config=wanted)
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+async def test_drafts_equal_transformers(folder: Path, method: str) -> None:
+    """The draft model is the model itself, whose drafts are right if its own windows are."""
+    wanted: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
+    if method == "draft_model":
+        wanted = {"method": method, "model": str(folder)}
+    drafts = SpeculationOptions(speculative_config={**wanted, "num_speculative_tokens": 4})
     async with running(folder, speculation=drafts) as it:
         prompts = [prompt + prompt[-40:] * 2 for prompt in PROMPTS[:4]]
         assert await it.generate(*prompts) == expected(folder, prompts)
         speculator = it.scheduler.speculator
         assert speculator is not None and speculator.num_draft_tokens
+        if method == "draft_model":
+            assert speculator.num_accepted_tokens > 0.9 * speculator.num_draft_tokens
 
 
 @pytest.mark.parametrize(
