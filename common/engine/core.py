@@ -128,6 +128,7 @@ class EngineCore:
             cache_salt=job.cache_salt,
             adapter=job.adapter,
             client=job.client,
+            router=job.router,
             priority=job.priority,
             remote=remote,
             prompt_logprobs=[] if wanted and not remote else None,

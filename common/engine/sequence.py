@@ -59,6 +59,7 @@ class Sequence:
     cache_salt: str = ""
     adapter: str = ""  # digest of its LoRA adapter
     client: str = ""  # owner, for fair scheduling
+    router: str = ""  # id of the router that placed it
     priority: int = 0  # lower values first
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW

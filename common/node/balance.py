@@ -67,10 +67,10 @@ def candidate(
     # The scheduler admits likewise: a spare block for each running sequence, the queue first.
     promised = sum(pool.most_blocks(each.num_tokens) for each in scheduler.waiting)
     has_room = pool.has_room(fit, promised + len(scheduler.running), scheduler.running)
-    decoding = [each.num_tokens for each in sequences if _decodes(each)]
+    decoding = [each.num_tokens for each in sequences if decodes(each)]
     return Candidate(
         replica=replica,
-        pending_tokens=sum(each.num_pending for each in sequences if not _decodes(each)),
+        pending_tokens=sum(each.num_pending for each in sequences if not decodes(each)),
         decoding_tokens=sum(decoding),
         missing_tokens=num_tokens - fit.num_cached * pool.block_size,
         num_sequences=len(sequences),
@@ -78,6 +78,6 @@ def candidate(
     )
 
 
-def _decodes(sequence: EngineSequence) -> bool:
+def decodes(sequence: EngineSequence) -> bool:
     """Returns whether a sequence decodes, or will without being computed here first."""
     return sequence.remote or (sequence.num_output_tokens > 0 and sequence.num_pending == 1)

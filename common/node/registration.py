@@ -29,6 +29,9 @@ _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _LOOK_UP_PERIOD = 5.0  # seconds between two look-ups of the routers' names
 _LOOK_UP_TIMEOUT = 2.0
 
+Load = Callable[[str], pb.NodeLoad]
+"""Makes the load report for the router of this id."""
+
 
 class Registrations:
     """Keeps a node registered with every router of --router, until `deregister`.
@@ -42,7 +45,7 @@ class Registrations:
         self,
         routers: Sequence[str],
         info: pb.NodeInfo,
-        load: Callable[[], pb.NodeLoad],
+        load: Load,
         channels: Channels,
         *,
         over_tls: bool = False,
@@ -73,8 +76,14 @@ class Registrations:
         if address != router:  # its certificate has the name, not the address
             self._channels.name(address, router.rpartition(":")[0])
         return Registration(
-            address, self._info, self._load, self._channels, over_tls=self._over_tls
+            address, self._info, self._load_for, self._channels, over_tls=self._over_tls
         )
+
+    def _load_for(self, router: str) -> pb.NodeLoad:
+        load = self._load(router)
+        # By their ids: one that two addresses lead to is one.
+        load.routers = len({each.router_id for each in self._kept.values() if each.registered})
+        return load
 
     async def _keep(self, address: str) -> None:
         await self._kept[address].run(lambda: self._is_named(address))
@@ -137,7 +146,7 @@ class Registration:
         self,
         router: str,
         info: pb.NodeInfo,
-        load: Callable[[], pb.NodeLoad],
+        load: Load,
         channels: Channels,
         *,
         over_tls: bool = False,
@@ -148,7 +157,8 @@ class Registration:
         self._load = load
         self._over_tls = over_tls
         self._interval = 1.0
-        self._registered = False
+        self.registered = False
+        self.router_id = ""  # once it has been registered
 
     async def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Retries as long as the router is `wanted`, or answers. One that answered a moment ago
@@ -159,7 +169,7 @@ class Registration:
                 await self._beat()
                 reported, last_contact = "", monotonic()
             except grpc.aio.AioRpcError as error:
-                self._registered = False
+                self.registered = False
                 if not wanted():
                     return
                 reason = error.details() or error.code().name
@@ -170,24 +180,29 @@ class Registration:
                     mismatch = await tls_mismatch(self._router, self._over_tls)
                     logger.warning("router %s: %s; trying again", self._router, mismatch or reason)
                     reported = reason
-            await asyncio.sleep(self._interval if self._registered else _RETRY_DELAY)
+            await asyncio.sleep(self._interval if self.registered else _RETRY_DELAY)
 
     async def _beat(self) -> None:
         node_id, instance = self._info.node_id, self._info.instance
-        if self._registered:
+        if self.registered:
             beat = pb.HeartbeatRequest(
-                node_id=node_id, load=self._load(), instance=instance, time_s=time.time()
+                node_id=node_id,
+                load=self._load(self.router_id),
+                instance=instance,
+                time_s=time.time(),
             )
-            self._registered = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
-        if not self._registered:
-            request = pb.RegisterRequest(node=self._info, load=self._load(), time_s=time.time())
+            self.registered = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
+        if not self.registered:
+            load = self._load(self.router_id)
+            request = pb.RegisterRequest(node=self._info, load=load, time_s=time.time())
             response = await self._stub.Register(request, timeout=_RPC_TIMEOUT)
-            self._interval, self._registered = response.heartbeat_interval_s, True
+            self._interval, self.router_id = response.heartbeat_interval_s, response.router
+            self.registered = True
             logger.info("registered with router %s as %s", self._router, self._info.node_id)
 
     async def deregister(self) -> None:
         """Asks the router to send no more jobs; an unreachable router is ignored."""
-        self._registered = False
+        self.registered = False
         try:
             request = pb.DeregisterRequest(node_id=self._info.node_id, instance=self._info.instance)
             await self._stub.Deregister(request, timeout=_RPC_TIMEOUT)

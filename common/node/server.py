@@ -68,7 +68,7 @@ class NodeServer:
     async def start(
         self,
         info: pb.NodeInfo,
-        load: Callable[[], pb.NodeLoad],
+        load: Callable[[str], pb.NodeLoad],
         metrics: Collector,
         ready: Readiness,
         spawn: Spawn,

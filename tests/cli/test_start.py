@@ -307,6 +307,10 @@ class AwayRouter:
         return pb.HeartbeatResponse(known=True)
 
 
+def no_load(router: str) -> pb.NodeLoad:
+    return pb.NodeLoad()
+
+
 @pytest.mark.parametrize(("beats", "warnings"), [(3, 0), (0, 1)])
 async def test_a_router_that_stops_before_its_nodes_is_no_warning(
     beats: int,
@@ -317,7 +321,7 @@ async def test_a_router_that_stops_before_its_nodes_is_no_warning(
     """One that was never there is. `up` and `demo` stop the nodes within the patience."""
     monkeypatch.setattr(registration, "_RETRY_DELAY", 0.01)
     server = NodeServer(NodeConfig(), Credentials("decode", "decode-0"))
-    here = registration.Registration("127.0.0.1:1", pb.NodeInfo(), pb.NodeLoad, server.channels)
+    here = registration.Registration("127.0.0.1:1", pb.NodeInfo(), no_load, server.channels)
     router: Any = AwayRouter(beats)
     here._stub = router
     task = asyncio.create_task(here.run())

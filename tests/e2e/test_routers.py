@@ -20,12 +20,15 @@ from warm import WarmCluster, slowness
 MODEL = "llama-gqa"
 ASKS = make_asks(21, seed=0, max_tokens=(6, 20), vocab_size=512)
 IN_FLIGHT = 16
+PLACES, QUEUE = 16, 32
 OTHER = "router-2"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, routers=2, decode=0, **NODE_OPTIONS) as made:
+    places = {"max_concurrent_requests": PLACES, "max_queued_requests": QUEUE}
+    router = {**places, "max_client_share": 1}
+    with WarmCluster(MODEL, routers=2, decode=0, router=router, **NODE_OPTIONS) as made:
         made.start_held("decode")
         made.wait_nodes()
         yield made
@@ -78,6 +81,35 @@ def test_a_router_dies_under_load(cluster: WarmCluster) -> None:
         caller.hang_up()
     cluster.wait_idle()
     assert cluster.crashed() == []
+
+
+def test_what_one_router_places_the_other_knows(cluster: WarmCluster) -> None:
+    """While one holds all places the other has its half of them and its queue; what is more, it
+    refuses at once. Nothing that it took is lost."""
+    other = cluster.at(OTHER)
+
+    def ask(through: WarmCluster) -> int:
+        body = {"prompt": fresh_prompt(20), "max_tokens": 4, "ignore_eos": True}
+        return through.post("/v1/completions", **body).status_code
+
+    def load(through: WarmCluster) -> tuple[int, int]:
+        state = through.get("/v1/cluster").json()
+        return state["running"], state["waiting"]
+
+    with ThreadPoolExecutor(PLACES + PLACES + QUEUE) as pool:
+        with cluster.standing_still("decode"):
+            first = [pool.submit(ask, cluster) for _ in range(PLACES)]
+            cluster.wait_for(lambda: other.nodes("decode")[0]["others"] == PLACES)
+            cluster.wait_for(lambda: other.get("/v1/cluster").json()["places"] == PLACES // 2)
+            assert cluster.nodes("decode")[0]["others"] == 0
+            second = [pool.submit(ask, other) for _ in range(PLACES + QUEUE)]
+            cluster.wait_for(lambda: load(other) == (PLACES // 2, QUEUE))
+            refused = PLACES // 2
+            cluster.wait_for(lambda: sum(each.done() for each in second) == refused)
+        codes = sorted(each.result() for each in second)
+        assert codes == [200] * (PLACES // 2 + QUEUE) + [429] * refused
+        assert [each.result() for each in first] == [200] * PLACES
+    cluster.wait_idle()
 
 
 def test_a_node_that_drains_leaves_both(cluster: WarmCluster) -> None:

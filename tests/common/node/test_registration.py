@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import grpc
@@ -34,15 +35,18 @@ class Router(pb_grpc.RegistryServicer):
         self.hangs = False
         self.present: set[str] = set()
         self.beats = 0
+        self.id = token_hex(4)
+        self.load = pb.NodeLoad()  # the last
 
     async def Register(self, request: pb.RegisterRequest, _: Any) -> pb.RegisterResponse:
         await self._hang()
         self.present.add(request.node.node_id)
-        return pb.RegisterResponse(heartbeat_interval_s=0.02)
+        return pb.RegisterResponse(heartbeat_interval_s=0.02, router=self.id)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, _: Any) -> pb.HeartbeatResponse:
         await self._hang()
         self.beats += 1
+        self.load = request.load
         return pb.HeartbeatResponse(known=request.node_id in self.present)
 
     async def Deregister(self, request: pb.DeregisterRequest, _: Any) -> pb.DeregisterResponse:
@@ -74,11 +78,16 @@ async def serving(
         await server.stop(0)
 
 
+def load(router: str) -> pb.NodeLoad:
+    """What is told to each router differs."""
+    return pb.NodeLoad(reason=router)
+
+
 @asynccontextmanager
 async def node(*routers: str, channels: Channels | None = None) -> AsyncIterator[Registrations]:
     """A node that keeps itself registered there."""
     channels = Channels() if channels is None else channels
-    made = Registrations(routers, pb.NodeInfo(node_id="decode-1"), pb.NodeLoad, channels)
+    made = Registrations(routers, pb.NodeInfo(node_id="decode-1"), load, channels)
     task = asyncio.create_task(made.run())
     try:
         yield made
@@ -113,10 +122,11 @@ async def test_a_router_that_hangs_or_is_away_is_no_trouble_for_the_others(
             probe.bind(("127.0.0.1", 0))
             away = f"127.0.0.1:{probe.getsockname()[1]}"
             async with node(f"{HOSTS[0]}:{port}", f"{HOSTS[1]}:{other}", away) as here:
-                await eventually(lambda: good.present and bad.present)
+                await eventually(lambda: good.load.routers == bad.load.routers == 2)
+                assert (good.load.reason, bad.load.reason) == (good.id, bad.id)
                 bad.hangs = True
                 before = good.beats
-                await eventually(lambda: good.beats > before + 10)
+                await eventually(lambda: good.beats > before + 10 and good.load.routers == 1)
                 bad.hangs = False
                 bad.present.clear()  # as if it had been started again
                 await eventually(lambda: bad.present)

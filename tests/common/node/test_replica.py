@@ -23,7 +23,7 @@ from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node import ranks
 from pdserve.common.node.balance import Candidate, candidate, choose
-from pdserve.common.node.load import SchedulerCollector
+from pdserve.common.node.load import SchedulerCollector, node_load
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode
@@ -93,6 +93,27 @@ def test_an_offer_counts_what_is_still_to_be_computed_and_what_decodes_whole() -
     it.release(one)
     it.release(remote)
     assert candidate(0, it, 5, []) == Candidate(0, 0, 0, 5, num_sequences=0, fits=True)
+
+
+def test_each_router_hears_what_the_others_have_placed() -> None:
+    it, mine, theirs = scheduler(), sequence(10), sequence(7, first=50)
+    mine.router, theirs.router = "router-a", "router-b"
+    it.add(mine)
+    it.add(theirs)
+    it.add(remote := sequence(9, first=70, remote=True))
+    remote.router = "router-b"
+    it.admit()
+    compute(it, mine, 8)
+    replicas: Any = [SimpleNamespace(scheduler=it)]
+
+    def others(router: str) -> tuple[int, int]:
+        load = node_load(replicas, True, "ok", router)
+        assert load.running + load.waiting == 3
+        return load.others, load.others_tokens
+
+    assert others("router-a") == (2, 7), "what comes from another node is not computed here"
+    assert others("router-b") == (1, 2)
+    assert others("") == (3, 9), "one that has just come has placed nothing"
 
 
 def test_an_offer_leaves_out_what_is_cached() -> None:

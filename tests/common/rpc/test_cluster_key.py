@@ -512,7 +512,7 @@ async def said(
     address: str, channels: Channels, caplog: pytest.LogCaptureFixture, **options: Any
 ) -> str:
     """The first thing a node that tries to register there says about it."""
-    registration = Registration(address, node("decode-1"), lambda: LOAD, channels, **options)
+    registration = Registration(address, node("decode-1"), lambda _: LOAD, channels, **options)
     task = asyncio.create_task(registration.run())
     caplog.clear()
     with caplog.at_level(logging.INFO):
