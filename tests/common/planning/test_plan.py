@@ -44,6 +44,7 @@ from pdserve.common.worker.runner import ModelRunner, num_dummy_blocks
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from thinned import slow
 from tiny_engine import single_threaded_inference
+from windowed import make_windowed
 
 MODELS = ROOT / "tests" / "models"
 NAMES = ("llama-gqa", "mistral", "qwen2", "qwen3")
@@ -340,10 +341,37 @@ async def test_blocks_are_those_of_a_node(
         assert line in caplog.text or "pipeline_partition" in parallel
 
 
-async def start_node(engine: EngineConfig) -> list[RankReady]:
+async def test_groups_are_those_of_a_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two layers with windows of 24 tokens, of which eight sequences hold 7 blocks each."""
+    caplog.set_level("INFO")
+    folder = make_windowed("qwen3", tmp_path)
+    options = {"max_model_len": 1024, "kv_cache_memory": "8MiB", "dtype": "float32"}
+    options |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    config = PlanConfig(model=str(folder), gpu_memory="4GiB", **options)
+    decode = plan(config)[1]
+    (rank,) = await start_node(setup(config, ModelSpec.from_folder(folder), "decode").engine, 1024)
+    full, window = decode.rank.groups
+    assert [full.num_blocks, window.num_blocks] == [cache.num_blocks for cache in rank.caches]
+    assert (window.name, window.num_layers, window.num_blocks) == ("windows of 24 tokens", 2, 56)
+    assert full.num_blocks == (8 * 2**20 - window.nbytes) // (16 * full.kv_per_token)
+    assert decode.max_concurrent_sequences == min(8, full.num_blocks // 64)
+    assert decode.rank.kv_per_sequence == 16 * (64 * full.kv_per_token + 7 * window.kv_per_token)
+    for group in decode.rank.groups:
+        assert f"# KV blocks of {group.name}: {group.num_blocks} (=" in caplog.text
+    argv = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    assert main(["plan", f"--model={folder}", "--gpu-memory=4GiB", *argv]) == 0
+    rows = {
+        cells[0]: cells[1] for cells in map(cells_of, capsys.readouterr().out.splitlines()) if cells
+    }
+    assert rows["windows of 24 tokens"].startswith("56 blocks × 2 layers")
+
+
+async def start_node(engine: EngineConfig, max_model_len: int = 256) -> list[RankReady]:
     """What its ranks report once their caches are allocated."""
     parallel = replace(engine.parallel, device="cpu", cpu_threads=1)
-    model = replace(engine.model, max_model_len=256)
+    model = replace(engine.model, max_model_len=max_model_len)
     executor = make_executor(
         worker_specs(WorkerConfig(replace(engine, parallel=parallel, model=model)))
     )

@@ -7,6 +7,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from pdserve.common.worker.graphs import Compute, DecodeGraphs, kept_bytes, why_
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.runner import ModelRunner
 from tiny_engine import BLOCK_SIZE, CPU, load, new_cache, some_tokens
+from windowed import make_windowed
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -70,7 +72,8 @@ class Recorder:
 
 
 def steps(runner: ModelRunner, counts: list[int]) -> list[dict[int, int]]:
-    """Prompts, then one step for each of `counts`, of so many of the sequences."""
+    """Prompts, then one step for each of `counts`, of so many of the sequences. KV groups use the
+    same blocks of their caches."""
     tokens = [[*some_tokens(length, seed=i)] for i, (length, _) in enumerate(PROMPTS)]
     found = []
     for count in [len(PROMPTS), *counts]:
@@ -78,7 +81,8 @@ def steps(runner: ModelRunner, counts: list[int]) -> list[dict[int, int]]:
         for seq_id in range(count):
             start = 0 if not found else len(tokens[seq_id]) - 1
             new = tuple(tokens[seq_id][start:])
-            rows.append(StepSequence(seq_id, new, start, (tuple(PROMPTS[seq_id][1]),), GREEDY))
+            tables = (tuple(PROMPTS[seq_id][1]),) * len(runner.caches)
+            rows.append(StepSequence(seq_id, new, start, tables, GREEDY))
         output = runner.run(StepBatch(1, tuple(rows)))
         found.append({seq_id: token.token_id for seq_id, token in output.tokens})
         for seq_id, token in found[-1].items():
@@ -100,6 +104,28 @@ def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
     assert recorder.replayed == [2, 2, 4, 4, 4, 2, 4]
     used = sorted({block for _, table in PROMPTS for block in table})
     torch.testing.assert_close(caches[1][0][:, :, used], caches[0][0][:, :, used], equal_nan=True)
+
+
+def test_windows_are_captured_each_with_its_blocks(model: CausalLM, tmp_path: Path) -> None:
+    """Sequences of 30 tokens and more see a window of 24 in every other layer."""
+    windowed = load(make_windowed("qwen3", tmp_path), kernels="torch")
+    backend = type(model.attentions[0])
+    windowed.attentions = [backend(each.shape, CPU, torch.float32) for each in windowed.attentions]
+    caches = [new_cache(windowed), new_cache(windowed)]
+    expected = steps(ModelRunner(windowed, caches[0], CPU, samples=True), [4, 3, 5, 2])
+    captured = ModelRunner(windowed, caches[1], CPU, samples=True)
+    sizes = (2, 8)
+    captured.graphs = DecodeGraphs(windowed, caches[1], sizes, [3, 3], recorder := Recorder())
+    assert steps(captured, [4, 3, 5, 2]) == expected
+    assert recorder.replayed == [8, 8, 8, 2]
+    windowed.attentions = [backend(each.shape, CPU, torch.float32) for each in windowed.attentions]
+    known = storages([windowed, caches[1]])
+    graphs = DecodeGraphs(windowed, caches[1], sizes, [3, 2], once)
+    for context in (context for graph in graphs._graphs for context in graph.contexts):
+        context.wrapper.calls.clear()  # what only the fake keeps
+        context.wrapper.forget_plan()
+    kept = {each: size for each, size in storages(graphs).items() if each not in known}
+    assert sum(kept.values()) == kept_bytes(windowed, sizes, [3, 2])
 
 
 def test_mixtures_are_captured_where_a_kernel_counts(
