@@ -59,11 +59,12 @@ from pdserve.router.api.app_state import AppState
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
+from thinned import EXAMPLES
 
 settings.register_profile(
     "fuzz",
     derandomize=True,
-    max_examples=200,
+    max_examples=EXAMPLES,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
