@@ -12,7 +12,7 @@ cached if every group has what the queries after it read (the hashes are the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.common.core.kv_groups import KVGroup
@@ -124,6 +124,15 @@ class KVPool:
             tables.append(table)
         sequence.block_tables = tables
         sequence.num_computed = sequence.num_scheduled = fit.num_cached * self.block_size
+
+    def awaited(self, sequence: EngineSequence) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yields, per group, (index of the first block, blocks from there on) of those that a
+        remote sequence waits for: neither cached nor before the window."""
+        for table in sequence.block_tables:
+            first = sequence.num_computed // self.block_size
+            while first < len(table) and table[first] == NO_BLOCK:
+                first += 1
+            yield first, tuple(table[first:])
 
     # ---- while it is computed -------------------------------------------------------------
 

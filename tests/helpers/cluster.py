@@ -27,6 +27,7 @@ from processes import command
 START_TIMEOUT = 120.0
 ANSWER_TIMEOUT = 120.0  # seconds without a byte of it
 STOP_TIMEOUT = 30.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.2  # seconds between two looks; some cost 10 ms of CPU
 DEFAULTS = {
     "dtype": "float32",
     "num_gpu_blocks_override": 192,
@@ -183,7 +184,7 @@ class Service:
     def wait_for(self, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
         """The condition's value once it is true; fails with the log when it stays false."""
         deadline = time.monotonic() + timeout
-        late = False
+        late, pause = False, SHORTEST_PAUSE
         while not late:
             late = time.monotonic() >= deadline  # then it looks for the last time
             try:
@@ -194,7 +195,8 @@ class Service:
             for name, process in self.processes.items():
                 if process.poll() is not None:
                     raise AssertionError(f"{name} ended ({process.returncode})\n{self.log()}")
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(1.25 * pause, LONGEST_PAUSE)
         raise AssertionError(f"still not true after {timeout} s\n{self._last_words()}")
 
     def _last_words(self) -> str:
