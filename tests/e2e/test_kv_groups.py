@@ -97,7 +97,7 @@ def kv_bytes(model: Path, length: int) -> int:
 
 @pytest.mark.parametrize("name", ["qwen3", slow("deepseek"), slow("mistral")])
 def test_a_decode_node_dies_beyond_the_window(models: Any, name: str) -> None:
-    model, prompt, count = models(name), PROMPTS[3], 40
+    model, prompt, count = models(name), PROMPTS[3], 500  # it must still be at it
     with WarmCluster(model, prefill=1, decode=2, max_model_len=1024) as cluster:
         texts = []
         for event in cluster.stream(list(prompt), max_tokens=count, ignore_eos=True):
