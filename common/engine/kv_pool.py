@@ -189,9 +189,10 @@ class KVPool:
             pool.forget(_held(table))
 
     def release(self, sequence: EngineSequence) -> int:
-        """Takes all blocks from the sequence; returns how many it had."""
+        """Takes all blocks from the sequence; returns how many it had. One that waits has no
+        tables."""
         count = 0
-        for table, pool in zip(sequence.block_tables, self.pools, strict=True):
+        for table, pool in zip(sequence.block_tables, self.pools, strict=False):
             held = _held(table)
             pool.free(held)
             count += len(held)
