@@ -54,15 +54,6 @@ class ModelFacts:
             draft=_draft(engine, spec),
         )
 
-    def check_handed_over(self) -> None:
-        """Raises ConfigError if a node cannot hand the model's KV over, or take it."""
-        windows = [window for window in self.spec.layer_windows if window is not None]
-        if windows and (len(self.spec.kv_groups) > 1 or self.max_model_len > min(windows)):
-            raise ConfigError(
-                f"KV of sliding windows ({min(windows)} tokens) cannot be handed over yet: serve "
-                "the model with nodes of both roles (pdserve up --both 1)"
-            )
-
     def kv_identity(self, block_size: int) -> dict[str, str]:
         """Returns the properties that two nodes must share to exchange KV."""
         return {
@@ -71,8 +62,7 @@ class ModelFacts:
             "quantization": kind.method if (kind := self.spec.quantization) else "none",
             "block_size": str(block_size),
             "layers": str(self.spec.num_layers),
-            "kv_heads": str(self.spec.num_kv_heads),
-            "head_dim": str(self.spec.head_dim),
+            "kv_groups": "; ".join(map(str, self.spec.kv_groups)),
         }
 
 

@@ -97,7 +97,7 @@ class Peer:
         return Report(endpoint=self._live.endpoint())
 
     def _emit(self, event: Event) -> None:
-        self._say(Report(event=encode_event(event)))
+        self._say(Report(event=encode_event(0, event)))
 
     def _say(self, report: Report) -> None:
         with self._lock:

@@ -68,7 +68,7 @@ class Process:
         for line in self._lines:
             report = _reports.decode(line)
             if report.event:
-                self.on_event(decode_event(report.event))
+                self.on_event(decode_event(report.event)[1])
                 continue
             with self._changed:
                 self._reports.append(report)

@@ -10,7 +10,7 @@ from time import monotonic
 import pytest
 
 import reference
-from benchmarks.chaos import NODE_OPTIONS
+from benchmarks.chaos import NODE_OPTIONS, Soak, learn_and_run
 from benchmarks.fleet import FAST
 from benchmarks.soak.asks import make_asks
 from benchmarks.soak.load import clients
@@ -55,7 +55,6 @@ def test_both_serve_the_same_nodes_at_once(cluster: WarmCluster) -> None:
 def test_a_router_dies_under_load(cluster: WarmCluster) -> None:
     """Through the other nothing is lost; the nodes free what the dead one's requests held, and find
     the one that takes its place within a few heartbeats."""
-    other = cluster.at(OTHER)
     with cluster.standing_still("decode"):
         interrupted = [call(cluster, kind, 100, 400) for kind in KINDS]
         cluster.wait_for(lambda: sum(node["running"] for node in cluster.nodes("decode")) == 3)
@@ -70,7 +69,7 @@ def test_a_router_dies_under_load(cluster: WarmCluster) -> None:
         assert monotonic() - since < (3 * FAST["heartbeat_interval"] + 0.5) * slowness()
 
     async def run() -> None:
-        async with clients(other, ASKS) as load:
+        async with clients(cluster, ASKS, [OTHER]) as load:
             await load.learn()
             tally = await load.during(die_and_return(), IN_FLIGHT)
         assert not tally.lost and not tally.wrong and not tally.hung, tally
@@ -120,3 +119,13 @@ def test_a_node_that_drains_leaves_both(cluster: WarmCluster) -> None:
     assert cluster.exit_code(pid) == 0
     for router in cluster.routers:
         assert new not in {node["name"] for node in cluster.state(router)["nodes"]}
+
+
+def test_routers_die_in_a_soak(cluster: WarmCluster) -> None:
+    """Only what a killed router was serving ends with it; its clients go to the other."""
+    kill = ("router-kill",)
+    soak = Soak(2.0, IN_FLIGHT, len(ASKS), (6, 20), 0.0, kill, period=0.5, longest=0.5)
+    report = asyncio.run(learn_and_run(cluster, soak, ASKS))
+    assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
+    assert report.faults.keys() == {"router-kill router"}, report
+    assert report.completed > IN_FLIGHT

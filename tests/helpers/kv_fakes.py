@@ -33,13 +33,14 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
-from pdserve.kv_transfer.control.recv_transfer import RecvResult
+from pdserve.kv_transfer.control.recv_transfer import GroupBlocks, RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.source import KVSource, SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.layout import Rect, rank_rects
+from pdserve.kv_transfer.layout import Rect, Share, rank_rects
+from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
@@ -131,10 +132,10 @@ class FakeNode:
         if network is not None and fakes:
             for fake in fakes:
                 fake.join(network)
-            self.ranks[rank] = WorkerConnector(built._connector, source)
+            self.ranks[rank] = WorkerConnector({0: GroupConnector(self.multi(rank), source)})
 
     def multi(self, rank: int = 0) -> MultiConnector:
-        connector = self.ranks[rank]._connector
+        connector = self.ranks[rank].groups[0]._connector
         assert isinstance(connector, MultiConnector)
         return connector
 
@@ -194,8 +195,17 @@ class Pair:
         self.handoffs.append(self.source.begin(ticket))
         return self.handoffs[-1]
 
-    async def reserve(self, *args: Any, **options: Any) -> Ticket:
-        ticket, self.arrivals[ticket.transfer_id] = await self.sink.reserve(*args, **options)
+    async def reserve(
+        self,
+        tokens: int,
+        first: int,
+        ids: Sequence[int],
+        on_freed: Callable[[], None],
+        adapter: str = "",
+    ) -> Ticket:
+        blocks = [GroupBlocks(first, tuple(ids))]
+        ticket, arrival = await self.sink.reserve(tokens, blocks, on_freed, adapter)
+        self.arrivals[ticket.transfer_id] = arrival
         return ticket
 
     async def landed(self, transfer_id: bytes) -> RecvResult:
@@ -260,7 +270,7 @@ def make_pair(
     sink_node = FakeNode(sink_connector or connector, sink_tp, source=False, **common)
     sink = KVSink(
         [
-            RankEndpoint(rank, rect, sink_node.ranks[rank].info())
+            RankEndpoint(rank, rect, sink_node.ranks[rank].groups[0].endpoint)
             for rank, rect in enumerate(sink_node.rects)
         ],
         fingerprint=FINGERPRINT,
@@ -273,7 +283,7 @@ def make_pair(
 
     peer = FakeSinkClient(sink)
     source = KVSource(
-        source_node.rects,
+        [Share(*each) for each in enumerate(source_node.rects)],
         fingerprint=FINGERPRINT,
         block_size=source_node.geometry.block_size,
         lease_s=lease_s,

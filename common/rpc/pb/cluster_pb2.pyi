@@ -204,7 +204,7 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "block_size", "num_tokens", "first_block", "endpoints", "digests", "wait_s")
+    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "block_size", "num_tokens", "first_blocks", "endpoints", "digests", "wait_s")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -212,7 +212,7 @@ class Ticket(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -223,27 +223,29 @@ class Ticket(_message.Message):
     fingerprint: str
     block_size: int
     num_tokens: int
-    first_block: int
+    first_blocks: _containers.RepeatedScalarFieldContainer[int]
     endpoints: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
     digests: bool
     wait_s: float
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., digests: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_blocks: _Optional[_Iterable[int]] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., digests: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class RankEndpoint(_message.Message):
-    __slots__ = ("rank", "layer_start", "layer_end", "head_start", "head_end", "endpoint")
+    __slots__ = ("rank", "layer_start", "layer_end", "head_start", "head_end", "endpoint", "group")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     HEAD_START_FIELD_NUMBER: _ClassVar[int]
     HEAD_END_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     rank: int
     layer_start: int
     layer_end: int
     head_start: int
     head_end: int
     endpoint: bytes
-    def __init__(self, rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., endpoint: _Optional[bytes] = ...) -> None: ...
+    group: int
+    def __init__(self, rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., endpoint: _Optional[bytes] = ..., group: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("job", "ticket", "first_token")
@@ -431,8 +433,8 @@ class CommitRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[RunDigest, _Mapping]]] = ...) -> None: ...
 
 class RunDigest(_message.Message):
-    __slots__ = ("sink_rank", "layer_start", "layer_end", "head_start", "head_end", "first_block", "num_blocks", "digest")
-    SINK_RANK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sink", "layer_start", "layer_end", "head_start", "head_end", "first_block", "num_blocks", "digest")
+    SINK_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     HEAD_START_FIELD_NUMBER: _ClassVar[int]
@@ -440,7 +442,7 @@ class RunDigest(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    sink_rank: int
+    sink: int
     layer_start: int
     layer_end: int
     head_start: int
@@ -448,7 +450,7 @@ class RunDigest(_message.Message):
     first_block: int
     num_blocks: int
     digest: bytes
-    def __init__(self, sink_rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sink: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("bytes",)

@@ -64,6 +64,19 @@ def test_admission_waits_for_blocks_and_keeps_the_order():
     assert scheduler.admit() == [small]
 
 
+def test_a_sequence_that_still_waits_is_released():
+    """Its client has left; it has no blocks, and no table of them."""
+    scheduler = make(num_blocks=4)
+    first, second = sequence(1, range(10)), sequence(2, range(20, 30))
+    for each in (first, second):
+        scheduler.add(each)
+    scheduler.admit()
+    assert second.status is Status.WAITING
+    scheduler.release(second)
+    scheduler.release(first)
+    assert scheduler.pool.num_free == 4 and not scheduler.waiting
+
+
 def test_a_lone_sequence_that_cannot_grow_preempts_itself_and_loses_nothing():
     scheduler = make(num_blocks=3, block_size=2, caching=False)
     lone, remote = sequence(0, [1]), sequence(1, [2, 3, 4, 5], remote=True)
