@@ -81,6 +81,16 @@ class KVPool:
         """Returns the most blocks of the first group that a sequence of so many tokens holds."""
         return self.groups[0].most_blocks(num_tokens, self._in_flight, self.block_size)
 
+    def tightest(self, num_tokens: int) -> tuple[int, int, int]:
+        """Returns (blocks that a sequence of so many tokens holds at most, free blocks, blocks) of
+        the group that lacks the most for it, or has the least to spare."""
+        in_flight, size = self._in_flight, self.block_size
+        found = [
+            (group.most_blocks(num_tokens, in_flight, size), pool.num_free, pool.num_blocks)
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        ]
+        return min(found, key=lambda each: each[1] - each[0])
+
     # ---- admission ------------------------------------------------------------------------
 
     def fit(self, hashes: Sequence[BlockHash], num_tokens: int, remote: bool) -> Fit:

@@ -59,6 +59,9 @@ def test_prompts_are_admitted_while_their_windows_fit() -> None:
     assert pool.has_room(fit, 0), "nobody has taken anything"
     assert not pool.has_room(fit, 0, running), "those who run will"
     assert pool.has_room(pool.fit([], 90, remote=False), 0, running)
+    assert pool.tightest(8000) == (98, 202, 202)
+    pool.pools[0].allocate(pool.pools[0].num_free - 450)
+    assert pool.tightest(8000) == (500, 450, 9999)
 
 
 def test_a_sequence_from_elsewhere_has_no_blocks_before_its_window() -> None:
