@@ -33,13 +33,19 @@ class KVGroup:
         """Returns the index of the first block that the query at `position` reads."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
+    def first_kept(self, num_tokens: int, block_size: int) -> int:
+        """Returns the index of the first block that is kept of `num_tokens` tokens: the first one
+        that the query after the full blocks before the last token reads. So another sequence of
+        these tokens, which computes at least the last one, finds the blocks before it cached."""
+        return self.first_block(max(0, num_tokens - 1) // block_size * block_size, block_size)
+
     def most_blocks(self, num_tokens: int, in_flight: int, block_size: int) -> int:
         """Returns the most blocks that a sequence of `num_tokens` tokens holds at once, of which
         `in_flight` are computed at a time."""
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
-        return min(blocks, -(-(self.window + in_flight) // block_size) + 1)
+        return min(blocks, -(-(self.window + in_flight) // block_size) + 2)
 
 
 def kv_groups(

@@ -56,16 +56,18 @@ def _after_the_first(layer: int, most: int) -> bool:
     return layer >= most
 
 
+MISTRAL = Family(
+    "mistral",
+    qkv_bias=False,
+    o_bias=False,
+    windowed=True,
+    window_in_use=True,
+    default_window=4096,
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", mlp_bias=True),
-    "MistralForCausalLM": Family(
-        "mistral",
-        qkv_bias=False,
-        o_bias=False,
-        windowed=True,
-        window_in_use=True,
-        default_window=4096,
-    ),
+    "MistralForCausalLM": MISTRAL,
+    "MinistralForCausalLM": replace(MISTRAL, name="ministral"),
     "Qwen2ForCausalLM": Family(
         "qwen2", qkv_bias=True, o_bias=False, windowed=True, windowed_layer=_after_the_first
     ),

@@ -5,9 +5,9 @@
     window        [-, -, 2, 5, 0]     before the window: NO_BLOCK
 
 A sequence gets blocks in all groups or in none. In a group with a window a block is freed once no
-coming query can read it; a prompt's blocks there are allocated chunk by chunk, so a long prompt
-holds its window and the chunks in flight. A prefix is cached if every group has what the queries
-after it read (the hashes are the same in all groups).
+coming query can read it (or one block later: `KVGroup.first_kept`); a prompt's blocks there are
+allocated chunk by chunk, so a long prompt holds its window and the chunks in flight. A prefix is
+cached if every group has what the queries after it read (the hashes are the same in all groups).
 """
 
 from __future__ import annotations
@@ -81,6 +81,16 @@ class KVPool:
         """Returns the most blocks of the first group that a sequence of so many tokens holds."""
         return self.groups[0].most_blocks(num_tokens, self._in_flight, self.block_size)
 
+    def tightest(self, num_tokens: int) -> tuple[int, int, int]:
+        """Returns (blocks that a sequence of so many tokens holds at most, free blocks, blocks) of
+        the group that lacks the most for it, or has the least to spare."""
+        in_flight, size = self._in_flight, self.block_size
+        found = [
+            (group.most_blocks(num_tokens, in_flight, size), pool.num_free, pool.num_blocks)
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        ]
+        return min(found, key=lambda each: each[1] - each[0])
+
     # ---- admission ------------------------------------------------------------------------
 
     def fit(self, hashes: Sequence[BlockHash], num_tokens: int, remote: bool) -> Fit:
@@ -88,10 +98,9 @@ class KVPool:
         the prefix cache. `remote`: all its KV will be there before its first query."""
         size, total = self.block_size, self.blocks_for(num_tokens)
         count = self._longest_hit(hashes, num_tokens if remote else None)
-        query = num_tokens if remote else count * size
         first, cached, needed = [], [], []
         for group, pool in zip(self.groups, self.pools, strict=True):
-            begin = group.first_block(query, size)
+            begin = _first(group, size, count, num_tokens if remote else None)
             found = pool.lookup(hashes[begin:count])
             taken = total - max(begin, count) + pool.count_unheld(found)
             first.append(begin)
@@ -176,7 +185,7 @@ class KVPool:
                         pool.register(table[index], hashes[index])
         for i, group, pool in self._windows:
             table = sequence.block_tables[i]
-            left = group.first_block(sequence.num_computed, self.block_size)
+            left = group.first_kept(sequence.num_computed, self.block_size)
             while left and table[left - 1] != NO_BLOCK:
                 left -= 1
                 pool.free((table[left],))
@@ -202,9 +211,9 @@ class KVPool:
 
     # ---- inside ---------------------------------------------------------------------------
 
-    def _longest_hit(self, hashes: Sequence[BlockHash], query: int | None) -> int:
-        """Returns the length of the longest prefix of `hashes` after which every group has what
-        queries read: those from `query` on; None: those from the end of the prefix on."""
+    def _longest_hit(self, hashes: Sequence[BlockHash], remote_tokens: int | None) -> int:
+        """Returns the length of the longest prefix of `hashes` after which every group has what is
+        read (`_first`)."""
         length = len(hashes)
         for group, pool in zip(self.groups, self.pools, strict=True):
             if group.window is None:
@@ -212,17 +221,20 @@ class KVPool:
         shorter = length
         while True:
             for _, group, pool in self._windows:
-                shorter = self._hit_of_window(group, pool, hashes[:shorter], query)
+                shorter = self._hit_of_window(group, pool, hashes[:shorter], remote_tokens)
             if shorter == length:
                 return length
             length = shorter
 
     def _hit_of_window(
-        self, group: KVGroup, pool: BlockPool, hashes: Sequence[BlockHash], query: int | None
+        self,
+        group: KVGroup,
+        pool: BlockPool,
+        hashes: Sequence[BlockHash],
+        remote_tokens: int | None,
     ) -> int:
         end = index = len(hashes)  # blocks index … end-1 are cached
-        size = self.block_size
-        while index > group.first_block(end * size if query is None else query, size):
+        while index > _first(group, self.block_size, end, remote_tokens):
             index -= 1
             if hashes[index] not in pool:
                 end = index
@@ -238,6 +250,15 @@ class KVPool:
         held = len(table) - table.count(NO_BLOCK)
         most = self.groups[i].most_blocks(sequence.num_tokens, self._in_flight, self.block_size)
         return max(0, min(missing, most - held))
+
+
+def _first(group: KVGroup, block_size: int, num_cached: int, remote_tokens: int | None) -> int:
+    """Returns the index of the first block that a sequence with `num_cached` cached blocks needs:
+    the first that its next query reads or, of one whose KV comes from elsewhere, that is kept of
+    its `remote_tokens` tokens."""
+    if remote_tokens is None:
+        return group.first_block(num_cached * block_size, block_size)
+    return group.first_kept(remote_tokens, block_size)
 
 
 def _held(table: Sequence[int]) -> list[int]:

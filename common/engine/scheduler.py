@@ -193,7 +193,8 @@ class Scheduler:
         behind = self.waiting.index(head) + 1
         for sequence in list(islice(self.waiting, behind, behind + QUEUE_WINDOW)):
             blocks = self.pool.most_blocks(sequence.num_tokens)
-            fits = blocks + len(self.running) <= self.pool.num_free  # not counting cached blocks
+            uncached = self.pool.fit((), sequence.num_tokens, sequence.remote)
+            fits = self.pool.has_room(uncached, len(self.running), self.running)
             if blocks <= allowance and fits and self._try_admit(sequence, slots):
                 self.waiting.remove(sequence)
                 overtaking.append(sequence)

@@ -214,19 +214,15 @@ def _attention(
 ) -> AttentionBatch:
     """Returns the attention of one KV group. It begins at the first block that a sequence's queries
     read: what is before may be another sequence's by now, and takes neither time nor memory."""
-    firsts = [group.first_block(sequence.start, block_size) for sequence in sequences]
-    return AttentionBatch(
-        query_lens=[sequence.num_tokens for sequence in sequences],
-        starts=[
-            sequence.start - first * block_size
-            for sequence, first in zip(sequences, firsts, strict=True)
-        ],
-        block_tables=[
-            sequence.block_tables[index][first:]
-            for sequence, first in zip(sequences, firsts, strict=True)
-        ],
-        block_size=block_size,
-    )
+    starts = [sequence.start for sequence in sequences]
+    tables = [sequence.block_tables[index] for sequence in sequences]
+    if group.window is not None:
+        firsts = [group.first_block(start, block_size) for start in starts]
+        together = zip(starts, tables, firsts, strict=True)
+        trimmed = [(start - block_size * n, table[n:]) for start, table, n in together]
+        starts, tables = [start for start, _ in trimmed], [table for _, table in trimmed]
+    query_lens = [sequence.num_tokens for sequence in sequences]
+    return AttentionBatch(query_lens, starts, tables, block_size)
 
 
 def verify(

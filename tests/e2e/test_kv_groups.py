@@ -68,7 +68,7 @@ PP2 = {"pipeline_parallel_size": 2}
 def test_a_hand_over(
     models: Any, name: str, connector: str, prefill: dict[str, int], decode: dict[str, int]
 ) -> None:
-    """Of a window the blocks that the next token reads are moved, of a latent one number for all
+    """Of a window the blocks that the next tokens read are moved, of a latent one number for all
     heads; no more."""
     model = models(name)
     with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
@@ -89,7 +89,7 @@ def kv_bytes(model: Path, length: int) -> int:
     """The float32 KV that a decode node needs of a prompt."""
     total = 0
     for group in ModelSpec.from_folder(model).kv_groups:
-        blocks = -(-length // BLOCK_SIZE) - group.first_block(length, BLOCK_SIZE)
+        blocks = -(-length // BLOCK_SIZE) - group.first_kept(length, BLOCK_SIZE)
         token = len(group.layers) * group.planes * group.num_kv_heads * group.head_dim
         total += blocks * BLOCK_SIZE * token * 4
     return total
@@ -97,7 +97,7 @@ def kv_bytes(model: Path, length: int) -> int:
 
 @pytest.mark.parametrize("name", ["qwen3", slow("deepseek"), slow("mistral")])
 def test_a_decode_node_dies_beyond_the_window(models: Any, name: str) -> None:
-    model, prompt, count = models(name), PROMPTS[3], 40
+    model, prompt, count = models(name), PROMPTS[3], 500  # it must still be at it
     with WarmCluster(model, prefill=1, decode=2, max_model_len=1024) as cluster:
         texts = []
         for event in cluster.stream(list(prompt), max_tokens=count, ignore_eos=True):

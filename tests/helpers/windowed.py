@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    MinistralConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -31,6 +32,12 @@ SIZES: dict[str, Any] = {
 }
 CONFIGS: dict[str, Any] = {
     "mistral": MistralConfig(**SIZES, sliding_window=40),
+    "ministral": MinistralConfig(
+        **SIZES,
+        head_dim=16,
+        sliding_window=33,
+        layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    ),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": Qwen3Config(
         **SIZES,
@@ -40,7 +47,7 @@ CONFIGS: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
 }
-"""All layers have a window; three of four; every other one."""
+"""All layers have a window; two of four; three; every other one."""
 LATENTS = {
     "deepseek": DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4},

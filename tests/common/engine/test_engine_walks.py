@@ -196,7 +196,7 @@ class Walk:
         for cache, group, table in zip(
             self.ranks.cache.caches, self.pool.groups, sequence.block_tables, strict=True
         ):
-            needed = group.first_block(end, BLOCK_SIZE) * BLOCK_SIZE
+            needed = group.first_kept(end, BLOCK_SIZE) * BLOCK_SIZE
             for position in range(max(sequence.num_computed, needed), end):
                 cache.write(table, position, true[position])
                 await ticks(self.rng, 2)

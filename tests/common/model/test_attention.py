@@ -177,7 +177,7 @@ def test_block_sizes(kind: str, block_size: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequences", [DECODES, CHUNKS], ids=["decodes", "chunks"])
 @pytest.mark.parametrize("block_size", [5, 16])
-@pytest.mark.parametrize("window", [1, 15, 16, 64, 1000])
+@pytest.mark.parametrize("window", only([1, 15, 16, 64, 1000], [1, 64]))
 def test_windows(kind: str, sequences: list[tuple[int, int]], block_size: int, window: int) -> None:
     more = [*sequences, (500, 0), (500, 70), (3, 1000)]
     Step(AttentionShape(6, 2, 32, window), torch.float32, block_size, more).check(kind)

@@ -31,6 +31,7 @@ from pdserve.common.engine.sequence import Finish
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node.model_facts import ModelFacts
 from pdserve.common.node.ranks import Ranks, stop_ranks
+from thinned import only
 from tiny_engine import some_tokens
 from windowed import CONFIGS, make_windowed
 
@@ -40,7 +41,7 @@ PROMPTS = [tuple(some_tokens(length, seed=length)) for length in (30, 90, 150, 2
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=only(CONFIGS, ["mistral", "qwen3"]))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_windowed(request.param, tmp_path_factory.mktemp(request.param))
 

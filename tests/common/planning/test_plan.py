@@ -344,7 +344,7 @@ async def test_blocks_are_those_of_a_node(
 async def test_groups_are_those_of_a_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two layers with windows of 24 tokens, of which eight sequences hold 7 blocks each."""
+    """Two layers with windows of 24 tokens, of which eight sequences hold 8 blocks each."""
     caplog.set_level("INFO")
     folder = make_windowed("qwen3", tmp_path)
     options = {"max_model_len": 1024, "kv_cache_memory": "8MiB", "dtype": "float32"}
@@ -354,10 +354,10 @@ async def test_groups_are_those_of_a_node(
     (rank,) = await start_node(setup(config, ModelSpec.from_folder(folder), "decode").engine, 1024)
     full, window = decode.rank.groups
     assert [full.num_blocks, window.num_blocks] == [cache.num_blocks for cache in rank.caches]
-    assert (window.name, window.num_layers, window.num_blocks) == ("windows of 24 tokens", 2, 56)
+    assert (window.name, window.num_layers, window.num_blocks) == ("windows of 24 tokens", 2, 64)
     assert full.num_blocks == (8 * 2**20 - window.nbytes) // (16 * full.kv_per_token)
     assert decode.max_concurrent_sequences == min(8, full.num_blocks // 64)
-    assert decode.rank.kv_per_sequence == 16 * (64 * full.kv_per_token + 7 * window.kv_per_token)
+    assert decode.rank.kv_per_sequence == 16 * (64 * full.kv_per_token + 8 * window.kv_per_token)
     for group in decode.rank.groups:
         assert f"# KV blocks of {group.name}: {group.num_blocks} (=" in caplog.text
     argv = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
@@ -365,7 +365,7 @@ async def test_groups_are_those_of_a_node(
     rows = {
         cells[0]: cells[1] for cells in map(cells_of, capsys.readouterr().out.splitlines()) if cells
     }
-    assert rows["windows of 24 tokens"].startswith("56 blocks × 2 layers")
+    assert rows["windows of 24 tokens"].startswith("64 blocks × 2 layers")
 
 
 async def start_node(engine: EngineConfig, max_model_len: int = 256) -> list[RankReady]:

@@ -79,27 +79,27 @@ def test_one_sequence_must_fit(cache: dict[str, object], flag: str) -> None:
 
 
 def test_a_window_takes_what_it_can_use_and_full_attention_the_rest() -> None:
-    """Four sequences hold 100 tokens in 7 blocks, and of a window of 32 with chunks of 16 four."""
+    """Four sequences hold 100 tokens in 7 blocks, and of a window of 32 with chunks of 16 five."""
     small = replace(engine(), scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16))
     assert split_blocks(small, MIXED, 10, 100) == (10, 10)
-    assert split_blocks(small, MIXED, 20, 100) == (20, 16)
+    assert split_blocks(small, MIXED, 30, 100) == (30, 20)
 
     def blocks(available: int, device: str = "cuda") -> int:
         return plan_num_blocks(small, MIXED, [1024, 2048], 100, available, device)
 
     assert blocks(3 * 1024 * 10) == 10
-    assert blocks(1024 * (20 + 2 * 16)) == 20
-    assert blocks(1024 * (20 + 2 * 16) - 1) == 19
+    assert blocks(1024 * (25 + 2 * 20)) == 25
+    assert blocks(1024 * (25 + 2 * 20) - 1) == 24
     assert blocks(2**40, "cpu") == 28
     # A stage of a pipeline may have layers of one group alone.
-    assert plan_num_blocks(small, MIXED, [0, 2048], 100, 2048 * 16, "cuda") == 28
+    assert plan_num_blocks(small, MIXED, [0, 2048], 100, 2048 * 20, "cuda") == 28
     assert plan_num_blocks(small, MIXED, [0, 2048], 100, 2048 * 9, "cuda") == 9
     # If all layers have windows, the longest ones take all.
     windows = (KVGroup((0,), 1, 8, window=32),)
     assert plan_num_blocks(small, windows, [1024], 100, 1024 * 99, "cuda") == 99
-    check_num_blocks(small, windows, 4, max_model_len=10**6)
-    with pytest.raises(ConfigError, match="needs 4"):
-        check_num_blocks(small, windows, 3, max_model_len=10**6)
+    check_num_blocks(small, windows, 5, max_model_len=10**6)
+    with pytest.raises(ConfigError, match="needs 5"):
+        check_num_blocks(small, windows, 4, max_model_len=10**6)
 
 
 def test_cpu_caches_are_shared_through_one_descriptor() -> None:
