@@ -23,6 +23,7 @@ from prometheus_client.core import Metric
 from pdserve.cli import chat, top, trace
 from pdserve.cli.main import BENCHES
 from pdserve.cli.main import COMMANDS as PROGRAMS
+from pdserve.cli.models import known_models, shown
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.options import Option, options
@@ -352,7 +353,16 @@ def _with_short_docstring(node: ast.stmt, lines: list[str]) -> list[str | None]:
     return shown
 
 
+# ---- models ----
+
+
+def model_table() -> Iterator[str]:
+    rows = [(f"`{name}`", row["class"], *shown(row)) for name, row in known_models().items()]
+    yield from _table(("model type", "class", "path", "KV, or why not"), *rows)
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "models": model_table,
     "options": option_tables,
     "errors": error_table,
     "commands": command_table,

@@ -65,6 +65,12 @@ class ModelConfig:
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
+    model_impl: str = option(
+        "auto",
+        "which code computes the model: native, transformers (any decoder that uses its attention "
+        "interface; one rank), or auto: native where it is supported",
+        choices=("auto", "native", "transformers"),
+    )
     load_format: str = option(
         "auto",
         "auto: safetensors; dummy: random weights, from config.json alone",

@@ -137,6 +137,8 @@ class ModelSpec:
     quantization: Quantization | None = None
     latent: LatentSpec | None = None
     num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
+    impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
+    num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -149,14 +151,14 @@ class ModelSpec:
         check_folder(folder)
         generation = folder / "generation_config.json"
         return cls.from_config(
-            _read_json(folder / "config.json"),
-            _read_json(generation) if generation.is_file() else {},
+            read_json(folder / "config.json"),
+            read_json(generation) if generation.is_file() else {},
         )
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelSpec:
         """Like `from_folder`, from a single `config.json` file of any name."""
-        return cls.from_config(_read_json(Path(path)))
+        return cls.from_config(read_json(Path(path)))
 
     @classmethod
     def from_config(
@@ -194,8 +196,8 @@ class ModelSpec:
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
             layer_windows=_windows_of(config, family),
-            dtype=_dtype_of(config),
-            eos_token_ids=_eos_of({**config, **(generation or {})}),
+            dtype=dtype_of(config),
+            eos_token_ids=eos_of({**config, **(generation or {})}),
             moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
             quantization=_quantization_of(config),
             latent=latent,
@@ -210,6 +212,7 @@ class ModelSpec:
         """
         if name is None:
             return self
+        self._check_native(f"--quantization {name}")
         if self.quantization is not None:
             raise ConfigError(
                 f"--quantization {name} needs an unquantized checkpoint, and this one is quantized "
@@ -221,16 +224,14 @@ class ModelSpec:
 
     def check_max_model_len(self, max_model_len: int) -> None:
         """Raises ConfigError if the model cannot serve that many tokens exactly."""
-        if max_model_len > self.max_position_embeddings:
-            raise ConfigError(
-                f"--max-model-len {max_model_len} exceeds the model's "
-                f"{self.max_position_embeddings} positions"
-            )
+        check_max_model_len(max_model_len, self.max_position_embeddings)
 
     def validate_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError if the model cannot be split over `size` ranks. KV heads are
         replicated when there are fewer than ranks; the vocabulary is padded and always fits."""
         flag = f"--tensor-parallel-size {size}"
+        if size > 1:
+            self._check_native(flag)
         if self.num_heads % size:
             raise ConfigError(f"{flag} does not divide the model's {self.num_heads} heads")
         if self.num_kv_heads % size and size % self.num_kv_heads:
@@ -244,10 +245,28 @@ class ModelSpec:
     def validate_expert_parallel(self, tp: int, ep: int) -> None:
         """Raises ConfigError if the model's experts cannot be spread over `ep` of the `tp` ranks of
         a stage, or `ep` > 1 and it has none."""
+        if ep > 1:
+            self._check_native(f"--expert-parallel-size {ep}")
         if self.moe is not None:
             self.moe.validate(tp, ep)
         elif ep > 1:
             raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
+
+    def check_stages(self, pp: int) -> None:
+        """Raises ConfigError if the model cannot be cut into `pp` pipeline stages."""
+        if pp > 1:
+            self._check_native(f"--pipeline-parallel-size {pp}")
+
+    def check_adapters(self) -> None:
+        """Raises ConfigError if the model cannot have LoRA adapters."""
+        self._check_native("--enable-lora")
+
+    def _check_native(self, flag: str) -> None:
+        if self.impl != "native":
+            raise ConfigError(
+                f"{flag}: {self.architecture} runs through transformers, where this is not "
+                "supported; `pdserve models` lists what is native"
+            )
 
     def is_sparse(self, layer: int) -> bool:
         """Returns whether the layer has experts."""
@@ -272,7 +291,15 @@ class ModelSpec:
         return start, start + 1
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def check_max_model_len(max_model_len: int, positions: int) -> None:
+    """Raises ConfigError for a context that is longer than the model's `positions`."""
+    if max_model_len > positions:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} exceeds the model's {positions} positions"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
@@ -398,7 +425,7 @@ def _windows_of(config: Mapping[str, Any], family: Family) -> tuple[int | None, 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _dtype_of(config: Mapping[str, Any]) -> str:
+def dtype_of(config: Mapping[str, Any]) -> str:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
     if dtype not in DTYPES:
@@ -408,7 +435,7 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
     return dtype
 
 
-def _eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     eos = config.get("eos_token_id")
     if eos is None:
         return ()

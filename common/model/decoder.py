@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -118,8 +119,38 @@ class DecoderLayer:
         return shards_of(self.input_norm, self.attention, self.mlp_norm, self.mlp)
 
 
+class Decoder(Protocol):
+    """What computes steps on a rank; `CausalLM` says what the members are."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def expert_parallel_size(self) -> int: ...
+    @property
+    def attentions(self) -> list[AttentionBackend]: ...
+    @property
+    def weights_bytes(self) -> int: ...
+    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]: ...
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        contexts: Sequence[AttentionContext],
+        kv_caches: Sequence[Tensor],
+        lora: LoRA | None = None,
+    ) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+    def expert_loads(self) -> Tensor | None: ...
+
+
 class CausalLM:
-    """A rank's part of a decoder-only language model: its share of its stage's layers.
+    """A `Decoder`: a rank's part of a decoder-only language model: its share of its stage's layers.
 
     Each KV group has its own attention: `prepare` returns the contexts for `forward`. Weights are
     zero until `load_model` fills them.
@@ -144,7 +175,7 @@ class CausalLM:
         self.embedding = _embedding(spec, sharding, self.stage) if self.stage.first else None
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
         self.attentions = [_attention_backend(spec, group, sharding) for group in spec.kv_groups]
-        self._places = _places(spec.kv_groups, self.stage)
+        self._places = places(spec.kv_groups, self.stage)
 
     def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
         """Returns what `forward` needs of a step. `batches`: one per KV group."""
@@ -249,7 +280,7 @@ def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> Atte
     return make_backend(shape, device, dtype, sharding.kernels)
 
 
-def _places(groups: Sequence[KVGroup], stage: Stage) -> list[tuple[int, int]]:
+def places(groups: Sequence[KVGroup], stage: Stage) -> list[tuple[int, int]]:
     """Returns (KV group, index in the group's cache) of each layer of the stage."""
     found = {
         layer: (number, index)

@@ -36,7 +36,7 @@ def load_model(
     stage: Stage | None = None,
     on_progress: OnProgress | None = None,
 ) -> CausalLM:
-    """Loads this rank's part of `config.model`; all layers without a `stage`.
+    """Loads this rank's part of `config.model`; all layers without a `stage`. `spec` is native.
 
     Raises:
         ConfigError: the folder's tensors do not match `spec`; the message lists all differences.

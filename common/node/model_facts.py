@@ -16,6 +16,7 @@ from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import check_sampling
 from pdserve.common.model.checkpoint import weights_revision
 from pdserve.common.model.device import choose_dtype, device_type, dtype_name
+from pdserve.common.model.implementation import read_spec
 from pdserve.common.model.stages import stages_of
 
 
@@ -35,12 +36,15 @@ class ModelFacts:
         config = engine.model
         assert config.model is not None, "call resolve_model first"
         folder = Path(config.model)
-        spec = ModelSpec.from_folder(folder).quantized(config.quantization)
+        spec = read_spec(folder, config.model_impl).quantized(config.quantization)
         max_model_len = config.max_model_len or spec.max_position_embeddings
         spec.check_max_model_len(max_model_len)
         parallel = engine.parallel
         spec.validate_tensor_parallel(parallel.tensor_parallel_size)
         spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
+        spec.check_stages(parallel.pipeline_parallel_size)
+        if engine.lora.enable_lora:
+            spec.check_adapters()
         stages_of(spec, parallel)
         device = device_type(parallel.device)
         dtype = choose_dtype(config.dtype, spec.dtype, torch.device(device))
@@ -58,6 +62,7 @@ class ModelFacts:
         """Returns the properties that two nodes must share to exchange KV."""
         return {
             "weights": self.revision,
+            "impl": self.spec.impl,
             "dtype": self.dtype,
             "quantization": kind.method if (kind := self.spec.quantization) else "none",
             "block_size": str(block_size),

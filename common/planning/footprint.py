@@ -71,6 +71,8 @@ class Footprint:
 
     def weights(self, stage: Stage) -> int:
         spec, rows = self.spec, self._vocab_rows()
+        if spec.impl != "native":
+            return spec.num_parameters * self.item
         total = sum(map(self._layer_weights, range(stage.start, stage.end)))
         if stage.first:
             in_dtype = rows * spec.hidden_size * self.item

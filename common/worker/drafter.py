@@ -18,7 +18,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import StepDelta
-from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.input_batch import InputBatch, StepBatch, StepSequence
@@ -26,7 +26,7 @@ from pdserve.common.worker.kv_cache import KVCache
 from pdserve.common.worker.runner import ModelRunner
 
 
-def load_draft_model(engine: EngineConfig, sharding: Sharding) -> CausalLM | None:
+def load_draft_model(engine: EngineConfig, sharding: Sharding) -> Decoder | None:
     """Loads this rank's part of the draft model, if the options name one; it has the model's TP
     size and is not quantized further. Raises ConfigError like `load_model`."""
     config = engine.speculation.speculation
@@ -41,7 +41,7 @@ class Drafter:
     """A rank's draft model with its cache and batch state."""
 
     def __init__(
-        self, model: CausalLM, cache: KVCache, device: torch.device, group: GroupCoordinator
+        self, model: Decoder, cache: KVCache, device: torch.device, group: GroupCoordinator
     ) -> None:
         """`group`: the ranks that share the model; all of them sample."""
         self._cache = cache

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.model.attention import AttentionBatch, AttentionContext, SlotMapping
-from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.decoder import CausalLM, Decoder
 from pdserve.common.model.moe import MoE
 from pdserve.common.model.staging import upload_together
 from pdserve.common.planning.kv_budget import blocks_per_sequence, format_bytes
@@ -75,14 +75,14 @@ class Buffers(NamedTuple):
     output: Buffer
 
     @classmethod
-    def of(cls, model: CausalLM, size: int) -> Buffers:
+    def of(cls, model: Decoder, size: int) -> Buffers:
         spec, stage = model.spec, model.stage
         states = Buffer((size, spec.hidden_size), model.dtype)
         logits = Buffer((size, spec.vocab_size), torch.float32)
         return cls(None if stage.first else states, logits if stage.last else states)
 
 
-def kept_bytes(model: CausalLM, sizes: Sequence[int], blocks_per_sequence: Sequence[int]) -> int:
+def kept_bytes(model: Decoder, sizes: Sequence[int], blocks_per_sequence: Sequence[int]) -> int:
     """Returns the bytes that `DecodeGraphs` keep in torch's memory between steps, without the
     activations, whose memory all graphs share."""
     buffers = sum(each.nbytes for each in Buffers.of(model, max(sizes)) if each is not None)
@@ -106,7 +106,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Decoder,
         caches: Sequence[Tensor],
         sizes: Sequence[int],
         blocks_per_sequence: Sequence[int],
@@ -207,14 +207,16 @@ class DecodeGraphs:
             attention.refill(context, padded, own)
 
 
-def graph_sizes(model: CausalLM, engine: EngineConfig) -> tuple[int, ...]:
+def graph_sizes(model: Decoder, engine: EngineConfig) -> tuple[int, ...]:
     """Returns the batch sizes to capture for this model; none on a CPU or if it cannot."""
     on_gpu = model.device.type == "cuda"
     return engine.graph_sizes if on_gpu and not why_eager(model) else ()
 
 
-def why_eager(model: CausalLM) -> str:
+def why_eager(model: Decoder) -> str:
     """Returns why the model's steps cannot be captured, "" if they can."""
+    if not isinstance(model, CausalLM):
+        return "transformers computes it"
     for layer in model.layers:
         if isinstance(layer.mlp, MoE) and (number := layer.mlp.why_host_waits):
             return f"the host must know {number}"
@@ -224,7 +226,7 @@ def why_eager(model: CausalLM) -> str:
 
 
 def build_graphs(
-    model: CausalLM, caches: Sequence[Tensor], engine: EngineConfig, max_model_len: int
+    model: Decoder, caches: Sequence[Tensor], engine: EngineConfig, max_model_len: int
 ) -> DecodeGraphs | None:
     """Captures the graphs. Returns None on a CPU, with --enforce-eager, or if steps cannot be
     captured, and logs why."""

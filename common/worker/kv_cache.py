@@ -21,7 +21,7 @@ from pdserve.common.core.host import memory_left
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
-from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.device import dtype_name
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.planning.kv_budget import (
@@ -70,7 +70,7 @@ def cache_bytes(shape: CacheShape) -> int:
 
 
 def cache_shapes(
-    model: CausalLM, engine: EngineConfig, ranks: GroupCoordinator
+    model: Decoder, engine: EngineConfig, ranks: GroupCoordinator
 ) -> tuple[CacheShape, ...]:
     """Returns the shapes of this rank's cache, one per KV group, with one block each; `resized`
     sets the number later. `ranks`: those of the stage."""
@@ -188,7 +188,7 @@ def choose_num_blocks(
 
 def available_bytes(
     config: EngineConfig,
-    model: CausalLM,
+    model: Decoder,
     shapes: Sequence[CacheShape],
     block_bytes: Sequence[int],
     max_model_len: int,
@@ -240,7 +240,7 @@ def check_ram(size: int) -> None:
 
 def _peak_of_largest_step(
     config: EngineConfig,
-    model: CausalLM,
+    model: Decoder,
     shapes: Sequence[CacheShape],
     max_model_len: int,
     device: torch.device,
@@ -266,7 +266,7 @@ def _peak_of_largest_step(
 
 def _activations_of_graphs(
     size: int,
-    model: CausalLM,
+    model: Decoder,
     shapes: Sequence[CacheShape],
     device: torch.device,
     link: StageLink,

@@ -14,7 +14,7 @@ from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.engine.messages import ExpertLoad, StepOutput
 from pdserve.common.model.attention import AttentionBatch
-from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.layers import LoRA
 from pdserve.common.model.staging import upload, upload_together
 from pdserve.common.worker.adapters import RankAdapters
@@ -34,7 +34,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Decoder,
         caches: Sequence[Tensor],
         device: torch.device,
         samples: bool,

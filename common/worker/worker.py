@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 import torch
@@ -30,8 +31,9 @@ from pdserve.common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from pdserve.common.engine.messages import Peaks, RankReady, StepDelta
+from pdserve.common.model.decoder import CausalLM, Decoder
 from pdserve.common.model.device import choose_device, choose_dtype, choose_kernels, dtype_name
-from pdserve.common.model.loader import load_model
+from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import format_bytes
@@ -125,7 +127,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     compiled = engine.compilation.compile
     kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)
     sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
-    model = load_model(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
+    model = load_decoder(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
     draft_model = load_draft_model(engine, sharding)
     peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes)
     link = StageLink(state, model_spec.hidden_size, dtype)
@@ -140,7 +142,9 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
     cache = KVCache.allocate(list(map(resized, shapes, num_blocks)), device, spare)
     samples = spec.rank == spec.output_rank
-    adapters = RankAdapters(model, engine.lora.max_lora_rank) if engine.lora.enable_lora else None
+    adapters = (
+        RankAdapters(_native(model), engine.lora.max_lora_rank) if engine.lora.enable_lora else None
+    )
     runner = ModelRunner(model, cache.tensors, device, samples, link, adapters)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
@@ -281,7 +285,7 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
             f"host {socket.gethostname()} has no folder {engine.model.model}: every host of a node "
             "needs the model at the same path"
         )
-    spec = ModelSpec.from_folder(engine.model.model)
+    spec = read_spec(Path(engine.model.model), engine.model.model_impl)
     max_model_len = engine.model.max_model_len or spec.max_position_embeddings
     spec.check_max_model_len(max_model_len)
     return spec, max_model_len
@@ -297,6 +301,11 @@ def _read_grammar_tokens(config: ModelConfig, spec: ModelSpec) -> GrammarTokens:
         config.tokenizer_mode,
     )
     return GrammarTokens(text, spec.vocab_size, spec.eos_token_ids)
+
+
+def _native(model: Decoder) -> CausalLM:
+    assert isinstance(model, CausalLM), "`ModelFacts` refuses others"
+    return model
 
 
 class _LoadingLog:

@@ -22,6 +22,7 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.kv_pool import NO_BLOCK
 from pdserve.common.engine.messages import Peaks
+from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.device import dtype_name
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.planning.step_cost import Cost, StepCost
@@ -134,6 +135,7 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
     groups = runner.model.spec.kv_groups
     batches = {cell: cell.batch(block_size, vocab, groups) for cell in cells}
     meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
+    assert isinstance(runner.model, CausalLM), "it has no --model-impl"
     timer = PartTimer(runner.model, clock)
     samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
     peaks: list[Peaks] = []

@@ -61,6 +61,7 @@ COMMANDS = {
             "pdserve.cli.model:main",
             "unpack the embedded model, download a NAME, or check a FOLDER",
         ),
+        "models": ("pdserve.cli.models:main", "list the architectures that are served, and how"),
         "completion": ("pdserve.cli.completion:main", "print a shell's completion script"),
         "version": ("pdserve.cli.main:show_version", "print the version"),
     },

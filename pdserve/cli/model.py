@@ -13,7 +13,7 @@ from pdserve.client.terminal import console_of
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.generic_spec import read_outline
 from pdserve.demo_model.embedded import (
     embedded_folder,
     ensure_embedded_model,
@@ -55,7 +55,7 @@ def check(folder: Path) -> None:
             f"this process (user {os.getuid()}) may not read {unreadable[0]}: "
             f"chmod -R a+rX {folder}"
         )
-    ModelSpec.from_folder(folder)
+    read_outline(folder, "auto")
 
 
 def unpack(console: Console) -> Path:

@@ -131,7 +131,14 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
 
 def _read_spec(model: str | None) -> ModelSpec:
     path = Path(model or "")
-    return ModelSpec.from_file(path) if path.is_file() else ModelSpec.from_folder(path)
+    if path.is_file():
+        return ModelSpec.from_file(path)
+    try:
+        return ModelSpec.from_folder(path)
+    except ConfigError:
+        from pdserve.common.model.implementation import read_spec  # imports torch
+
+        return read_spec(path, "auto")
 
 
 # ---- tables ----

@@ -12,7 +12,8 @@ from typing import Any
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFound
-from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.generic_spec import Outline, read_outline
+from pdserve.common.core.model_spec import ModelSpec, check_max_model_len
 from pdserve.common.core.parameters import MAX_LOGPROBS, MAX_TOKENS, PARAMETERS, check_token_ids
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.common.text.tokenizer_file import has_tokenizer
@@ -140,9 +141,9 @@ def load_served_model(config: ModelConfig) -> ServedModel:
     """Loads name, window and tokenizer of the model, and no weights."""
     assert config.model is not None, "main resolves the embedded model"
     folder = Path(config.model)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_outline(folder, config.model_impl)
     max_model_len = config.max_model_len or spec.max_position_embeddings
-    spec.check_max_model_len(max_model_len)
+    check_max_model_len(max_model_len, spec.max_position_embeddings)
     return ServedModel(
         names=tuple(dict.fromkeys(config.served_model_name or [config.served_name])),
         root=str(folder),
@@ -155,7 +156,7 @@ def load_served_model(config: ModelConfig) -> ServedModel:
     )
 
 
-def _load_tokenizer(config: ModelConfig, folder: Path, spec: ModelSpec) -> Tokenizer:
+def _load_tokenizer(config: ModelConfig, folder: Path, spec: Outline | ModelSpec) -> Tokenizer:
     """Loads the checkpoint's tokenizer. Dummy weights need none: a config.json is enough for
     them."""
     missing = not has_tokenizer(folder)

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MambaConfig
 
 import reference
 from cluster import node_metrics
 from exact import Asker, check_prompt_logprobs
-from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.implementation import read_spec
 from thinned import slow
 from tiny_engine import some_tokens
-from warm import WarmCluster
+from warm import WarmCluster, run_roles
 from windowed import make_windowed
 
 LENGTHS = (30, 90, 150, 220, 300)
@@ -58,6 +59,9 @@ PP2 = {"pipeline_parallel_size": 2}
     [
         ("qwen3", "tcp", TP2, TP1),
         ("deepseek", "shm", PP2, TP2),
+        ("gemma3", "tcp", TP1, TP1),
+        slow("gpt-oss", "shm", TP1, TP1),
+        slow("gpt2", "tcp", TP1, TP1),
         slow("qwen3", "shm", PP2, TP2),
         slow("qwen2", "shm", TP1, PP2),
         slow("mistral", "tcp", TP2, TP1),
@@ -88,14 +92,14 @@ def test_a_hand_over(
 def kv_bytes(model: Path, length: int) -> int:
     """The float32 KV that a decode node needs of a prompt."""
     total = 0
-    for group in ModelSpec.from_folder(model).kv_groups:
+    for group in read_spec(model, "auto").kv_groups:
         blocks = -(-length // BLOCK_SIZE) - group.first_kept(length, BLOCK_SIZE)
         token = len(group.layers) * group.planes * group.num_kv_heads * group.head_dim
         total += blocks * BLOCK_SIZE * token * 4
     return total
 
 
-@pytest.mark.parametrize("name", ["qwen3", slow("deepseek"), slow("mistral")])
+@pytest.mark.parametrize("name", ["qwen3", slow("deepseek"), slow("mistral"), slow("gemma3")])
 def test_a_decode_node_dies_beyond_the_window(models: Any, name: str) -> None:
     model, prompt, count = models(name), PROMPTS[3], 500  # it must still be at it
     with WarmCluster(model, prefill=1, decode=2, max_model_len=1024) as cluster:
@@ -106,3 +110,27 @@ def test_a_decode_node_dies_beyond_the_window(models: Any, name: str) -> None:
                 cluster.kill(cluster.busy("decode"))
         expected = reference.greedy(model, prompt, count)
         assert "".join(texts) == reference.decode(model, expected)
+
+
+def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_path: Path) -> None:
+    mamba = tmp_path / "mamba"
+    MambaConfig(vocab_size=512, architectures=["MambaForCausalLM"]).save_pretrained(mamba)
+    flags = ("--router", "127.0.0.1:9", "--device", "cpu", "--model")
+    gemma = str(models("gemma3"))
+    ended = run_roles(
+        tmp_path,
+        [
+            ("decode_node", *flags, str(mamba)),
+            ("prefill_node", *flags, gemma, "--tensor-parallel-size", "2"),
+            ("decode_node", *flags, gemma, "--enable-lora"),
+            ("decode_node", *flags, gemma, "--model-impl", "native"),
+        ],
+    )
+    said = (
+        "MambaForCausalLM does not use transformers' attention interface",
+        "--tensor-parallel-size 2: Gemma3ForCausalLM runs through transformers",
+        "--enable-lora: Gemma3ForCausalLM runs through transformers",
+        "architecture Gemma3ForCausalLM is not supported",
+    )
+    for (code, text), expected in zip(ended, said, strict=True):
+        assert code == 2 and expected in text

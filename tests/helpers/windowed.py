@@ -11,6 +11,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
     MinistralConfig,
     MistralConfig,
     Qwen2Config,
@@ -65,12 +68,22 @@ LATENTS = {
     ),
 }
 
+THROUGH_TRANSFORMERS = {
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),
+    "gpt-oss": GptOssConfig(
+        **SIZES, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4, eos_token_id=0),
+}
+
 
 def make_windowed(name: str, folder: Path) -> Path:
-    """Writes a model of `CONFIGS` or `LATENTS` in float32, with the tokenizer of the tiny ones."""
+    """Writes a model of one of the tables above in float32, with the tokenizer of the tiny ones."""
     torch.manual_seed(1)
     with torch.inference_mode(False), torch.no_grad():
-        model = AutoModelForCausalLM.from_config((CONFIGS | LATENTS)[name], dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            (CONFIGS | LATENTS | THROUGH_TRANSFORMERS)[name], dtype=torch.float32
+        )
         model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / "qwen3" / file, folder)

@@ -1,0 +1,61 @@
+"""Reads what all roles need of any decoder's `config.json`. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec, check_folder, dtype_of, eos_of, read_json
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The properties that a decoder's config states whatever its architecture."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Outline:
+        """Raises ConfigError if a file or key is missing."""
+        check_folder(folder)
+        config, generation = read_json(folder / "config.json"), folder / "generation_config.json"
+        text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
+        return cls(
+            vocab_size=_first_int(text, "vocab_size"),
+            max_position_embeddings=_first_int(text, *_CONTEXT),
+            dtype=dtype_of(text),
+            eos_token_ids=eos_of(
+                {**text, **(read_json(generation) if generation.is_file() else {})}
+            ),
+        )
+
+
+def read_outline(folder: Path, impl: str) -> Outline | ModelSpec:
+    """Returns the native model's spec if `impl` allows and it is one, else its outline.
+
+    Raises:
+        ConfigError: with `native`, the model is not supported; else as `Outline.from_folder`.
+    """
+    if impl == "transformers":
+        return Outline.from_folder(folder)
+    try:
+        return ModelSpec.from_folder(folder)
+    except ConfigError:
+        if impl == "native":
+            raise
+        return Outline.from_folder(folder)
+
+
+def _first_int(config: Mapping[str, Any], *keys: str) -> int:
+    for key in keys:
+        if isinstance(value := config.get(key), int):
+            return value
+    raise ConfigError(f"config.json: {' or '.join(keys)} must be an integer")

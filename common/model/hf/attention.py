@@ -1,0 +1,152 @@
+"""The attention of transformers' models over the paged cache.
+
+A model built with `attn_implementation=NAME` calls `attend` in each layer, with queries, keys and
+values after the rotation. What it is answered by depends on what runs: a step, over the cache, or
+the description of a model that has no weights (`describe.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from pdserve.common.model.attention_torch import TorchAttention, TorchContext
+
+NAME = "pdserve"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a layer attends."""
+
+    scale: float
+    window: int | None = None  # tokens that a query attends to, itself included; None: all
+    softcap: float | None = None  # scores become `softcap · tanh(score / softcap)` (Gemma 2)
+    sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax, without a value
+    oddity: str = ""  # what this module cannot do
+
+
+class Answers(ABC):
+    """Answers the layers' attention while a model runs."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
+        """q `[T, heads, D]`, k `[T, kv_heads, D]`, v `[T, kv_heads, Dv]` → `[T, heads, Dv]`."""
+
+
+class _Running(threading.local):
+    answers: Answers | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def answering(answers: Answers) -> Iterator[None]:
+    """Lets `answers` answer the attention of models that run on this thread."""
+    _running.answers = answers
+    try:
+        yield
+    finally:
+        _running.answers = None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Implements transformers' attention interface: `[1, heads, T, D]` → `[1, T, heads, Dv]`."""
+    assert _running.answers is not None, "a model runs within `answering`"
+    oddity = ""
+    if attention_mask is not None or position_bias is not None:
+        oddity = "its attention has a mask or bias of its own"
+    elif not getattr(module, "is_causal", True):
+        oddity = "its attention is not causal"
+    style = Style(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window,
+        softcap,
+        s_aux,
+        oddity,
+    )
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    return _running.answers.attend(module.layer_idx, q, k, v, style)[None], None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(NAME, attend)
+
+
+class StyledAttention(TorchAttention):
+    """Attention in plain torch over the cache of one KV group, with the style of each call. Values
+    that are shorter than keys are stored with zeros after them."""
+
+    def attend_styled(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style,
+        kv_cache: Tensor, context: TorchContext,
+    ) -> Tensor:  # fmt: skip
+        """Writes `k` and `v` and attends; shapes as in `Answers.attend`."""
+        cache, dim, size = kv_cache[layer], self.shape.head_dim, v.shape[2]
+        q, k, v = (F.pad(each, (0, dim - each.shape[2])) for each in (q, k, v))
+        context.slots.write(cache, k, v)
+        out = torch.empty_like(q)
+        kv_heads = self.shape.num_kv_heads
+        for group in context.decodes:
+            keys, values = (self.read(plane, group.gather, group.length) for plane in cache)
+            queries = q[group.rows].view(len(group.rows), kv_heads, -1, dim)
+            sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1)
+            found = _attention(queries, keys, values, group.mask, style, sinks)
+            out[group.rows] = found.reshape(len(group.rows), -1, dim)
+        for chunk in context.chunks:
+            rows = slice(chunk.start, chunk.end)
+            queries = q[rows].view(chunk.end - chunk.start, kv_heads, -1, dim).permute(1, 2, 0, 3)
+            if chunk.gather is None:
+                keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+            else:
+                keys, values = (self.read(plane, chunk.gather, chunk.length)[0] for plane in cache)
+            mask = chunk.mask
+            if mask is None:
+                mask = self._mask(torch.arange(chunk.length), chunk.length)
+            sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1, 1)
+            found = _attention(queries, keys[:, None], values[:, None], mask, style, sinks)
+            out[rows] = found.permute(2, 0, 1, 3).reshape(chunk.end - chunk.start, -1, dim)
+        return out[..., :size]
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, style: Style, sinks: Tensor | None
+) -> Tensor:
+    """`[…, Q, D] × […, L, D] → […, Q, D]`; k and v may have leading sizes of 1. `mask` is added to
+    the scores."""
+    if style.softcap is None and sinks is None:
+        shape = (*q.shape[:-2], *k.shape[-2:])
+        return F.scaled_dot_product_attention(
+            q, k.expand(shape), v.expand(shape), attn_mask=mask, scale=style.scale
+        )
+    scores = (q @ k.transpose(-1, -2)) * style.scale
+    if style.softcap is not None:
+        scores = torch.tanh(scores / style.softcap) * style.softcap
+    if mask is not None:
+        scores = scores + mask
+    length = scores.shape[-1]
+    if sinks is not None:
+        ends = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, ends), dim=-1)
+    return scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v

@@ -1,0 +1,194 @@
+"""A decoder of transformers over the paged cache, whole on one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging as hf_logging
+
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionShape,
+)
+from pdserve.common.model.decoder import places
+from pdserve.common.model.hf.attention import NAME, Answers, Style, StyledAttention, answering
+from pdserve.common.model.hf.describe import model_class, read_config
+from pdserve.common.model.layers import LoRA
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.stages import Stage
+
+MAX_LISTED = 5  # tensors that an error names
+
+
+class TransformersModel:
+    """A `Decoder`."""
+
+    expert_parallel_size = 1
+
+    def __init__(self, spec: ModelSpec, model: Any, sharding: Sharding) -> None:
+        self.spec, self.stage = spec, Stage.whole(spec.num_layers)
+        self.device, self.dtype = sharding.device, sharding.dtype
+        self._model = model
+        self._base: nn.Module = model.base_model
+        self._head = _head_of(model)
+        self.attentions: list[AttentionBackend] = [
+            StyledAttention(
+                AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.window),
+                self.device,
+                self.dtype,
+            )
+            for kv in spec.kv_groups
+        ]
+        self._places = places(spec.kv_groups, self.stage)
+
+    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
+        together = zip(self.attentions, batches, strict=True)
+        return [attention.prepare(batch) for attention, batch in together]
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        contexts: Sequence[AttentionContext],
+        kv_caches: Sequence[Tensor],
+        lora: LoRA | None = None,
+    ) -> Tensor:
+        """As `CausalLM.forward`."""
+        assert lora is None, "refused at start"
+        with answering(_Step(self, contexts, kv_caches)):
+            output = self._base(
+                input_ids=inputs[None], position_ids=positions[None], use_cache=False
+            )
+        hidden: Tensor = output[0][0]
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As `CausalLM.compute_logits`: by the class's own code, which may scale or cap."""
+        self._head.given.hidden = hidden[None]
+        logits: Tensor = self._head.model(input_ids=None, inputs_embeds=hidden[None]).logits[0]
+        return logits[:, : self.spec.vocab_size].float()
+
+    def expert_loads(self) -> None:
+        """Experts are transformers' own, which count nothing."""
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(each.nbytes for each in self._model.parameters())
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """Returns (KV group, index in the group's cache) of a layer."""
+        return self._places[layer]
+
+
+class _Step(Answers):
+    """Answers with attention over the cache."""
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        contexts: Sequence[AttentionContext],
+        kv_caches: Sequence[Tensor],
+    ) -> None:
+        self._model, self._contexts, self._caches = model, contexts, kv_caches
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
+        group, index = self._model.place(layer)
+        attention = self._model.attentions[group]
+        assert isinstance(attention, StyledAttention)
+        return attention.attend_styled(
+            index, q, k, v, style, self._caches[group], self._contexts[group]
+        )
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The output of a class's layers; what else some have is None."""
+
+    last_hidden_state: Tensor
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Given(nn.Module):
+    """Stands in for the layers, whose output is known."""
+
+    hidden: Tensor
+
+    @property
+    def decoder(self) -> _Given:  # OPT calls `model.decoder`
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(self.hidden)
+
+
+class _Head:
+    """The class's own way from the last hidden states to logits."""
+
+    def __init__(self, model: Any, given: _Given) -> None:
+        self.model, self.given = model, given
+
+
+def _head_of(model: Any) -> _Head:
+    given, head = _Given(), copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: given}
+    return _Head(head, given)
+
+
+def load_transformers_model(
+    spec: ModelSpec, config: ModelConfig, sharding: Sharding
+) -> TransformersModel:
+    """Loads the whole model onto the sharding's device.
+
+    Raises:
+        ConfigError: the folder's tensors do not match the class; the message lists differences.
+    """
+    assert config.model is not None
+    hf_config = read_config(Path(config.model))
+    kind = model_class(hf_config)
+    if config.load_format == "dummy":
+        torch.manual_seed(config.seed)
+        made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
+    else:
+        made = _read(kind, config.model, hf_config, sharding.dtype)
+    return TransformersModel(spec, made.to(sharding.device).eval(), sharding)
+
+
+def _read(kind: Any, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
+    hf_logging.disable_progress_bar()
+    try:
+        model, info = kind.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of a file, a tensor or a quantization
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"the weights in {folder} cannot be loaded: {first}") from error
+    problems = [
+        f"{what}: {', '.join(sorted(map(str, info[key]))[:MAX_LISTED])}"
+        for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
+        if info.get(key)
+    ]
+    if problems:
+        raise ConfigError(f"weights do not fit {kind.__name__}; tensors {'; '.join(problems)}")
+    return model

@@ -1,0 +1,51 @@
+"""Which code computes a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec, check_folder
+from pdserve.common.model.decoder import Decoder
+from pdserve.common.model.loader import OnProgress, load_model
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.stages import Stage
+
+
+def read_spec(folder: Path, impl: str) -> ModelSpec:
+    """Returns a checkpoint's spec for `--model-impl`; "auto" is native where that is supported.
+
+    Raises:
+        ConfigError: the model is not supported; the message says why.
+    """
+    check_folder(folder)
+    if impl == "transformers":
+        return _describe(folder)
+    try:
+        return ModelSpec.from_folder(folder)
+    except ConfigError:
+        if impl == "native":
+            raise
+        return _describe(folder)
+
+
+def _describe(folder: Path) -> ModelSpec:
+    from pdserve.common.model.hf.describe import describe  # transformers takes seconds to import
+
+    return describe(folder)
+
+
+def load_decoder(
+    spec: ModelSpec,
+    config: ModelConfig,
+    sharding: Sharding,
+    stage: Stage,
+    on_progress: OnProgress | None = None,
+) -> Decoder:
+    """Loads this rank's part of `config.model`. Raises ConfigError like `load_model`."""
+    if spec.impl == "native":
+        return load_model(spec, config, sharding, stage, on_progress)
+    from pdserve.common.model.hf.model import load_transformers_model
+
+    return load_transformers_model(spec, config, sharding)

@@ -1,0 +1,99 @@
+"""Decoders that transformers' classes compute over the paged cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pdserve.cli.main import main
+from pdserve.cli.models import known_models
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.implementation import load_decoder, read_spec
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.stages import Stage
+from sweep import one
+from windowed import THROUGH_TRANSFORMERS
+
+EVERY_TIME = ("gemma2", "gpt_oss", "opt", "glm4_moe")  # soft caps, sinks, no rope, experts
+
+
+@pytest.mark.parametrize("name", EVERY_TIME)
+def test_log_probabilities_and_tokens_are_those_of_transformers(name: str) -> None:
+    assert one(name) == {**known_models()[name], "path": "transformers", "result": "exact"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in known_models() if name not in EVERY_TIME])
+def test_the_list_of_models_is_what_the_sweep_finds(name: str) -> None:
+    known = known_models()[name]
+    if known["result"] == "not compared":
+        pytest.skip(known["why"])
+    assert one(name)["result"] == known["result"]
+
+
+def test_the_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "gemma2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gemma2"] == known_models()["gemma2"]
+    assert main(["models", "llama"]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    assert main(["models", "nothing-like-it"]) == 2
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(THROUGH_TRANSFORMERS["gemma3"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, **options: Any) -> None:
+    config = ModelConfig(model=str(folder), **options)
+    spec = read_spec(folder, config.model_impl)
+    sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
+    load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))
+
+
+def test_weights_that_do_not_fit_are_refused(gemma: Path) -> None:
+    file = gemma / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.2.mlp.up_proj.weight"
+    for changed, message in (
+        ({key: value for key, value in weights.items() if key != name}, f"missing: {name}"),
+        ({**weights, name: torch.zeros(3, 3)}, "up_proj"),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(ConfigError, match=message):
+            load(gemma)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(gemma)
+
+
+def test_dummy_weights_need_only_a_config(gemma: Path) -> None:
+    (gemma / "model.safetensors").unlink()
+    load(gemma, load_format="dummy")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(gemma)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "nothing"}, "transformers cannot read .*config.json"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"vision_config": {"hidden_size": 8}}, "images or audio"),
+    ],
+)
+def test_configs_that_are_refused(gemma: Path, changes: dict[str, Any], message: str) -> None:
+    path = gemma / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ConfigError, match=message):
+        read_spec(gemma, "auto")

@@ -1,0 +1,206 @@
+"""Which decoders of transformers run on the paged cache, and whether they say the same.
+
+For every class that the installed transformers has for causal language models it makes a tiny
+checkpoint (seeded random weights, float32) and compares with transformers: the log-probabilities of
+a prompt of 60 tokens, in chunks over the cache, and 16 greedy tokens where the best two logits are
+apart. Each class has a process of its own. Writes `tests/models/models.json`, from which
+`pdserve models` and docs/models.md are made:
+
+    python tests/models/sweep.py [model_type …]
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[2] / "common" / "model" / "models.json"
+LIMIT_S = 180
+VOCAB = 128
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": 24,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    # GPT-2 and others before Llama
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 256,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "rotary_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+
+
+def tiny(kind: Any) -> Any:
+    """Returns a config of class `kind` with small sizes, of those that it has."""
+    from transformers import PretrainedConfig
+
+    default = kind()
+    mapped = set(getattr(kind, "attribute_map", {}))
+    known = {name for name in SIZES if name not in mapped and hasattr(default, name)}
+    if "kv_lora_rank" in known:
+        known -= {"head_dim", "num_key_value_heads"}
+    sizes = {
+        name: SIZES[name]
+        for name in known
+        if getattr(default, name) is not None
+        or name in ("head_dim", "num_key_value_heads", "q_lora_rank")
+    }
+    if isinstance(getattr(default, "text_config", None), PretrainedConfig):
+        sizes["text_config"] = tiny(type(default.text_config)).to_dict()
+    return kind(**sizes)
+
+
+def compare(kind: Any, model_class: Any) -> dict[str, Any]:
+    """Returns the row of one class: how it is served, or why not."""
+    import torch
+
+    from pdserve.common.config.node import ModelConfig
+    from pdserve.common.core.errors import ConfigError
+    from pdserve.common.distributed.group import GroupCoordinator
+    from pdserve.common.model.attention import AttentionBatch
+    from pdserve.common.model.implementation import load_decoder, read_spec
+    from pdserve.common.model.sharding import Sharding
+    from pdserve.common.model.stages import Stage
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = tiny(kind)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            reference = model_class(config).to(torch.float32).eval()
+            reference.save_pretrained(folder)
+        except Exception as error:
+            return {"result": "not compared", "why": f"no tiny model: {_first(error)}"}
+        try:
+            spec = read_spec(folder, "auto")
+            config = ModelConfig(model=name)
+            sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
+            model = load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))
+        except ConfigError as error:
+            return {"result": "refused", "why": error.message.replace(str(folder), "the folder")}
+        caches = [
+            torch.zeros(len(g.layers), g.planes, 16, g.num_kv_heads, 16, g.head_dim)
+            for g in spec.kv_groups
+        ]
+
+        def step(tokens: Any, start: int) -> Any:
+            batch = [AttentionBatch([len(tokens)], [start], [list(range(8))], 16)]
+            contexts = model.prepare(batch * len(spec.kv_groups))
+            positions = torch.arange(start, start + len(tokens))
+            return model.compute_logits(model.forward(tokens, positions, contexts, caches))
+
+        tokens = torch.randint(3, VOCAB, (60,))
+        with torch.inference_mode():
+            expected = reference(tokens[None], use_cache=False).logits[0]
+            found = torch.cat([step(tokens[a:b], a) for a, b in ((0, 30), (30, 59), (59, 60))])
+            off = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+            if not off < 1e-3:
+                return {"result": "differs", "why": f"log-probabilities differ by {off:.2g}"}
+            for _ in range(16):
+                best = expected[-1].topk(2).values
+                token = found[-1].argmax()
+                if best[0] - best[1] > 1e-3 and token != expected[-1].argmax():
+                    return {"result": "differs", "why": f"another token after {len(tokens)}"}
+                tokens = torch.cat((tokens, expected[-1].argmax()[None]))
+                found = step(tokens[-1:], len(tokens) - 1)
+                expected = reference(tokens[None], use_cache=False).logits[0]
+    windows = sorted({group.window for group in spec.kv_groups if group.window})
+    return {
+        "result": "exact",
+        "path": spec.impl,
+        "kv": "latent" if spec.latent else "windows" if windows else "full",
+    }
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:160] if lines else type(error).__name__
+
+
+def names() -> list[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING_NAMES))
+
+
+def one(name: str) -> dict[str, Any]:
+    """Compares one class in this process."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = CONFIG_MAPPING[name]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    try:
+        row = compare(kind, model_class)
+    except Exception as error:
+        row = {"result": "not compared", "why": _first(error)}
+    return {"class": model_class.__name__, **row}
+
+
+def run(name: str) -> dict[str, Any]:
+    """Compares one class in a process of its own, a fork of this one."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=lambda: sender.send(one(name)), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if receiver.poll(LIMIT_S):
+            return dict(receiver.recv())
+    except EOFError:
+        pass
+    finally:
+        child.kill()
+        child.join()
+    return {"class": "", "result": "not compared", "why": "it took too long, or crashed"}
+
+
+def main() -> None:
+    from pdserve.common.model import implementation
+    from pdserve.common.model.hf import model
+
+    assert implementation and model  # imported before the forks
+    wanted = sys.argv[1:] or names()
+    with ThreadPoolExecutor(2) as pool:
+        rows = dict(zip(wanted, pool.map(run, wanted), strict=True))
+    known = json.loads(FILE.read_text()) if FILE.exists() and sys.argv[1:] else {}
+    FILE.write_text(json.dumps(dict(sorted({**known, **rows}.items())), indent=1) + "\n")
+    results = [row["result"] for row in rows.values()]
+    for result in ("exact", "refused", "differs", "not compared"):
+        print(f"{result}: {results.count(result)}")
+
+
+if __name__ == "__main__":
+    main()
