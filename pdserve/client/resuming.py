@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from http.client import HTTPException
 from typing import Any, Self
 from urllib.error import HTTPError
@@ -118,14 +119,16 @@ class ResumingClient:
         """
         progress = Progress(body, self._patience)
         while not progress.done:
+            turn = self._turn
             try:
-                yield from self._once(path, progress)
+                yield from self._once(self._urls[turn % len(self._urls)], path, progress)
             except (OSError, HTTPException, PdserveError) as error:
-                self._turn += 1
-                time.sleep(progress.failed(error))
+                pause = progress.failed(error)
+                if self._turn == turn:  # else another stream has met this router's death
+                    self._turn += 1
+                time.sleep(pause)
 
-    def _once(self, path: str, progress: Progress) -> Iterator[Chunk]:
-        url = self._urls[self._turn % len(self._urls)]
+    def _once(self, url: str, path: str, progress: Progress) -> Iterator[Chunk]:
         request = Request(url + path, progress.begin(), self._headers)
         try:
             response = urlopen(request, timeout=SILENCE)
@@ -159,7 +162,7 @@ class AsyncResumingClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Chunk]:
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Yields the chunks as `ResumingClient.stream` does.
 
         Raises:
@@ -168,15 +171,19 @@ class AsyncResumingClient:
         """
         progress = Progress(body, self._patience)
         while not progress.done:
+            turn = self._turn
             try:
-                async for chunk in self._once(path, progress):
-                    yield chunk
+                url = self._urls[turn % len(self._urls)]
+                async with aclosing(self._once(url, path, progress)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
             except (aiohttp.ClientError, OSError, PdserveError) as error:
-                self._turn += 1
-                await asyncio.sleep(progress.failed(error))
+                pause = progress.failed(error)
+                if self._turn == turn:
+                    self._turn += 1
+                await asyncio.sleep(pause)
 
-    async def _once(self, path: str, progress: Progress) -> AsyncIterator[Chunk]:
-        url = self._urls[self._turn % len(self._urls)]
+    async def _once(self, url: str, path: str, progress: Progress) -> AsyncGenerator[Chunk, None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE)
         headers = {"Content-Type": "application/json"}
         async with self._session.post(
@@ -185,9 +192,12 @@ class AsyncResumingClient:
             if response.status >= 400:
                 after = response.headers.get("Retry-After")
                 raise _refusal(response.status, await response.read(), after)
-            async for line in response.content:
-                for chunk in progress.take(line):
-                    yield chunk
+            rest = b""
+            async for piece in response.content.iter_any():  # its lines have a bound
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    for chunk in progress.take(line):
+                        yield chunk
         if not progress.done:
             raise ConnectionError(f"{url} broke off its answer")
 
