@@ -178,6 +178,7 @@ def _read(kind: Any, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
             dtype=dtype,
             attn_implementation=NAME,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, all at once
             local_files_only=True,
             output_loading_info=True,
         )
