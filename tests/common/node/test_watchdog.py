@@ -230,6 +230,7 @@ async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int
     return check.status == health_pb2.HealthCheckResponse.SERVING, status, reason, metric
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until_it_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
