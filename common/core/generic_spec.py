@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import ModelSpec, check_folder, dtype_of, eos_of, read_json
+from pdserve.common.core.model_spec import (
+    ModelSpec,
+    check_folder,
+    dtype_of,
+    eos_of,
+    overridden,
+    read_json,
+)
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -23,10 +30,11 @@ class Outline:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Outline:
-        """Raises ConfigError if a file or key is missing."""
+    def from_folder(cls, folder: Path, overrides: Mapping[str, Any]) -> Outline:
+        """Reads it with `overrides` merged in. Raises ConfigError if a file or key is missing."""
         check_folder(folder)
-        config, generation = read_json(folder / "config.json"), folder / "generation_config.json"
+        config = overridden(read_json(folder / "config.json"), overrides)
+        generation = folder / "generation_config.json"
         text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
         return cls(
             vocab_size=_first_int(text, "vocab_size"),
@@ -37,21 +45,29 @@ class Outline:
             ),
         )
 
+    def check_max_model_len(self, max_model_len: int) -> None:
+        """Raises ConfigError if the model has not so many positions."""
+        if max_model_len > self.max_position_embeddings:
+            raise ConfigError(
+                f"--max-model-len {max_model_len} exceeds the model's "
+                f"{self.max_position_embeddings} positions"
+            )
 
-def read_outline(folder: Path, impl: str) -> Outline | ModelSpec:
+
+def read_outline(folder: Path, impl: str, overrides: Mapping[str, Any]) -> Outline | ModelSpec:
     """Returns the native model's spec if `impl` allows and it is one, else its outline.
 
     Raises:
         ConfigError: with `native`, the model is not supported; else as `Outline.from_folder`.
     """
     if impl == "transformers":
-        return Outline.from_folder(folder)
+        return Outline.from_folder(folder, overrides)
     try:
-        return ModelSpec.from_folder(folder)
+        return ModelSpec.from_folder(folder, overrides)
     except ConfigError:
         if impl == "native":
             raise
-        return Outline.from_folder(folder)
+        return Outline.from_folder(folder, overrides)
 
 
 def _first_int(config: Mapping[str, Any], *keys: str) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
@@ -13,27 +15,28 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 
 
-def read_spec(folder: Path, impl: str) -> ModelSpec:
-    """Returns a checkpoint's spec for `--model-impl`; "auto" is native where that is supported.
+def read_spec(folder: Path, impl: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """Returns a checkpoint's spec, with `overrides` merged into its config, for `--model-impl`;
+    "auto" is native where that is supported.
 
     Raises:
         ConfigError: the model is not supported; the message says why.
     """
     check_folder(folder)
     if impl == "transformers":
-        return _describe(folder)
+        return _describe(folder, overrides)
     try:
-        return ModelSpec.from_folder(folder)
+        return ModelSpec.from_folder(folder, overrides)
     except ConfigError:
         if impl == "native":
             raise
-        return _describe(folder)
+        return _describe(folder, overrides)
 
 
-def _describe(folder: Path) -> ModelSpec:
+def _describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     from pdserve.common.model.hf.describe import describe  # transformers takes seconds to import
 
-    return describe(folder)
+    return describe(folder, overrides)
 
 
 def load_decoder(

@@ -36,7 +36,8 @@ class ModelFacts:
         config = engine.model
         assert config.model is not None, "call resolve_model first"
         folder = Path(config.model)
-        spec = read_spec(folder, config.model_impl).quantized(config.quantization)
+        spec = read_spec(folder, config.model_impl, config.overrides)
+        spec = spec.quantized(config.quantization)
         max_model_len = config.max_model_len or spec.max_position_embeddings
         spec.check_max_model_len(max_model_len)
         parallel = engine.parallel
@@ -52,7 +53,7 @@ class ModelFacts:
             name=config.served_name,
             spec=spec,
             max_model_len=max_model_len,
-            revision=weights_revision(folder, config.load_format, config.seed),
+            revision=weights_revision(folder, config.load_format, config.seed, config.overrides),
             dtype=dtype_name(dtype),
             device=device,
             draft=_draft(engine, spec),

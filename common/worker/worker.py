@@ -285,7 +285,8 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
             f"host {socket.gethostname()} has no folder {engine.model.model}: every host of a node "
             "needs the model at the same path"
         )
-    spec = read_spec(Path(engine.model.model), engine.model.model_impl)
+    config = engine.model
+    spec = read_spec(Path(engine.model.model), config.model_impl, config.overrides)
     max_model_len = engine.model.max_model_len or spec.max_position_embeddings
     spec.check_max_model_len(max_model_len)
     return spec, max_model_len

@@ -55,7 +55,7 @@ def check(folder: Path) -> None:
             f"this process (user {os.getuid()}) may not read {unreadable[0]}: "
             f"chmod -R a+rX {folder}"
         )
-    read_outline(folder, "auto")
+    read_outline(folder, "auto", {})
 
 
 def unpack(console: Console) -> Path:

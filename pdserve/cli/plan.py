@@ -63,7 +63,7 @@ def plan(config: PlanConfig) -> list[RolePlan]:
         ConfigError: the model is not supported, an option is missing, or a node would refuse
             these options whatever its memory.
     """
-    spec = _read_spec(config.model)
+    spec = _read_spec(_model_config(config))
     return [plan_role(role, setup(config, spec, role)) for role in ROLES]
 
 
@@ -110,7 +110,7 @@ def as_json(
 
 def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=config.model, dtype=config.dtype),
+        model=_model_config(config),
         parallel=parallel,
         cache=CacheConfig(
             block_size=config.block_size,
@@ -129,16 +129,26 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
     )
 
 
-def _read_spec(model: str | None) -> ModelSpec:
-    path = Path(model or "")
+def _model_config(config: PlanConfig) -> ModelConfig:
+    return ModelConfig(
+        model=config.model,
+        dtype=config.dtype,
+        hf_overrides=config.hf_overrides,
+        rope_scaling=config.rope_scaling,
+        rope_theta=config.rope_theta,
+    )
+
+
+def _read_spec(config: ModelConfig) -> ModelSpec:
+    path, overrides = Path(config.model or ""), config.overrides
     if path.is_file():
-        return ModelSpec.from_file(path)
+        return ModelSpec.from_file(path, overrides)
     try:
-        return ModelSpec.from_folder(path)
+        return ModelSpec.from_folder(path, overrides)
     except ConfigError:
         from pdserve.common.model.implementation import read_spec  # imports torch
 
-        return read_spec(path, "auto")
+        return read_spec(path, "auto", overrides)
 
 
 # ---- tables ----

@@ -13,7 +13,7 @@ from typing import Any
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from pdserve.common.core.generic_spec import Outline, read_outline
-from pdserve.common.core.model_spec import ModelSpec, check_max_model_len
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.parameters import MAX_LOGPROBS, MAX_TOKENS, PARAMETERS, check_token_ids
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.common.text.tokenizer_file import has_tokenizer
@@ -38,6 +38,7 @@ class ServedModel:
     max_logprobs: int = MAX_LOGPROBS
     # Sampling parameters by name.
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of config.json
 
     @property
     def name(self) -> str:
@@ -141,9 +142,9 @@ def load_served_model(config: ModelConfig) -> ServedModel:
     """Loads name, window and tokenizer of the model, and no weights."""
     assert config.model is not None, "main resolves the embedded model"
     folder = Path(config.model)
-    spec = read_outline(folder, config.model_impl)
+    spec = read_outline(folder, config.model_impl, config.overrides)
     max_model_len = config.max_model_len or spec.max_position_embeddings
-    check_max_model_len(max_model_len, spec.max_position_embeddings)
+    spec.check_max_model_len(max_model_len)
     return ServedModel(
         names=tuple(dict.fromkeys(config.served_model_name or [config.served_name])),
         root=str(folder),
@@ -153,6 +154,7 @@ def load_served_model(config: ModelConfig) -> ServedModel:
         tokenizer=_load_tokenizer(config, folder, spec),
         max_logprobs=config.max_logprobs,
         defaults=_load_defaults(config, folder),
+        overrides=config.overrides,
     )
 
 

@@ -92,7 +92,7 @@ def test_a_hand_over(
 def kv_bytes(model: Path, length: int) -> int:
     """The float32 KV that a decode node needs of a prompt."""
     total = 0
-    for group in read_spec(model, "auto").kv_groups:
+    for group in read_spec(model, "auto", {}).kv_groups:
         blocks = -(-length // BLOCK_SIZE) - group.first_kept(length, BLOCK_SIZE)
         token = len(group.layers) * group.planes * group.num_kv_heads * group.head_dim
         total += blocks * BLOCK_SIZE * token * 4

@@ -102,7 +102,7 @@ def compare(kind: Any, model_class: Any) -> dict[str, Any]:
         except Exception as error:
             return {"result": "not compared", "why": f"no tiny model: {_first(error)}"}
         try:
-            spec = read_spec(folder, "auto")
+            spec = read_spec(folder, "auto", {})
             config = ModelConfig(model=name)
             sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
             model = load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))

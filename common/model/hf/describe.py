@@ -4,17 +4,18 @@ built without memory and runs once, and each layer's attention says what it keep
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import Outline
-from pdserve.common.core.model_spec import ModelSpec, RopeSpec
+from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
 from pdserve.common.model.hf.attention import NAME, Answers, Style, answering
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,17 @@ def model_class(config: Any) -> type[PreTrainedModel]:
     return kind
 
 
-def read_config(folder: Path) -> Any:
-    """Reads `config.json`; never runs code of the checkpoint. Raises ConfigError."""
+def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
+    """Reads `config.json` with `overrides` merged into it; never runs code of the checkpoint.
+    Raises ConfigError."""
+    config = overridden(read_json(folder / "config.json"), overrides)
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(f"transformers has no model type {kind!r}, which config.json names")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0]
+        return CONFIG_MAPPING[kind].from_dict(config)
+    except Exception as error:  # whatever a config class of transformers checks
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"transformers cannot read {folder}/config.json: {first}") from error
 
 
@@ -73,11 +79,11 @@ def build(config: Any) -> PreTrainedModel:
         return model_class(config)._from_config(config, attn_implementation=NAME)
 
 
-def describe(folder: Path) -> ModelSpec:
+def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     """Raises ConfigError, which says why, for a model that cannot run on the paged cache."""
-    config = read_config(folder)
+    config = read_config(folder, overrides)
     model_class(config)
-    outline = Outline.from_folder(folder)
+    outline = Outline.from_folder(folder, overrides)
     name = (config.architectures or [type(config).__name__])[0]
     config._experts_implementation = "batched_mm"  # without sizes that depend on the data
     recorder = _Recorder()

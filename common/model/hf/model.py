@@ -159,7 +159,7 @@ def load_transformers_model(
         ConfigError: the folder's tensors do not match the class; the message lists differences.
     """
     assert config.model is not None
-    hf_config = read_config(Path(config.model))
+    hf_config = read_config(Path(config.model), config.overrides)
     kind = model_class(hf_config)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
