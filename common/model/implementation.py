@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import ModelSpec, check_folder
+from pdserve.common.core.model_spec import FAMILIES, ModelSpec, check_folder, read_json
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.loader import OnProgress, load_model
 from pdserve.common.model.sharding import Sharding
@@ -27,10 +27,20 @@ def read_spec(folder: Path, impl: str, overrides: Mapping[str, Any]) -> ModelSpe
         return _describe(folder, overrides)
     try:
         return ModelSpec.from_folder(folder, overrides)
-    except ConfigError:
+    except ConfigError as native:
         if impl == "native":
             raise
-        return _describe(folder, overrides)
+        try:
+            return _describe(folder, overrides)
+        except ConfigError:
+            if _has_native_code(folder):
+                raise native from None
+            raise
+
+
+def _has_native_code(folder: Path) -> bool:
+    names = read_json(folder / "config.json").get("architectures") or ()
+    return any(name in FAMILIES for name in names)
 
 
 def _describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
