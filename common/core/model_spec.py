@@ -24,6 +24,7 @@ from pdserve.common.core.moe_spec import (
     required_int,
 )
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
+from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 
 MAX_SHOWN = 20  # folder names that an error suggests
 DTYPES = ("float32", "bfloat16", "float16")
@@ -123,7 +124,8 @@ class ModelSpec:
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
-    quantization: Quantization | None = None
+    quantization: Quantization | None = None  # of weights in memory
+    stored: StoredWeights | None = None  # of weights that are dequantized while they are loaded
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -157,6 +159,8 @@ class ModelSpec:
             required_int(config, "hidden_size"),
         )
         attention_bias = bool(config.get("attention_bias", False))
+        settings, moe = config.get("quantization_config"), family.moe
+        quantization, stored = weight_formats(settings, has_experts=moe is not None)
         return cls(
             architecture=architecture,
             family=family.name,
@@ -182,8 +186,9 @@ class ModelSpec:
             layer_windows=_windows_of(config, family),
             dtype=_dtype_of(config),
             eos_token_ids=_eos_of({**config, **(generation or {})}),
-            moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
-            quantization=_quantization_of(config),
+            moe=None if moe is None else MoESpec.from_config(config, moe),
+            quantization=quantization,
+            stored=stored,
         )
 
     def quantized(self, name: str | None) -> ModelSpec:
@@ -328,15 +333,6 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings that transformers supports and this decoder does not."""
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
-
-
-def _quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    settings = config.get("quantization_config")
-    if not settings:
-        return None
-    if config.get("num_experts") or config.get("num_local_experts"):
-        raise ConfigError("a mixture of experts with quantized weights is not supported")
-    return Quantization.from_config(settings)
 
 
 def _rope_of(config: Mapping[str, Any]) -> RopeSpec:

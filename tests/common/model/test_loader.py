@@ -80,7 +80,7 @@ def test_rope_settings_are_read_in_both_forms() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "needs a factor"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8.*AWQ.*GPTQ.*int8"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quark.*AWQ.*GPTQ.*int8"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn.*float32, bfloat16, float16"),
         ({"vocab_size": None}, "vocab_size must be an integer"),
     ],
