@@ -106,7 +106,11 @@ def test_pack_quantized(bits: int, symmetric: bool, source: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     "scheme",
-    [Scheme("awq"), Scheme("gptq", sym=True), Scheme("gptq", desc_act=True)],
+    [
+        pytest.param(Scheme("awq"), marks=pytest.mark.slow),
+        pytest.param(Scheme("gptq", sym=True), marks=pytest.mark.slow),
+        Scheme("gptq", desc_act=True),
+    ],
     ids=["awq", "gptq", "gptq-desc-act"],
 )
 def test_mixtures_of_awq_and_gptq(scheme: Scheme, tmp_path: Path) -> None:
