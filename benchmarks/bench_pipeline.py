@@ -33,12 +33,13 @@ from pdserve.common.config.node import (
     SchedulerConfig,
 )
 from pdserve.common.config.shared import LogConfig
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import Emit, Executor, WorkerSpec
 from pdserve.common.distributed.launch import make_executor
-from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.core import EngineCore
+from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.messages import CacheShape, RankReady
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish
@@ -166,7 +167,7 @@ async def measure(model: Path, stages: int, works: Sequence[Work]) -> list[list[
     )
     try:
         answers = await executor.start()
-        shape = msgspec.msgpack.decode(answers[0], type=RankReady).cache
+        (shape,) = msgspec.msgpack.decode(answers[0], type=RankReady).caches
         return [
             [await one_round(executor, shape, stages, work) for _ in range(ROUNDS)]
             for work in works
@@ -178,7 +179,8 @@ async def measure(model: Path, stages: int, works: Sequence[Work]) -> list[list[
 async def one_round(executor: Executor, shape: CacheShape, stages: int, work: Work) -> list[Span]:
     ends = Ends(work.prompts)
     executor.on_event(ends.on_event)
-    pool = BlockPool(shape.num_blocks, shape.block_size, prefix_caching=False)
+    group = KVGroup((0,), 1, 1)
+    pool = KVPool([group], [shape.num_blocks], shape.block_size, prefix_caching=False)
     config = SchedulerConfig(max_num_batched_tokens=work.chunk, max_num_seqs=work.prompts)
     scheduler = Scheduler(pool, config, (), micro_batches=stages)
     engine = EngineCore(executor, scheduler, ends, work.prompt_len + work.output_len)

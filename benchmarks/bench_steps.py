@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.messages import StepDelta
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
@@ -34,7 +35,8 @@ TOKEN = SampledToken(7)
 
 def decoding(sequences: int, tokens: int, penalties: bool) -> Scheduler:
     """A scheduler whose sequences' KV has just arrived."""
-    pool = BlockPool(sequences * (tokens // BLOCK_SIZE + 64), BLOCK_SIZE)
+    blocks = sequences * (tokens // BLOCK_SIZE + 64)
+    pool = KVPool([KVGroup((0,), 1, 1)], [blocks], BLOCK_SIZE)
     scheduler = Scheduler(pool, SchedulerConfig(max_num_seqs=sequences), eos_token_ids=(0,))
     params = SamplingParams(repetition_penalty=1.1 if penalties else 1.0)
     for seq_id in range(sequences):

@@ -1,5 +1,5 @@
 """A soak with random faults: nodes are killed, frozen and restarted, the network is cut and lies,
-the router stands still or dies, and hostile clients attack, all under load. Every answer must be
+routers stand still or die, and hostile clients attack, all under load. Every answer must be
 the one that a cluster left alone gives.
 
     python benchmarks/chaos.py --seconds 60 --requests 200 --prefill 3 --decode 3
@@ -115,9 +115,9 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
             soak.requests,
             soak.hang_ups,
             soak.seed,
-            excused=faults.router_dead.ended_since,
+            excused=lambda router, since: faults.router_dead[router].ended_since(since),
             look=lambda: Thread(target=fleet.print_stacks).start(),
-            stood_still=faults.router_frozen.seconds,
+            stood_still=lambda router, *times: faults.router_frozen[router].seconds(*times),
         )
         if faults.crowds.ended_since(monotonic()):
             await asyncio.sleep(CROWD_SETTLES + 2 * PERIOD)  # what is left of them
@@ -142,11 +142,12 @@ def _probe(fleet: Fleet) -> AbstractAsyncContextManager[list[Sample]]:
 
 
 def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]:
-    """Milliseconds by what was asked and percentile, while there was a router that ran."""
+    """Milliseconds by what was asked and percentile, while the first router ran."""
+    dead, frozen = faults.router_dead["router"], faults.router_frozen["router"]
 
     def served(sample: Sample) -> bool:
         times = sample.at, sample.at + sample.seconds
-        return not (faults.router_dead.meet(*times) or faults.router_frozen.meet(*times))
+        return not (dead.meet(*times) or frozen.meet(*times))
 
     def greedy(sample: Sample) -> bool:
         return served(sample) and faults.greed.meet(sample.at, sample.at + sample.seconds)
@@ -173,7 +174,7 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
 
 async def learn_and_run(fleet: Fleet, soak: Soak, asks: Sequence[Ask]) -> Report:
     """Raises Lost when it fails without a fault."""
-    async with clients(fleet, asks) as load:
+    async with clients(fleet, asks, [*fleet.routers]) as load:
         await load.learn()
         return await run(fleet, soak, load)
 
@@ -188,7 +189,11 @@ async def still_held(fleet: Fleet) -> dict[str, int]:
 
 @contextmanager
 def started(
-    model: Path, sizes: Mapping[str, int], requests: int, networked: bool = False
+    model: Path,
+    sizes: Mapping[str, int],
+    requests: int,
+    networked: bool = False,
+    routers: int = 1,
 ) -> Iterator[Fleet]:
     """A fleet of this size, ready, in a folder that vanishes with it. Its model cannot stand
     `TOKEN`."""
@@ -212,10 +217,14 @@ def started(
         router = {"max_concurrent_requests": places, "max_queued_requests": queued}
         router |= known | secured
         fleet = make(
-            poisoned(model, folder / model.name), log, environment, router, **options, **secured
+            *(poisoned(model, folder / model.name), log, environment, router),
+            routers=routers,
+            **options,
+            **secured,
         )
         stack.callback(fleet.stop)
-        fleet.start_router()
+        for name in fleet.routers:
+            fleet.start_router(name=name)
         for role, size in sizes.items():
             for _ in range(size):
                 fleet.start_node(role)
@@ -227,6 +236,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="time in which things fail")
     parser.add_argument("--requests", type=int, default=200, help="requests in flight")
+    parser.add_argument("--routers", type=int, default=1, help="routers of the same nodes")
     parser.add_argument("--prefill", type=int, default=3, help="prefill nodes")
     parser.add_argument("--decode", type=int, default=3, help="decode nodes")
     parser.add_argument("--both", type=int, default=0, help="nodes of both roles")
@@ -272,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     networked = bool(EDGE_KINDS.keys() & set(kinds))
     sizes = {"prefill": args.prefill, "decode": args.decode, "both": args.both}
-    with started(args.model, sizes, args.requests, networked) as fleet:
+    with started(args.model, sizes, args.requests, networked, args.routers) as fleet:
         try:
             asks = soak.asks(vocab_size(args.model), never=TOKEN)
             report = asyncio.run(learn_and_run(fleet, soak, asks))

@@ -1,4 +1,4 @@
-"""A router and its nodes on this host, each a process of its own that may be killed, frozen,
+"""Routers and their nodes on this host, each a process of its own that may be killed, frozen,
 drained and replaced while the others serve."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pdserve.common.config.node import TransferConfig
 FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
+PORTS = ("http", "grpc", "registry")  # of a router
 SHARES = 16  # of the ports, one for each of so many processes
 TRANSFER = {each.name for each in fields(TransferConfig)}
 LOAD, HOSTILE, PROBE = range(3)  # clients, by the number of their API key
@@ -34,8 +35,8 @@ BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
 
 
 class Fleet:
-    """Processes by name: `router`, `prefill-1`, `decode-2` … `router` and `options` are flags of
-    the router and of every node, without dashes: `kv_lease=3`."""
+    """Processes by name: `router`, `router-2`, `prefill-1`, `decode-2` … `router` and `options` are
+    flags of every router and of every node, without dashes: `kv_lease=3`."""
 
     def __init__(
         self,
@@ -44,21 +45,18 @@ class Fleet:
         environment: Mapping[str, str],
         router: Mapping[str, Any] | None = None,
         warm: WarmStart | None = None,
+        routers: int = 1,
         **options: Any,
     ) -> None:
         """`warm` is another one's to close; without it the fleet has its own."""
         self.model = model
         self.log_path = log
-        self.ports = {name: free_port() for name in ("http", "grpc", "registry")}
+        names = ["router", *(f"router-{number}" for number in range(2, routers + 1))]
+        self.routers = {name: {port: free_port() for port in PORTS} for name in names}
+        self.ports = self.routers["router"]
         self.pids: dict[str, int] = {}  # of those that should run
         self.drained: list[int] = []  # pids of those that were told to end
-        self._router: dict[str, Any] = {
-            "port": self.ports["http"],
-            "grpc_port": self.ports["grpc"],
-            **FAST,
-        }
-        self._router["registry_port"] = self.ports["registry"]
-        self._router |= router or {}
+        self._router: dict[str, Any] = {**FAST, **(router or {})}
         self._options = {"kv_lease": 3, **options}
         self._numbers = itertools.count(1)
         self._by_address: dict[str, str] = {}
@@ -68,16 +66,18 @@ class Fleet:
 
     # ---- processes that come and go ---------------------------------------------------------
 
-    def start_router(self, before: Sequence[str] = ()) -> None:
+    def start_router(self, before: Sequence[str] = (), name: str = "router") -> None:
         """`before` as in `WarmStart.start`."""
-        options = {"model": self.model, **self._router}
-        self.pids["router"] = self._start("router", flags(options), before)
+        ports = self.routers[name]
+        options = {"port": ports["http"], "grpc_port": ports["grpc"]}
+        options = {"registry_port": ports["registry"], **options, **self._router}
+        options = {"model": self.model, **options}
+        self.pids[name] = self._start("router", flags(options), before)
 
     def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
         """Returns its name; `before` as in `WarmStart.start`."""
         name, port = f"{role}-{next(self._numbers)}", options.pop("grpc_port", 0) or free_port()
-        router = f"127.0.0.1:{self.ports['registry']}"
-        options = {"model": self.model, "router": router, **self._options, **options}
+        options = {"model": self.model, "router": self.registries(), **self._options, **options}
         options["grpc_port"] = port
         if role == "both":  # it takes no options of the KV transfer
             options = {key: value for key, value in options.items() if key not in TRANSFER}
@@ -157,6 +157,10 @@ class Fleet:
         """Where nodes register."""
         return f"127.0.0.1:{self.ports['registry']}"
 
+    def registries(self, host: str = "127.0.0.1") -> str:
+        """Returns a node's --router; the routers are on this host."""
+        return ",".join(f"{host}:{ports['registry']}" for ports in self.routers.values())
+
     def credentials(self, role: bool = False) -> grpc.ChannelCredentials | None:
         """Returns the credentials of a gRPC client or of a role; None if the ports are open to all.
         A client's files are beside the roles'."""
@@ -168,10 +172,10 @@ class Fleet:
 
     # ---- what they say of themselves --------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self, router: str = "router") -> dict[str, Any]:
         """The router's `/v1/cluster`; every node has its `name` here, one that is not ours an
         empty one. Raises OSError."""
-        url = f"http://127.0.0.1:{self.ports['http']}/v1/cluster"
+        url = f"http://127.0.0.1:{self.routers[router]['http']}/v1/cluster"
         try:
             with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
                 state: dict[str, Any] = json.load(answer)
@@ -182,17 +186,20 @@ class Fleet:
         return state
 
     def ready(self) -> set[str]:
-        """The nodes that are, those included that fit no other; none while the router is about to
-        start."""
-        try:
-            nodes = self.state()["nodes"]
-        except OSError:
-            return set()
-        return {node["name"] for node in nodes if node["state"] in ("ready", "unpaired")}
+        """The nodes that are at every router that should run, those included that fit no other;
+        none while a router is about to start."""
+        found: list[set[str]] = []
+        for router in self.routers.keys() & self.pids.keys():
+            try:
+                nodes = self.state(router)["nodes"]
+            except OSError:
+                return set()
+            found.append({n["name"] for n in nodes if n["state"] in ("ready", "unpaired")})
+        return set.intersection(*found) if found else set()
 
     def all_ready(self) -> bool:
         """Whether every node that should run is ready."""
-        return self.ready() >= self.pids.keys() - {"router"}
+        return self.ready() >= self.pids.keys() - self.routers.keys()
 
     def wait_ready(self) -> None:
         """Until every node is. Raises TimeoutError."""
@@ -205,7 +212,7 @@ class Fleet:
     def print_stacks(self) -> None:
         """Every process that serves writes to the log what it is at."""
         if ready := self.ready():  # one that has just started would die of the signal
-            for name in ready & self.pids.keys() | {"router"}:
+            for name in (ready | self.routers.keys()) & self.pids.keys():
                 self.send(name, signal.SIGUSR1)
 
     def running(self) -> set[str]:
@@ -214,7 +221,7 @@ class Fleet:
 
     def bury(self) -> list[str]:
         """Nodes that ended though they should run; they need not any more."""
-        nodes = [(name, pid) for name, pid in list(self.pids.items()) if name != "router"]
+        nodes = [(name, pid) for name, pid in list(self.pids.items()) if name not in self.routers]
         ended = [name for name, pid in nodes if self.exit_code(pid) is not None]
         # Those that are not there any more were ended on purpose, just now.
         return [name for name in ended if self.pids.pop(name, None) is not None]
@@ -227,7 +234,8 @@ class Fleet:
     def held(self) -> dict[str, int]:
         """Returns node → what it still holds: KV blocks, else requests."""
         running = self.running()
-        nodes = [node for node in self.state()["nodes"] if node["name"] in running]
+        router = next(name for name in self.routers if name in running)
+        nodes = [node for node in self.state(router)["nodes"] if node["name"] in running]
         held = {node["name"]: _held(node["metrics_address"]) for node in nodes}
         return {name: count for name, count in held.items() if count}
 

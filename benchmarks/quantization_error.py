@@ -76,17 +76,17 @@ class Subject:
             ModelConfig(model=str(folder), quantization=quantization),
         )
         self.model = load_model(spec, config, Sharding(GroupCoordinator(), CPU, torch.float32))
-        shape = self.model.attention.shape
-        sizes = (2, 128, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-        self.cache = torch.zeros(spec.num_layers, *sizes)
+        (attention,) = self.model.attentions
+        heads, dim = attention.shape.num_kv_heads, attention.shape.head_dim
+        self.cache = torch.zeros(spec.num_layers, 2, 128, heads, BLOCK_SIZE, dim)
 
     def logits(self, tokens: Sequence[int], start: int = 0) -> Tensor:
         """Returns the logits of each token."""
         blocks = list(range(-(-(start + len(tokens)) // BLOCK_SIZE)))
         batch = AttentionBatch([len(tokens)], [start], [blocks], BLOCK_SIZE)
         positions = torch.arange(start, start + len(tokens))
-        context = self.model.attention.prepare(batch)
-        hidden = self.model.forward(torch.tensor(tokens), positions, context, self.cache)
+        contexts = self.model.prepare([batch])
+        hidden = self.model.forward(torch.tensor(tokens), positions, contexts, [self.cache])
         return self.model.compute_logits(hidden)
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:

@@ -36,7 +36,7 @@ class Site(Fleet):
             ports = {"grpc_port": free_port(), "metrics_port": free_port()}
             self._relays.add(self._network.pid(host), front(host), host, [*ports.values()])
             places = {"host": host, "advertise_host": front(host), "kv_host": host, **ports}
-            places |= {"router": f"{ROUTER}:{self.ports['registry']}"}
+            places |= {"router": self.registries(ROUTER)}
             enter = ("benchmarks.hosts:enter", str(self._network.pid(host)), *before)
             name = super().start_node(role, enter, **places, **options)
             self._hosts[name], self._tenants[host] = host, self.pids[name]

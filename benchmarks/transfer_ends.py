@@ -37,7 +37,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
-from pdserve.kv_transfer.rank.worker_connector import WorkerConnector
+from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from pdserve.kv_transfer.selection import load_connector
 
 CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens
@@ -107,7 +107,7 @@ def close_view(view: CacheView) -> None:
 
 def make_rank(
     name: str, view: CacheView, *, source: bool
-) -> tuple[WorkerConnector, queue.SimpleQueue[Event | tuple[Landed, float]]]:
+) -> tuple[GroupConnector, queue.SimpleQueue[Event | tuple[Landed, float]]]:
     """Its events come as they are, but `Landed` with the moment it was told."""
     events: queue.SimpleQueue[Event | tuple[Landed, float]] = queue.SimpleQueue()
 
@@ -115,18 +115,14 @@ def make_rank(
         events.put((event, time.perf_counter()) if isinstance(event, Landed) else event)
 
     context = RankContext(view, "127.0.0.1", "bench", emit)
-    return WorkerConnector(load_connector(name)(context, {}), source), events
+    return GroupConnector(load_connector(name)(context, {}), source), events
 
 
-def call(rank: WorkerConnector, command: Command) -> Reply:
-    message = rank.handle(msgspec.msgpack.encode(command))
-    reply = msgspec.msgpack.decode(message, type=Reply)
-    if reply.error is not None:
-        raise RuntimeError(reply.error.message)
-    return reply
+def call(rank: GroupConnector, command: Command) -> Reply:
+    return rank.handle(command)
 
 
-def verify(rank: WorkerConnector, commit: Verify) -> None:
+def verify(rank: GroupConnector, commit: Verify) -> None:
     """As a decode node does it, step by step, to the end."""
     reply = call(rank, commit)
     while reply.left and not reply.digests:
@@ -140,7 +136,7 @@ def sink_process(name: str, shape: Shape, control: Connection) -> None:
     """Accepts what it is told to, and answers each commit when it has landed and is verified."""
     torch.set_num_threads(1)
     rank, events = make_rank(name, make_view(shape), source=False)
-    control.send_bytes(rank.info())
+    control.send_bytes(rank.endpoint)
     while message := control.recv_bytes():
         started = time.process_time()
         transfer_id, count = message[:16], int(message[16:])

@@ -1,4 +1,4 @@
-"""Rank processes that start in a moment: forked from a process that has imported everything.
+"""Processes below a warm one that start in a moment, too: a node's ranks, for one.
 
     node ── zygote ── (a moment) ── rank        forks
     node ── rank                                what is left: the node is the rank's parent
@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +31,43 @@ _libc = ctypes.CDLL(None)
 
 def use() -> Zygote:
     """From now on this process's executors fork their ranks. It must have one thread."""
-    zygote = Zygote()
-    launch.spawn = zygote.spawn  # type: ignore[assignment]
+    zygote = Zygote(_run_rank)
+
+    async def spawn(directory: Path, rank: int) -> ForkedRank:
+        """In the place of `pdserve.common.distributed.launch.spawn`."""
+        read, write = os.pipe()
+        try:
+            return ForkedRank(zygote.fork(f"{rank} {directory}", read), write)
+        finally:
+            os.close(read)
+
+    launch.spawn = spawn  # type: ignore[assignment]
     return zygote
 
 
-class Zygote:
-    """`close` it before the process ends."""
+def _run_rank(order: str) -> int:
+    rank, _, directory = order.partition(" ")
+    return rank_main.main(Path(directory), int(rank))
 
-    def __init__(self) -> None:
+
+class Zygote:
+    """Forks children of this process, each of which runs `main`. `close` it before the process
+    ends."""
+
+    def __init__(self, main: Callable[[str], int]) -> None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans below become this process's children
-        node = os.getpid()
+        parent = os.getpid()
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if self._pid == 0:
             self._orders.close()
-            _serve(theirs, node)
+            _serve(theirs, main, parent)
         theirs.close()
 
-    async def spawn(self, directory: Path, rank: int) -> ForkedRank:
-        """In the place of `pdserve.common.distributed.launch.spawn`."""
-        read, write = os.pipe()
-        socket.send_fds(self._orders, [f"{rank} {directory}".encode()], [read])
-        os.close(read)
-        return ForkedRank(int(self._orders.recv(64)), write)
+    def fork(self, order: str, stdin: int) -> int:
+        """Returns the pid of a child that runs `main(order)`, with `stdin` as its descriptor 0."""
+        socket.send_fds(self._orders, [order.encode()], [stdin])
+        return int(self._orders.recv(64))
 
     def close(self) -> None:
         self._orders.close()
@@ -89,38 +103,37 @@ class ForkedRank:
 # ---- in the zygote ----
 
 
-def _serve(orders: socket.socket, node: int) -> Any:
+def _serve(orders: socket.socket, main: Callable[[str], int], parent: int) -> Any:
     die_with_parent()
     _libc.prctl(PR_SET_NAME, NAME.encode())
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, 4096, 1)
         if not order:
             os._exit(0)
-        rank, _, directory = order.decode().partition(" ")
         (stdin,) = descriptors
         between = os.fork()
         if between == 0:
             if (pid := os.fork()) == 0:
-                _become(stdin, Path(directory), int(rank), node)
+                _become(stdin, main, order.decode(), parent)
             orders.send(str(pid).encode())
             os._exit(0)
         os.waitpid(between, 0)
         os.close(stdin)
 
 
-def _become(stdin: int, directory: Path, rank: int, node: int) -> Any:
-    """Goes on as the rank, once it is the node's child; never returns."""
+def _become(stdin: int, main: Callable[[str], int], order: str, parent: int) -> Any:
+    """Runs `main` once this is the parent's child; never returns."""
     code = 1
     try:
-        while os.getppid() != node:
-            os.kill(node, 0)  # raises once the process is gone
+        while os.getppid() != parent:
+            os.kill(parent, 0)  # raises once the process is gone
             time.sleep(0.001)
         _libc.prctl(PR_SET_NAME, b"python3")
         os.setsid()
         os.dup2(stdin, 0)
         os.dup2(2, 1)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        code = rank_main.main(directory, rank)
+        code = main(order)
     except Exception:
         traceback.print_exc()
     finally:

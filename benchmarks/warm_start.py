@@ -66,8 +66,9 @@ class WarmStart:
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> int:
-        """Runs the role (of MAINS), appending its output to `log`; returns its pid. `before`
-        is a function to call first in the process, as `module:name`, and its arguments."""
+        """Runs the role (of MAINS, or a module with a `main`), appending its output to `log`;
+        returns its pid. `before` is a function to call first in the process, as `module:name`, and
+        its arguments."""
         more = {"before": [*before], "environment": dict(environment or {})}
         pid: int = self._ask("start", role=role, flags=flags, log=str(log), **more)
         return pid
@@ -165,8 +166,8 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         sys.stdin, sys.argv = open(0), [role, *flags]  # noqa: SIM115
         if before:
             import_string(before[0])(*before[1:])
-        zygote = None if role == "router" else import_string(FORKED_RANKS)()
-        code = int(import_module(MAINS[role]).main(flags))
+        zygote = import_string(FORKED_RANKS)() if role.endswith("_node") else None
+        code = int(import_module(MAINS.get(role, role)).main(flags))
         if zygote:
             zygote.close()
     except SystemExit as stop:  # of wrong flags

@@ -21,6 +21,7 @@ from pdserve.common.rpc.status import serving
 from pdserve.decode_node.router_streams import RouterStream, RouterStreams
 from pdserve.decode_node.service import KVTransferService
 from pdserve.decode_node.session import DecodeSession
+from pdserve.kv_transfer.commands import decode_endpoints
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.ticket import RankEndpoint
 from pdserve.kv_transfer.layout import Rect, fingerprint
@@ -42,7 +43,11 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
         """Makes a sink whose tickets name the ranks of its replica only."""
         return KVSink(
-            [RankEndpoint(each.rank, Rect.of(each.cache), each.extension_info) for each in ranks],
+            [
+                RankEndpoint(each.rank, Rect.of(each.caches[group]), endpoint, group)
+                for each in ranks
+                for group, endpoint in decode_endpoints(each.extension_info).items()
+            ],
             fingerprint=self.transfer_setup.fingerprint,
             block_size=self.config.engine.cache.block_size,
             address=self.address,

@@ -23,7 +23,7 @@ from pdserve.common.node.replica import Replica
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.decode_node.router_streams import JobWriter
-from pdserve.kv_transfer.control.recv_transfer import RecvResult
+from pdserve.kv_transfer.control.recv_transfer import GroupBlocks, RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 
 T = TypeVar("T")
@@ -190,12 +190,11 @@ class DecodeSession:
         return sequence
 
     async def _reserve(self, sequence: Sequence) -> None:
-        first_block = sequence.num_computed // self._engine.scheduler.pool.block_size
+        pool = self._engine.scheduler.pool
         self._freed = asyncio.Event()
         ticket, arrival = await self._sink.reserve(
             num_tokens=sequence.num_tokens,
-            first_block=first_block,
-            block_ids=tuple(sequence.block_table[first_block:]),
+            blocks=[GroupBlocks(*each) for each in pool.awaited(sequence)],
             on_freed=lambda: self._release(sequence),
             adapter=self._job.adapter,
         )

@@ -27,9 +27,10 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.options import Option, options
 from pdserve.common.config.router import RouterConfig, RoutingConfig
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.parameters import PARAMETERS, Parameter, ParamType
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
 from pdserve.common.node.utilisation import UtilisationCollector
@@ -245,7 +246,7 @@ def router_metrics() -> Iterator[str]:
 
 def node_metrics() -> Iterator[str]:
     registry = NodeMetrics().registry
-    pool = BlockPool(num_blocks=1, block_size=1)
+    pool = KVPool([KVGroup((0,), 1, 1)], [1], block_size=1)
     registry.register(SchedulerCollector([Scheduler(pool, SchedulerConfig(), ())]))
     registry.register(UtilisationCollector([]))
     return _metric_table(registry, NODE_NAMES)

@@ -1,6 +1,6 @@
 """The bytes of a transfer's blocks in a rank's cache, and functions that move or hash them.
 
-The canonical order of a piece's bytes is (layer, k|v, block, KV head). Both sides walk their
+The canonical order of a piece's bytes is (layer, plane, block, KV head). Both sides walk their
 own memory in that order, so one byte stream fits both though physical block ids and head
 ranges differ. Adjacent bytes form one run; runs are cut differently on each side.
 """
@@ -38,7 +38,7 @@ def head_nbytes(cache: torch.Tensor) -> int:
 
 def piece_nbytes(cache: torch.Tensor, rect: Rect, count: int) -> int:
     """Returns the size of `count` blocks of a piece."""
-    return rect.area * 2 * count * head_nbytes(cache)
+    return rect.area * cache.shape[1] * count * head_nbytes(cache)
 
 
 def byte_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> ByteRuns:
@@ -86,14 +86,16 @@ class BlockLayout:
     rect: Rect
     num_blocks: int
     head_nbytes: int
+    planes: int = 2  # of a layer
 
     @classmethod
     def of(cls, view: CacheView) -> BlockLayout:
-        return cls(view.rect, view.cache.shape[2], head_nbytes(view.cache))
+        cache = view.cache
+        return cls(view.rect, cache.shape[2], head_nbytes(cache), cache.shape[1])
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.rect.area * self.num_blocks * self.head_nbytes
+        return self.planes * self.rect.area * self.num_blocks * self.head_nbytes
 
     def has_all_heads(self, rect: Rect) -> bool:
         """Returns whether adjacent blocks of `rect` are adjacent bytes."""
@@ -106,7 +108,10 @@ class BlockLayout:
         stride = self.num_blocks * row
         starts = firsts * row + heads.start * self.head_nbytes
         lengths = counts * (rect.num_heads * self.head_nbytes)
-        return PlaneRuns(2 * layers.start * stride, stride, 2 * rect.num_layers, starts, lengths)
+        planes = self.planes
+        return PlaneRuns(
+            *(planes * layers.start * stride, stride, planes * rect.num_layers, starts, lengths)
+        )
 
 
 def _stretches(

@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 from pdserve.common.core.errors import TransferError
 from pdserve.kv_transfer.layout import CacheView, Piece
 
-API_VERSION = 1
+API_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,16 @@ from pdserve.kv_transfer.layout import Rect
 
 @dataclass(frozen=True, slots=True)
 class RunDigest:
-    """Carries the source's digest of a run that it sent to one sink rank."""
+    """Carries the source's digest of a run that it sent to one share of the sink."""
 
-    sink_rank: int
+    sink: int
     rect: Rect
     run: BlockRun
     digest: bytes  # 16 bytes
 
     def to_pb(self) -> cluster_pb2.RunDigest:
         return cluster_pb2.RunDigest(
-            sink_rank=self.sink_rank,
+            sink=self.sink,
             **asdict(self.rect),
             first_block=self.run.first,
             num_blocks=self.run.count,
@@ -38,7 +38,7 @@ class RunDigest:
     @classmethod
     def from_pb(cls, message: cluster_pb2.RunDigest) -> RunDigest:
         run = BlockRun(message.first_block, message.num_blocks)
-        return cls(message.sink_rank, Rect.of(message), run, message.digest)
+        return cls(message.sink, Rect.of(message), run, message.digest)
 
 
 def check_coverage(whole: Rect, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> None:
@@ -66,7 +66,7 @@ def mismatch(wrong: Sequence[RunDigest]) -> TransferError:
     """Makes the error of runs that did not land as they were sent."""
     runs = ", ".join(
         f"blocks {each.run.first}…{each.run.first + each.run.count - 1} of {each.rect} "
-        f"on rank {each.sink_rank}"
+        f"in share {each.sink}"
         for each in wrong[:3]
     )
     return TransferError(

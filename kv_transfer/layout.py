@@ -1,13 +1,14 @@
 """The parts of the KV cache: which rank owns which, and which source sends which to which sink.
 
-A rank owns a rectangle: a range of layers × a range of KV heads. A source rank sends a sink rank
-the intersection of their rectangles. That one piece of arithmetic covers unequal tensor
-parallelism, unequal pipelines and replicated KV heads, in both directions.
+A rank owns a rectangle of each KV group (`common/core/kv_groups.py`): a range of the group's
+layers × a range of KV heads. A source rank sends a sink rank the intersection of their rectangles.
+That one piece of arithmetic covers unequal tensor parallelism, unequal pipelines and replicated KV
+heads, in both directions. Groups never mix: each has a cache, block ids and connectors of its own.
 
-Inside a rank the cache is one tensor, head-major inside a block, so that a slice of heads
-of one block is contiguous:
+Inside a rank a group's cache is one tensor, head-major inside a block, so that a slice of heads of
+one block is contiguous; a plane has the keys, the values or the latents of a layer:
 
-    [layer][k|v][block, kv_head, slot, head_dim]
+    [layer][plane][block, kv_head, slot, head_dim]
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pdserve.common.core.errors import Blame, ConfigError, TransferError
 if TYPE_CHECKING:
     import torch
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 class Part(Protocol):
@@ -41,7 +42,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Covers layers `layer_start…layer_end-1` × KV heads `head_start…head_end-1` of the model."""
+    """Covers layers `layer_start…layer_end-1` × KV heads `head_start…head_end-1` of a KV group."""
 
     layer_start: int
     layer_end: int
@@ -96,19 +97,30 @@ class Rect:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Says which part one source rank sends to one sink rank, for every block of a transfer."""
+class Share:
+    """Names what one rank keeps of one KV group. A node numbers its shares: with one group those
+    numbers are the ranks'."""
 
-    source_rank: int
-    sink_rank: int
+    rank: int
+    rect: Rect
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Says which part of a source's share goes to which sink's share, for every block of a
+    transfer. Shares are given by their numbers."""
+
+    source: int
+    sink: int
     rect: Rect
 
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """Holds one rank's cache and the rectangle it covers.
+    """Holds one rank's cache of one KV group and the rectangle it covers.
 
-    `cache` has shape `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`.
+    `cache` has shape `[num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim]`.
     `shared_fd` is the memory file behind a CPU cache (memfd), for connectors that map it.
     """
 
@@ -136,26 +148,29 @@ def rank_rects(num_layers: int, num_kv_heads: int, tp_size: int) -> list[Rect]:
     return [Rect(0, num_layers, start, start + width) for start in starts]
 
 
-def plan(sources: Sequence[Rect], sinks: Sequence[Rect]) -> list[Piece]:
-    """Plans which source rank sends which part to which sink rank, so that every sink's rectangle
-    is covered exactly once. Where several sources hold the same part (replicated KV heads), the
-    senders are spread over the sinks.
+def plan(sources: Sequence[Share], sinks: Sequence[Share]) -> list[Piece]:
+    """Plans which source sends which part to which sink, so that every sink's share is covered
+    exactly once. Where several sources hold the same part (replicated KV heads), the senders are
+    spread over the sinks.
 
     Raises:
-        TransferError: LAYOUT_MISMATCH, a part of a sink's rectangle is held by no source.
+        TransferError: LAYOUT_MISMATCH, a part of a sink's share is held by no source.
     """
     load = [0] * len(sources)  # area each source sends so far
     pieces: list[Piece] = []
-    for sink_rank, sink in enumerate(sinks):
-        missing = [sink]
-        for rank in sorted(range(len(sources)), key=lambda rank: (load[rank], rank)):
-            parts = [part for rect in missing if (part := rect.intersect(sources[rank])).area]
-            missing = [rest for rect in missing for rest in _subtract(rect, sources[rank])]
-            pieces += [Piece(rank, sink_rank, part) for part in parts]
-            load[rank] += sum(part.area for part in parts)
+    for number, sink in enumerate(sinks):
+        missing = [sink.rect]
+        able = [i for i, source in enumerate(sources) if source.group == sink.group]
+        for i in sorted(able, key=lambda i: (load[i], i)):
+            held = sources[i].rect
+            parts = [part for rect in missing if (part := rect.intersect(held)).area]
+            missing = [rest for rect in missing for rest in _subtract(rect, held)]
+            pieces += [Piece(i, number, part) for part in parts]
+            load[i] += sum(part.area for part in parts)
         if missing:
             raise TransferError(
-                f"no source rank holds {missing[0]}, which sink rank {sink_rank} needs",
+                f"no source rank holds {missing[0]} of KV group {sink.group}, which sink rank "
+                f"{sink.rank} needs",
                 code="LAYOUT_MISMATCH",
                 retryable=False,
                 blame=Blame.PREFILL,

@@ -23,7 +23,7 @@ from pdserve.common.worker.kv_cache import cache_bytes, resized
 from pdserve.kv_transfer.control.sink_client import DecodePeers, SinkClient, why_unreachable
 from pdserve.kv_transfer.control.source import KVSource
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.layout import Rect, Share
 from pdserve.kv_transfer.selection import TransferSetup, set_up
 from pdserve.prefill_node.session import PrefillSession
 
@@ -48,15 +48,16 @@ class PrefillNode(EngineNode[PrefillSession, KVSource]):
         return set_up(self.config, self.facts.device, self.kv_identity, key, source=True)
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSource:
-        caches = [rank.cache for rank in ranks]
+        caches = [(each.rank, *part) for each in ranks for part in enumerate(each.caches)]
+        shares = [Share(rank, Rect.of(cache), group) for rank, group, cache in caches]
         return KVSource(
-            [Rect.of(cache) for cache in caches],
+            [share for share in shares if share.rect.area],
             fingerprint=self.transfer_setup.fingerprint,
             block_size=self.config.engine.cache.block_size,
             lease_s=self.config.transfer.kv_lease,
             call=call,
             sink=SinkClient(self.server.channels.get, self.peers),
-            block_nbytes=max(cache_bytes(resized(each, 1)) for each in caches),
+            block_nbytes=max(cache_bytes(resized(cache, 1)) for _, _, cache in caches),
         )
 
     def add_services(self) -> None:

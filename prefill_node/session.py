@@ -52,7 +52,7 @@ class PrefillSession:
         self._first_token = asyncio.get_running_loop().create_future()
         self._handoff: SendTransfer | None = None
         self._committed: asyncio.Future[SendResult] | None = None
-        self._next_block = ticket.first_block  # the first one not yet sent
+        self._next_blocks = list(ticket.first_blocks)  # per KV group: the first one not yet sent
         self._arrived = monotonic()
         self._admitted = self._arrived
 
@@ -119,12 +119,13 @@ class PrefillSession:
         end = (
             pool.blocks_for(self._num_tokens) if last else sequence.num_computed // pool.block_size
         )
-        count = max(0, end - self._next_block)
-        if count or last:
-            run = BlockRun(self._next_block, count)
-            blocks = tuple(sequence.block_table[run.first : run.first + count])
-            self._handoff.ready(run, blocks, last=last)
-            self._next_block += count
+        for group, table in enumerate(sequence.block_tables):
+            first = self._next_blocks[group]
+            count = max(0, end - first)
+            if count or last:
+                blocks = table[first : first + count]
+                self._handoff.ready(BlockRun(first, count), blocks, last, group)
+                self._next_blocks[group] += count
 
     def _describe(self, event: TokenEvent) -> pb.FirstToken:
         return pb.FirstToken(

@@ -83,7 +83,7 @@ class RouterServer:
         self._https = https_context(server)
         self._channels = self._credentials.channels()
         self._model = model = load_served_model(config.model)
-        self._registry = Registry(routing)
+        self._registry = Registry(routing, router_id=node_id)
         adapters = read_adapters(config.lora, model)
         metrics = RouterMetrics(model.max_model_len)
         self._tracer = Tracer(config.observability.otlp_endpoint, "router", node_id)
@@ -110,6 +110,7 @@ class RouterServer:
             priorities=routing.scheduling_policy == "priority",
             tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
             workers=self._workers,
+            event_keys=key.derive("event ids") if (key := self._credentials.key) else (),
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)
         cors, root_path, limit = CORS.of(server), server.root_path or "", server.max_body_size
@@ -205,10 +206,12 @@ class RouterServer:
 
     async def _keep_house(self, period: float) -> None:
         """Sets gRPC's health to /ready's, moves requests off silent nodes, forgets nodes that are
-        silent for long, and closes the connections to nodes that left."""
+        silent for long, counts what other routers have placed, and closes the connections to nodes
+        that left."""
         while True:
             await self._grpc.set_healthy(self._pipeline.ready()[0])
             self._registry.sweep()
+            self._pipeline.admission.placed_by_others(*self._pipeline.view.placed_by_others())
             addresses = {node.info.address for node in self._registry.connected()}
             await self._channels.keep(addresses)
             with suppress(TimeoutError):

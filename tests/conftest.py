@@ -39,6 +39,7 @@ def same_tensors() -> None:
     import torch  # not in the process that only deals the tests out
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # several would spin, waiting for cores that other tests have
 
 
 @pytest.fixture

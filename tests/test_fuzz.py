@@ -51,18 +51,20 @@ from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, 
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
-from pdserve.kv_transfer.layout import CacheView, Piece, Rect, plan
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect, Share, plan
 from pdserve.kv_transfer.rank.digester import Digester
+from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from pdserve.kv_transfer.rank.worker_connector import WorkerConnector
 from pdserve.router.api.app_state import AppState
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
+from thinned import EXAMPLES
 
 settings.register_profile(
     "fuzz",
     derandomize=True,
-    max_examples=200,
+    max_examples=EXAMPLES,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -320,14 +322,14 @@ COMMANDS = st.tuples(NAMES, st.dictionaries(st.sampled_from(["transfer_id", "run
 MESSAGES = (
     st.binary(max_size=60)
     | PLAIN.map(msgspec.msgpack.encode)
-    | COMMANDS.map(lambda each: msgspec.msgpack.encode({"type": each[0], **each[1]}))
-    | st.tuples(NAMES, PLAIN).map(msgspec.msgpack.encode)
+    | COMMANDS.map(lambda each: msgspec.msgpack.encode([0, {"type": each[0], **each[1]}]))
+    | st.tuples(ints(2), NAMES, PLAIN).map(msgspec.msgpack.encode)
 )
 
 
 def test_commands_to_a_rank() -> None:
     with sink_and_source(TCPConnector) as (sink, _):
-        rank = WorkerConnector(sink.connector, source=False)
+        rank = WorkerConnector({0: GroupConnector(sink.connector, source=False)})
 
         @given(MESSAGES)
         def handle(message: bytes) -> None:
@@ -358,7 +360,7 @@ TICKETS = st.builds(
     epoch=U32, lease_s=st.just(1.0) | st.floats(),
     address=st.just("h:1") | st.text(), fingerprint=st.text(),
     block_size=ints(2**32 - 1), num_tokens=ints(2**32 - 1),
-    first_block=ints(2**32 - 1), endpoints=st.lists(ENDPOINTS, max_size=3),
+    first_blocks=st.lists(ints(2**32 - 1), max_size=2), endpoints=st.lists(ENDPOINTS, max_size=3),
 )  # fmt: skip
 GOOD = {"rank": 0, "layer_end": 3, "head_end": 2}
 
@@ -366,16 +368,16 @@ GOOD = {"rank": 0, "layer_end": 3, "head_end": 2}
 @given(TICKETS)
 @example(
     cluster_pb2.Ticket(
-        transfer_id=ID, lease_s=1, address="h:1", block_size=4, num_tokens=9,
+        transfer_id=ID, lease_s=1, address="h:1", block_size=4, num_tokens=9, first_blocks=[0],
         endpoints=[cluster_pb2.RankEndpoint(**GOOD)],
     )
 )  # fmt: skip
 def test_tickets(message: cluster_pb2.Ticket) -> None:
     with contextlib.suppress(TransferError):
         ticket = Ticket.from_pb(message)
-        assert ticket.first_block <= ticket.num_blocks
+        assert max(ticket.first_blocks) <= ticket.num_blocks
         assert Ticket.from_pb(ticket.to_pb()) == ticket
-        plan([RECT], [each.rect for each in ticket.endpoints])
+        plan([Share(0, RECT)], [each.share for each in ticket.endpoints])
 
 
 SAMPLING = st.builds(

@@ -109,8 +109,8 @@ class Spans:
 
 class Faults:
     """`counts` says what was done, by kind and target; `answers` what hostile clients were told,
-    by kind and words. A role with several nodes keeps one that is well: a fault that finds no
-    other is left out."""
+    by kind and words. A role with several nodes keeps one that is well, and so do several routers:
+    a fault that finds no other is left out."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -119,8 +119,8 @@ class Faults:
         self.answers: Counter[tuple[str, str]] = Counter()
         self.crashed: list[str] = []  # what should run and did not, in words
         self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now
-        self.router_dead = Spans(SETTLE)
-        self.router_frozen = Spans()
+        self.router_dead = {name: Spans(SETTLE) for name in fleet.routers}
+        self.router_frozen = {name: Spans() for name in fleet.routers}
         self.greed = Spans()
         self.crowds = Spans(CROWD_SETTLES)  # that ask, or are connected, by the thousand
 
@@ -155,7 +155,7 @@ class Faults:
             await asyncio.sleep(NURSE_PERIOD)
 
     def take(self, role: str, rng: random.Random) -> str:
-        """A node of a role that is well, and is not from now on; or the router. Raises NotNow."""
+        """A node of a role, or a router, that is well, and is not from now on. Raises NotNow."""
         running = self.well & self.fleet.running()
         well = sorted(name for name in running if name.startswith(role))
         if len(well) < 2 and not len(self.fleet.names(role)) == 1 == len(well):
@@ -222,13 +222,13 @@ def _on_a_node(act: Callable[[Fleet, str, float], Awaitable[str]]) -> Kind:
 NODE_KINDS = {"kill": _on_a_node(kill), "stop": _on_a_node(stop), "restart": _on_a_node(restart)}
 
 
-# ---- the router ----
+# ---- a router ----
 
 
 async def stop_router(faults: Faults, fault: Fault) -> None:
     """SIGSTOP, then SIGCONT: everybody waits, and nothing is lost."""
     name = faults.take("router", fault.random)
-    with faults.router_frozen.lasting():
+    with faults.router_frozen[name].lasting():
         faults.fleet.send(name, signal.SIGSTOP)
         await asyncio.sleep(fault.seconds)
         faults.fleet.send(name, signal.SIGCONT)
@@ -238,10 +238,10 @@ async def stop_router(faults: Faults, fault: Fault) -> None:
 async def kill_router(faults: Faults, fault: Fault) -> None:
     """SIGKILL: what it had in flight is lost with it. Another one starts at its place."""
     name = faults.take("router", fault.random)
-    with faults.router_dead.lasting():
+    with faults.router_dead[name].lasting():
         faults.fleet.kill(name)
         await asyncio.sleep(min(fault.seconds, ROUTER_AWAY))
-        await asyncio.to_thread(faults.fleet.start_router)
+        await asyncio.to_thread(faults.fleet.start_router, name=name)
         async with asyncio.timeout(READY_TIMEOUT):
             while not await asyncio.to_thread(faults.fleet.ready):
                 await asyncio.sleep(0.1)

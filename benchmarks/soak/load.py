@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
 from time import monotonic
 from typing import Any
 
@@ -17,6 +19,7 @@ import grpc
 from benchmarks.fleet import LOAD, Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
+from pdserve.client.resuming import AsyncResumingClient
 
 TIMEOUT = 120.0  # seconds after which a request hangs, which is as good as lost
 LAST_LOOK = 1.0  # seconds from then until its client leaves: processes may say what they are at
@@ -62,11 +65,12 @@ class Tally:
 
 
 class Load:
-    """Clients of one router. `expected` has the right answers to each ask, one in each version of
-    the model that may serve; `learn` finds them."""
+    """Clients of the routers, by name: each asks through one of them, and goes to the next when
+    that has died. `expected` has the right answers to each ask, one in each version of the model
+    that may serve; `learn` finds them."""
 
-    def __init__(self, client: Client, asks: Sequence[Ask]) -> None:
-        self._client = client
+    def __init__(self, clients: Mapping[str, Client], asks: Sequence[Ask]) -> None:
+        self._clients = dict(clients)
         self.asks = list(asks)
         self.expected: list[list[Answer]] = [[] for _ in asks]
 
@@ -79,11 +83,11 @@ class Load:
         """Asks everything once. Raises Lost."""
         places = asyncio.Semaphore(CALM_CONCURRENCY)
 
-        async def one(ask: Ask) -> Answer:
+        async def one(ask: Ask, client: Client) -> Answer:
             async with places, asyncio.timeout(TIMEOUT):
-                return await self._client.send(ask)
+                return await client.send(ask)
 
-        return await asyncio.gather(*map(one, self.asks))
+        return await asyncio.gather(*map(one, self.asks, cycle(self._clients.values())))
 
     async def during(
         self,
@@ -91,28 +95,31 @@ class Load:
         in_flight: int,
         hang_ups: float = 0.0,
         seed: int = 0,
-        excused: Callable[[float], bool] = lambda since: False,
+        excused: Callable[[str, float], bool] = lambda router, since: False,
         look: Callable[[], None] = lambda: None,
         tally: Tally | None = None,
-        stood_still: Callable[[float, float], float] = lambda since, until: 0.0,
+        stood_still: Callable[[str, float, float], float] = lambda router, since, until: 0.0,
     ) -> Tally:
         """`in_flight` clients ask one thing after the other until the event is over, and wait
         for their last answers; a share of the requests is hung up. `excused` says whether a
-        connection that has broken, of a request since then, may be the router's that died;
+        connection to a router that has broken, of a request since then, may be because it died;
         `look` is called when a request hangs, before its client leaves. An event that looks at
-        the `tally` brings its own. `stood_still` says for how long the router did between two
+        the `tally` brings its own. `stood_still` says for how long a router did between two
         times, which is no node's recovery."""
         tally = Tally() if tally is None else tally
         over = asyncio.Event()
 
-        async def ask_on(rng: random.Random) -> None:
+        async def ask_on(number: int) -> None:
+            rng, routers = random.Random(f"{seed}/{number}"), cycle(self._clients)
+            router = next(islice(routers, number % len(self._clients), None))
             while not over.is_set():
                 hangs_up = rng.random() < hang_ups
-                await self._ask(rng, hangs_up, tally, excused, look, stood_still)
+                if not await self._ask(rng, router, hangs_up, tally, excused, look, stood_still):
+                    router = next(routers)
 
         async with asyncio.TaskGroup() as group:
             for number in range(in_flight):
-                group.create_task(ask_on(random.Random(f"{seed}/{number}")))
+                group.create_task(ask_on(number))
             await event
             over.set()
         return tally
@@ -120,53 +127,71 @@ class Load:
     async def _ask(
         self,
         rng: random.Random,
+        router: str,
         hangs_up: bool,
         tally: Tally,
-        excused: Callable[[float], bool],
+        excused: Callable[[str, float], bool],
         look: Callable[[], None],
-        stood_still: Callable[[float, float], float],
-    ) -> None:
+        stood_still: Callable[[str, float, float], float],
+    ) -> bool:
+        """Returns false if the router has died."""
         number, since = rng.randrange(len(self.asks)), monotonic()
         ask = self.asks[number]
         watch = asyncio.get_running_loop().call_later(TIMEOUT, look)
         patience = rng.uniform(0, PATIENCE) if hangs_up else TIMEOUT + LAST_LOOK
         try:
             async with asyncio.timeout(patience):
-                answer = await self._client.send(ask)
+                answer = await self._clients[router].send(ask)
         except TimeoutError:
             if hangs_up:
                 tally.hung_up += 1
             else:
                 tally.hung.append(f"{ask.way}, {len(ask.prompt)} tokens: no end in {TIMEOUT:g} s")
         except Lost as error:
-            if error.broken and excused(since):
+            if error.broken and excused(router, since):
                 tally.router_died += 1
-                await asyncio.sleep(1)  # until there is another one
-            else:
-                tally.lost.append(str(error))
+                await asyncio.sleep(0 if len(self._clients) > 1 else 1)  # until there is another
+                return False
+            tally.lost.append(str(error))
             await asyncio.sleep(0.1)  # a cluster that refuses at once is not to be flooded
         else:
-            tally.add(ask, answer, self.expected[number], stood_still)
+            tally.add(ask, answer, self.expected[number], partial(stood_still, router))
         finally:
             watch.cancel()
+        return True
 
 
 @asynccontextmanager
-async def clients(fleet: Fleet, asks: Sequence[Ask]) -> AsyncIterator[Load]:
-    """Clients of a fleet's router, who have not learnt the answers yet."""
+async def clients(
+    fleet: Fleet, asks: Sequence[Ask], routers: Sequence[str] = ("router",)
+) -> AsyncIterator[Load]:
+    """Clients of a fleet's routers of these names, who have not learnt the answers yet. Those of
+    several, which need a cluster key, lose no stream over HTTP when one dies."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
-    url, address = (f"127.0.0.1:{fleet.ports[name]}" for name in ("http", "grpc"))
+    key = fleet.api_key(LOAD)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20)
+        )
+        urls = {name: f"http://127.0.0.1:{fleet.routers[name]['http']}" for name in routers}
+        resuming = None
+        if len(routers) > 1:
+            token = key.get("authorization", "").removeprefix("Bearer ")
+            client = AsyncResumingClient([*urls.values()], token, TIMEOUT)
+            resuming = await stack.enter_async_context(client)
+        made: dict[str, Client] = {}
+        for name, url in urls.items():
+            grpc_port = fleet.routers[name]["grpc"]
+            channel = await stack.enter_async_context(_channel(fleet, grpc_port))
+            made[name] = Client(session, url, channel, key, resuming)
+        yield Load(made, asks)
+
+
+def _channel(fleet: Fleet, port: int) -> grpc.aio.Channel:
     # After a router's death it is tried again soon.
     options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
-    credentials = fleet.credentials()
-    channel = (
-        grpc.aio.secure_channel(address, credentials, options)
-        if credentials
-        else grpc.aio.insecure_channel(address, options)
-    )
-    async with (
-        aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session,
-        channel,
-    ):
-        yield Load(Client(session, f"http://{url}", channel, fleet.api_key(LOAD)), asks)
+    address, credentials = f"127.0.0.1:{port}", fleet.credentials()
+    if credentials:
+        return grpc.aio.secure_channel(address, credentials, options)
+    return grpc.aio.insecure_channel(address, options)

@@ -43,6 +43,12 @@ class ClusterConfig:
         "number of nodes that compute prompts and generate tokens in one process",
         minimum=0,
     )
+    routers: int = option(
+        1,
+        "number of routers, which all serve all nodes; the first has the ports given, the others "
+        "have free ones",
+        minimum=1,
+    )
     prefill_tp: int | None = option(
         None, "ranks per stage of prefill nodes (default: --tensor-parallel-size)", minimum=1
     )

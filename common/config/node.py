@@ -195,7 +195,10 @@ class CacheConfig:
         None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on a CPU a share of RAM)"
     )
     num_gpu_blocks_override: int | None = option(
-        None, "number of KV blocks, instead of a size in bytes", minimum=1
+        None,
+        "number of KV blocks, instead of a size in bytes; if windows differ by layer, of the first "
+        "KV group, which the others follow",
+        minimum=1,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
 
@@ -294,6 +297,11 @@ class EngineConfig:
         drafts = speculation.num_speculative_tokens if speculation else 0
         return min(scheduler.seqs * (1 + drafts), scheduler.tokens)
 
+    @property
+    def tokens_in_flight(self) -> int:
+        """Most tokens that the steps of all pipeline stages compute at a time."""
+        return self.scheduler.tokens * self.parallel.pipeline_parallel_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
@@ -328,7 +336,10 @@ class NodeConfig:
     """Node"""
 
     router: str = option(
-        "127.0.0.1:8002", "router to register with (its --registry-port)", metavar="HOST:PORT"
+        "127.0.0.1:8002",
+        "routers to register with (their --registry-port), separated by commas; a name with "
+        "several addresses stands for a router at each, and is looked up again",
+        metavar="HOST:PORT,...",
     )
     host: str = option("127.0.0.1", "address to bind to")
     advertise_host: str | None = option(
@@ -343,12 +354,18 @@ class NodeConfig:
     )
 
     def __post_init__(self) -> None:
-        if "," in self.router:
-            raise ConfigError(
-                f"--router {self.router} names several routers: a node registers with only one"
-            )
-        if not is_address(self.router):
-            raise ConfigError(f"--router {self.router} must be HOST:PORT, like 127.0.0.1:8002")
+        for router in self.routers:
+            if not is_address(router):
+                raise ConfigError(
+                    f"--router {self.router}: {router or 'nothing'} must be HOST:PORT, like "
+                    "127.0.0.1:8002"
+                )
+        if len(set(self.routers)) < len(self.routers):
+            raise ConfigError(f"--router {self.router} names a router twice: name each once")
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        return tuple(router.strip() for router in self.router.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

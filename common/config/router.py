@@ -188,7 +188,10 @@ class RoutingConfig:
         0, "prompts with fewer tokens skip the prefill node (0: none)", minimum=0
     )
     max_concurrent_requests: int = option(
-        256, "most choices (a request has n) in flight", minimum=1
+        256,
+        "most choices (a request has n) in flight, through all routers of the same nodes together; "
+        "each keeps an equal part",
+        minimum=1,
     )
     max_queued_requests: int = option(256, "most waiting requests; more get 429", minimum=0)
     max_client_share: float = option(

@@ -56,13 +56,7 @@ class AdapterFile:
 def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Returns module → (outputs, inputs) of the modules that adapters may change."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = {
-        "q_proj": (queries, hidden),
-        "k_proj": (kv, hidden),
-        "v_proj": (kv, hidden),
-        "o_proj": (hidden, queries),
-    }
+    attention = _attention_shapes(spec)
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(spec.num_layers):
@@ -71,6 +65,28 @@ def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
         if not spec.is_sparse(layer):
             shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlp.items()}
     return shapes
+
+
+def _attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    hidden, latent = spec.hidden_size, spec.latent
+    if latent is None:
+        queries, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        return {
+            "q_proj": (queries, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "o_proj": (hidden, queries),
+        }
+    # Not kv_b_proj: where queries are absorbed there is no product that an adapter could add to.
+    shapes = {
+        "kv_a_proj_with_mqa": (latent.size, hidden),
+        "o_proj": (hidden, spec.num_heads * latent.value_dim),
+    }
+    queries = spec.num_heads * latent.key_dim
+    if latent.query_rank is None:
+        return {"q_proj": (queries, hidden), **shapes}
+    rank = latent.query_rank
+    return {"q_a_proj": (rank, hidden), "q_b_proj": (queries, rank), **shapes}
 
 
 def read_adapter(folder: str | Path, spec: ModelSpec, max_rank: int) -> AdapterFile:

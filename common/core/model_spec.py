@@ -15,7 +15,11 @@ from typing import Any
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import KVGroup, kv_groups
+from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.moe_spec import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
@@ -46,22 +50,25 @@ class Family:
     # Whether a layer has the window where `layer_types` is absent, by `max_window_layers`.
     windowed_layer: Callable[[int, int], bool] = lambda layer, most: True
     moe: MoEFamily | None = None
+    latent: bool = False  # whether attention is over latents (MLA)
 
 
 def _after_the_first(layer: int, most: int) -> bool:
     return layer >= most
 
 
+MISTRAL = Family(
+    "mistral",
+    qkv_bias=False,
+    o_bias=False,
+    windowed=True,
+    window_in_use=True,
+    default_window=4096,
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", mlp_bias=True),
-    "MistralForCausalLM": Family(
-        "mistral",
-        qkv_bias=False,
-        o_bias=False,
-        windowed=True,
-        window_in_use=True,
-        default_window=4096,
-    ),
+    "MistralForCausalLM": MISTRAL,
+    "MinistralForCausalLM": replace(MISTRAL, name="ministral"),
     "Qwen2ForCausalLM": Family(
         "qwen2", qkv_bias=True, o_bias=False, windowed=True, windowed_layer=_after_the_first
     ),
@@ -80,6 +87,10 @@ FAMILIES: dict[str, Family] = {
         moe=QWEN2_MOE,
     ),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windowed=True, moe=QWEN3_MOE),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", mlp_bias=True, moe=DEEPSEEK_V2, latent=True),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", moe=DEEPSEEK_V3, latent=True),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", moe=GLM4_MOE, latent=True),
+    "YoutuForCausalLM": Family("youtu", latent=True),
 }
 
 
@@ -126,6 +137,8 @@ class ModelSpec:
     moe: MoESpec | None = None
     quantization: Quantization | None = None  # of weights in memory
     stored: StoredWeights | None = None  # of weights that are dequantized while they are loaded
+    latent: LatentSpec | None = None
+    num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -161,14 +174,15 @@ class ModelSpec:
         attention_bias = bool(config.get("attention_bias", False))
         settings, moe = config.get("quantization_config"), family.moe
         quantization, stored = weight_formats(settings, has_experts=moe is not None)
+        latent = LatentSpec.from_config(config, _rope_settings(config)) if family.latent else None
         return cls(
             architecture=architecture,
             family=family.name,
             hidden_size=hidden,
             num_layers=required_int(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            num_kv_heads=1 if latent else config.get("num_key_value_heads") or heads,
+            head_dim=latent.size if latent else config.get("head_dim") or hidden // heads,
             intermediate_size=required_int(config, "intermediate_size"),
             vocab_size=required_int(config, "vocab_size"),
             max_position_embeddings=required_int(config, "max_position_embeddings"),
@@ -189,6 +203,8 @@ class ModelSpec:
             moe=None if moe is None else MoESpec.from_config(config, moe),
             quantization=quantization,
             stored=stored,
+            latent=latent,
+            num_extra_layers=config.get("num_nextn_predict_layers") or 0,
         )
 
     def quantized(self, name: str | None) -> ModelSpec:
@@ -214,12 +230,6 @@ class ModelSpec:
             raise ConfigError(
                 f"--max-model-len {max_model_len} exceeds the model's "
                 f"{self.max_position_embeddings} positions"
-            )
-        windows = [window for window in self.layer_windows if window is not None]
-        if windows and max_model_len > min(windows):
-            raise ConfigError(
-                f"the model attends to a sliding window of {min(windows)} tokens, which is "
-                f"not supported; pass --max-model-len {min(windows)} or less"
             )
 
     def validate_tensor_parallel(self, size: int) -> None:
@@ -250,7 +260,8 @@ class ModelSpec:
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        return kv_groups(self.layer_windows, self.num_kv_heads, self.head_dim)
+        planes = 2 if self.latent is None else 1
+        return kv_groups(self.layer_windows, self.num_kv_heads, self.head_dim, planes)
 
     @property
     def has_dense_layers(self) -> bool:
@@ -335,12 +346,16 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
 
 
-def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
-    settings = {
+def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "rope_theta": config.get("rope_theta"),
         **(config.get("rope_scaling") or {}),
         **(config.get("rope_parameters") or {}),
     }
+
+
+def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
+    settings = _rope_settings(config)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise ConfigError(

@@ -56,6 +56,7 @@ class GenerateJob:
     adapter: str = ""  # digest of its LoRA adapter; "": the base model
     priority: int = 0  # lower values first
     client: str = ""  # owner of the job, for fair scheduling
+    router: str = ""  # id of the router that placed it
 
     @property
     def token_ids(self) -> tuple[int, ...]:

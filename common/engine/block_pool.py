@@ -1,8 +1,8 @@
 """The pool of physical KV blocks, with reference counts and the prefix cache.
 
-    allocate / match ──▶ held (ref ≥ 1) ──free──▶ unheld (ref 0), oldest first ──allocate──▶ …
-                             │                        │
-                             └── register(hash) ──────┴── match(hash) finds it in both states
+    allocate / hold ──▶ held (ref ≥ 1) ──free──▶ unheld (ref 0), oldest first ──allocate──▶ …
+                            │                        │
+                            └── register(hash) ──────┴── lookup(hash) finds it in both states
 
 A block is written only by the one sequence that allocated it, and only until it is full;
 full blocks are registered under their hash and shared read-only. Freed blocks keep their
@@ -68,19 +68,30 @@ class BlockPool:
         """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def count_cached(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """Returns (blocks of the longest cached prefix, how many of those are free)."""
-        blocks = self._lookup(hashes)
-        return len(blocks), sum(self._refs[block] == 0 for block in blocks)
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """Returns whether a block with this hash is cached."""
+        return block_hash in self._block_of
 
-    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Returns the blocks of the longest cached prefix and takes a reference on each."""
-        blocks = self._lookup(hashes)
+    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Returns the blocks of the longest cached prefix of `hashes`."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def count_unheld(self, blocks: Iterable[int]) -> int:
+        """Returns how many of the blocks have no references."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Takes a reference on each block that `lookup` has returned."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._unheld[block]
             self._refs[block] += 1
-        return blocks
 
     def allocate(self, count: int) -> list[int]:
         """Returns `count` blocks with one reference each. The caller has checked `num_free`."""
@@ -102,7 +113,7 @@ class BlockPool:
                 self._unheld.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """Makes a full block available to `match`, unless another block has the same hash."""
+        """Makes a full block available to `lookup`, unless another block has the same hash."""
         if self.prefix_caching and block_hash not in self._block_of:
             self._forget(block)
             self._block_of[block_hash] = block
@@ -112,15 +123,6 @@ class BlockPool:
         """Removes blocks from the prefix cache, because their content may be wrong."""
         for block in blocks:
             self._forget(block)
-
-    def _lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        blocks: list[int] = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
 
     def _take_oldest(self) -> int:
         block, _ = self._unheld.popitem(last=False)

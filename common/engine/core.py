@@ -66,7 +66,8 @@ class EngineProgress:
     freed: int  # blocks freed since start
     waiting: int  # sequences without blocks
     remote: int  # sequences whose blocks another node fills
-    needed_blocks: int  # most blocks the first waiting sequence needs (some may be cached)
+    # In the KV group that has the least to spare for the first waiting sequence:
+    needed_blocks: int  # most blocks the sequence needs (some may be cached)
     free_blocks: int
     total_blocks: int
 
@@ -128,6 +129,7 @@ class EngineCore:
             cache_salt=job.cache_salt,
             adapter=job.adapter,
             client=job.client,
+            router=job.router,
             priority=job.priority,
             remote=remote,
             prompt_logprobs=[] if wanted and not remote else None,
@@ -175,6 +177,7 @@ class EngineCore:
     def progress(self) -> EngineProgress:
         scheduler, pool = self.scheduler, self.scheduler.pool
         head = scheduler.waiting[0].num_tokens if scheduler.waiting else 0
+        needed, free, total = pool.tightest(head)
         return EngineProgress(
             step=self._in_flight[0].batch.step if self._in_flight else self._last_step,
             computing=bool(self._in_flight),
@@ -183,9 +186,9 @@ class EngineCore:
             freed=scheduler.num_freed,
             waiting=len(scheduler.waiting),
             remote=len(scheduler.remote),
-            needed_blocks=pool.blocks_for(head),
-            free_blocks=pool.num_free,
-            total_blocks=pool.num_blocks,
+            needed_blocks=needed,
+            free_blocks=free,
+            total_blocks=total,
         )
 
     async def run(self) -> None:

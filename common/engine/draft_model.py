@@ -22,12 +22,19 @@ class DraftModel(Speculator):
     """
 
     def __init__(
-        self, config: Speculation, max_model_len: int, pool: BlockPool, chunk: int
+        self,
+        config: Speculation,
+        max_model_len: int,
+        pool: BlockPool,
+        chunk: int,
+        num_groups: int = 1,
     ) -> None:
         """`max_model_len`: the shorter one of both models'. `pool`: blocks of the draft model's
-        cache. `chunk`: prompt tokens it computes per step."""
+        cache. `chunk`: prompt tokens it computes per step. `num_groups`: its KV groups, which share
+        one block table: windows free no blocks."""
         super().__init__(config, max_model_len)
         self._pool = pool
+        self._num_groups = num_groups
         self._chunk = self._left = chunk
         self._drafted: dict[int, _Drafted] = {}  # by seq_id
         self._deltas: list[SequenceDelta] = []
@@ -62,8 +69,10 @@ class DraftModel(Speculator):
     def _begin(self, sequence: Sequence) -> _Drafted:
         size = self._pool.block_size
         usable = (sequence.num_tokens - 1) // size
-        blocks = self._pool.match(sequence.hashes(size)[:usable])
-        self._drafted[sequence.seq_id] = drafted = _Drafted(blocks, len(blocks) * size)
+        blocks = self._pool.lookup(sequence.hashes(size)[:usable])
+        self._pool.hold(blocks)
+        computed = len(blocks) * size
+        self._drafted[sequence.seq_id] = drafted = _Drafted(blocks, computed, self._num_groups)
         drafted.num_registered = len(blocks)
         return drafted
 
@@ -91,6 +100,7 @@ class _Drafted:
 
     block_table: list[int]
     num_computed: int
+    num_groups: int
     num_registered: int = 0  # blocks
     num_known: int | None = None  # blocks that the ranks know; None: the sequence is new to them
 
@@ -111,8 +121,8 @@ class _Drafted:
             seq_id=sequence.seq_id,
             token_ids=tuple(sequence.token_ids[start : start + count]),
             start=start,
-            num_blocks=known or 0,
-            new_block_ids=tuple(self.block_table[known or 0 :]),
+            num_blocks=(known or 0,) * self.num_groups,
+            new_block_ids=(tuple(self.block_table[known or 0 :]),) * self.num_groups,
             samples=num_drafts > 0,
             new=new,
             num_drafts=num_drafts,

@@ -35,8 +35,9 @@ class SequenceDelta:
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
-    num_blocks: int = 0  # length of its block table before
-    new_block_ids: tuple[int, ...] = ()  # appended to it
+    # Per KV group: the length of its block table before, and what is appended to it.
+    num_blocks: tuple[int, ...] = (0,)
+    new_block_ids: tuple[tuple[int, ...], ...] = ((),)
     samples: bool = False  # false: a chunk before the last, which samples no token
     new: NewSequence | None = None  # None: the ranks know the sequence
     drafts: tuple[int, ...] = ()
@@ -80,9 +81,10 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """One rank's KV cache: a tensor
-    `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]` (2 = key, value) whose
-    layers and heads are `layer_start…layer_end`, `head_start…head_end` of the model's."""
+    """One rank's KV cache of one KV group: a tensor
+    `[num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim]` (2 planes: key, value;
+    1: latents) whose layers are `layer_start…layer_end` of the group's and whose heads are
+    `head_start…head_end` of the model's. A stage may have no layer of a group."""
 
     layer_start: int
     layer_end: int
@@ -92,6 +94,7 @@ class CacheShape:
     block_size: int
     head_dim: int
     dtype: str  # "float32", "bfloat16", "float16"
+    planes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class RankReady:
     """A rank's answer once its weights are loaded and its cache is allocated."""
 
     rank: int
-    cache: CacheShape
+    caches: tuple[CacheShape, ...]  # one per KV group of the model
     weights_bytes: int
     peaks: Peaks
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)

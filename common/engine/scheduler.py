@@ -29,8 +29,8 @@ from time import monotonic
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.core.step_shape import StepShape
-from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.fair_queue import ClientSlots, next_round, prompt_slots, share_budget
+from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.messages import SequenceDelta, StepDelta
 from pdserve.common.engine.sequence import Sequence, Status
 from pdserve.common.engine.speculation import NO_DRAFT, Draft, Speculator
@@ -43,11 +43,11 @@ MIN_CHUNK = 64
 
 
 class Scheduler:
-    """Owns the status, block table and progress of every sequence added to it."""
+    """Owns the status, block tables and progress of every sequence added to it."""
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: KVPool,
         config: SchedulerConfig,
         eos_token_ids: tuple[int, ...],
         micro_batches: int = 1,
@@ -71,7 +71,8 @@ class Scheduler:
         self.generation_tokens = 0  # generated here
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.cache_hits = 0  # prompt tokens found there
-        self._steps = StepBuilder(eos_token_ids)
+        windows = [group.window for group in pool.groups if group.window]
+        self._steps = StepBuilder(eos_token_ids, windows)
 
     @property
     def computed_steps(self) -> StepShape:
@@ -123,7 +124,7 @@ class Scheduler:
         """Like `hold`, for a sequence whose step failed. Its KV may be the cause, so its blocks
         leave the prefix cache."""
         self.hold(sequence)
-        self.pool.forget(sequence.block_table)
+        self.pool.forget(sequence)
         self.num_failed += 1
 
     def release(self, sequence: Sequence) -> None:
@@ -132,9 +133,7 @@ class Scheduler:
         if sequence.status is Status.DONE:
             return
         self.hold(sequence)
-        self.num_freed += len(sequence.block_table)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        self.num_freed += self.pool.release(sequence)
         sequence.status = Status.DONE
 
     # ---- one step -------------------------------------------------------------------------
@@ -160,13 +159,7 @@ class Scheduler:
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Records that a step has written the KV of the sequence's next `num_tokens` tokens."""
-        first_new = sequence.num_computed // self.pool.block_size
-        sequence.num_computed += num_tokens
-        full = sequence.num_computed // self.pool.block_size
-        if self.pool.prefix_caching and full > first_new:
-            hashes = sequence.hashes(self.pool.block_size)
-            for index in range(first_new, full):
-                self.pool.register(sequence.block_table[index], hashes[index])
+        self.pool.computed(sequence, num_tokens)
 
     def defer(self, sequence: Sequence, num_tokens: int) -> None:
         """Records that a step computed the next `num_tokens` tokens but sampled none yet: the next
@@ -196,11 +189,12 @@ class Scheduler:
         if head.num_output_tokens:
             return []
         overtaking = []
-        allowance = self.pool.blocks_for(head.num_tokens) - head.num_overtaken
+        allowance = self.pool.most_blocks(head.num_tokens) - head.num_overtaken
         behind = self.waiting.index(head) + 1
         for sequence in list(islice(self.waiting, behind, behind + QUEUE_WINDOW)):
-            blocks = self.pool.blocks_for(sequence.num_tokens)
-            fits = blocks + len(self.running) <= self.pool.num_free  # not counting cached blocks
+            blocks = self.pool.most_blocks(sequence.num_tokens)
+            uncached = self.pool.fit((), sequence.num_tokens, sequence.remote)
+            fits = self.pool.has_room(uncached, len(self.running), self.running)
             if blocks <= allowance and fits and self._try_admit(sequence, slots):
                 self.waiting.remove(sequence)
                 overtaking.append(sequence)
@@ -217,15 +211,13 @@ class Scheduler:
         if sequence.prompt_logprobs is not None:
             usable = 0  # scores need hidden states, which are not cached
         hashes = sequence.hashes(self.pool.block_size)[: usable // self.pool.block_size]
-        cached, unheld = self.pool.count_cached(hashes)
-        needed = self.pool.blocks_for(sequence.num_tokens) - cached
+        fit = self.pool.fit(hashes, sequence.num_tokens, sequence.remote)
         # Keep one spare block per running sequence, or the admission could cause a preemption.
-        if needed + unheld + len(self.running) > self.pool.num_free:
+        if not self.pool.has_room(fit, len(self.running), self.running):
             alone = not self.running and not self.remote
-            if not alone or needed + unheld > self.pool.num_free:
+            if not alone or not self.pool.has_room(fit, 0):
                 return False
-        sequence.block_table = self.pool.match(hashes) + self.pool.allocate(needed)
-        sequence.num_computed = sequence.num_scheduled = cached * self.pool.block_size
+        self.pool.admit(sequence, fit)
         self._count_cache(sequence)
         self._enter(sequence)
         slots.take(sequence.client)
@@ -281,7 +273,12 @@ class Scheduler:
         chunks = share_budget(
             [each.num_unscheduled for each in prompts], max(budget, 0), self._steps.step
         )
-        return [(each, chunk) for each, chunk in zip(prompts, chunks, strict=True) if chunk]
+        fitting = [
+            (each, self.pool.extend(each, each.num_scheduled + chunk) - each.num_scheduled)
+            for each, chunk in zip(prompts, chunks, strict=True)
+            if chunk
+        ]
+        return [(each, chunk) for each, chunk in fitting if chunk]
 
     def _prompt_share(self) -> int:
         """Returns the prompt tokens per step that leave some for the other steps in flight."""
@@ -291,10 +288,10 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Makes sure that the pending token has a slot, by preemption if necessary. Returns False
         if the sequence itself was preempted, or must wait for steps in flight."""
-        if self.pool.blocks_for(sequence.num_tokens) <= len(sequence.block_table):
+        if self.pool.grow(sequence, sequence.num_tokens):
             return True
         running_of = self._running_by_client()
-        while self.pool.num_free == 0:
+        while not self.pool.grow(sequence, sequence.num_tokens):
             idle = (each for each in reversed(self.running) if not each.in_flight)
             # Among equal priorities: the youngest sequence of the client that runs the most.
             victim = max(idle, key=lambda each: (each.priority, running_of[each.client]))
@@ -303,7 +300,6 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.block_table += self.pool.allocate(1)
         return True
 
     def _running_by_client(self) -> Counter[str]:
@@ -311,8 +307,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop_running(sequence)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        self.pool.release(sequence)
         sequence.num_computed = sequence.num_scheduled = 0
         sequence.remote = False  # this node recomputes it
         sequence.status = Status.WAITING

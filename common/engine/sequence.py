@@ -59,6 +59,7 @@ class Sequence:
     cache_salt: str = ""
     adapter: str = ""  # digest of its LoRA adapter
     client: str = ""  # owner, for fair scheduling
+    router: str = ""  # id of the router that placed it
     priority: int = 0  # lower values first
     remote: bool = False  # its KV comes from another node
     status: Status = Status.NEW
@@ -68,7 +69,8 @@ class Sequence:
     round: int = 0  # fair-queueing round while it waits or prefills (`fair_queue`)
     last_taken: int = 0  # counter value when a step last included it (`StepBuilder`)
     num_overtaken: int = 0  # blocks given to later sequences while it waited for its own
-    block_table: list[int] = field(default_factory=list)
+    # One per KV group while it has blocks (`kv_pool.py`).
+    block_tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     cancelled: bool = False
     times: Times = field(default_factory=Times)

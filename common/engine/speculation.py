@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pdserve.common.config.speculation import Speculation
-from pdserve.common.engine.block_pool import BlockPool
+from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.messages import SequenceDelta
 from pdserve.common.engine.sequence import Sequence
 
@@ -67,16 +67,14 @@ class Speculator(ABC):
             prompts |= each.num_unscheduled > 0 and not each.decodes
         return left // 2 if prompts else left
 
-    def propose(self, sequence: Sequence, pool: BlockPool, running: int, budget: int) -> Draft:
+    def propose(self, sequence: Sequence, pool: KVPool, running: int, budget: int) -> Draft:
         """Returns up to `budget` draft tokens for one of `running` sequences and allocates slots
         for them, leaving a free block for each other running sequence."""
         spare = max(0, pool.num_free - running)
-        slots = (len(sequence.block_table) + spare) * pool.block_size - sequence.num_tokens
+        slots = (len(sequence.block_tables[0]) + spare) * pool.block_size - sequence.num_tokens
         most = min(self._useful(sequence, running), budget, slots)
         draft = self.draft(sequence, most) if most > 0 else NO_DRAFT
-        needed = pool.blocks_for(sequence.num_tokens + draft.size)
-        if (more := needed - len(sequence.block_table)) > 0:
-            sequence.block_table += pool.allocate(more)
+        pool.grow(sequence, sequence.num_tokens + draft.size)
         return draft
 
     def _useful(self, sequence: Sequence, running: int) -> int:

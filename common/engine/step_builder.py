@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from pdserve.common.core.step_shape import StepShape
@@ -13,11 +14,12 @@ from pdserve.common.engine.speculation import NO_DRAFT, Draft
 class StepBuilder:
     """Tracks what the ranks know of each running sequence."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], windows: Iterable[int] = ()) -> None:
         self.eos_token_ids = eos_token_ids
         self.step = 0  # number of the last step
-        self.computed = StepShape()  # sum of all steps
-        self._known_blocks: dict[int, int] = {}  # seq_id → blocks that the ranks know
+        self.computed = StepShape.empty(windows)  # sum of all steps
+        # seq_id → blocks that the ranks know, per KV group
+        self._known_blocks: dict[int, tuple[int, ...]] = {}
         self._taken = 0  # entries so far
         self._again: set[int] = set()  # seq_ids whose next token was already computed
         self._ended: list[int] = []  # seq_ids that the ranks must forget
@@ -25,18 +27,23 @@ class StepBuilder:
     def entry(self, sequence: Sequence, count: int, draft: Draft = NO_DRAFT) -> SequenceDelta:
         """Schedules the sequence's next `count` tokens and its draft, and returns its entry in the
         next step."""
-        start, known = sequence.num_scheduled, self._known_blocks.get(sequence.seq_id)
+        start, tables = sequence.num_scheduled, sequence.block_tables
+        known = self._known_blocks.get(sequence.seq_id)
         sequence.num_scheduled += count
         sequence.last_taken = self._taken = self._taken + 1
-        self._known_blocks[sequence.seq_id] = len(sequence.block_table)
+        self._known_blocks[sequence.seq_id] = lengths = tuple(map(len, tables))
+        before = known or (0,) * len(tables)
+        new: tuple[tuple[int, ...], ...] = ((),) * len(tables)
+        if lengths != before:
+            new = tuple(tuple(each[count:]) for each, count in zip(tables, before, strict=True))
         again = sequence.seq_id in self._again
         self._again.discard(sequence.seq_id)
         return SequenceDelta(
             seq_id=sequence.seq_id,
             token_ids=tuple(sequence.token_ids[start : start + count]),
             start=start,
-            num_blocks=known or 0,
-            new_block_ids=tuple(sequence.block_table[known or 0 :]),
+            num_blocks=before,
+            new_block_ids=new,
             samples=sequence.num_scheduled == sequence.num_tokens,
             new=self._new(sequence) if known is None else None,
             drafts=draft.token_ids,

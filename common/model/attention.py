@@ -34,6 +34,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None  # tokens that a query attends to, itself included; None: all
 
     @property
     def scale(self) -> float:
@@ -91,12 +92,13 @@ class SlotMapping:
         slots = positions % batch.block_size
         return cls(*upload_together((blocks, slots, blocks[slots == 0]), device))
 
-    def write(self, layer_cache: Tensor, k: Tensor, v: Tensor) -> None:
-        """Writes `k`, `v` [T, kv_heads, D] into one layer's cache [2, N, kv_heads, S, D]."""
+    def write(self, layer_cache: Tensor, *planes: Tensor) -> None:
+        """Writes `planes` (keys and values, or latents) [T, kv_heads, D] into one layer's cache
+        [planes, N, kv_heads, S, D]."""
         if len(self.fresh):
             layer_cache.index_fill_(1, self.fresh, 0)
-        layer_cache[0][self.blocks, :, self.slots] = k
-        layer_cache[1][self.blocks, :, self.slots] = v
+        for plane, rows in zip(layer_cache, planes, strict=True):
+            plane[self.blocks, :, self.slots] = rows
 
 
 def pad_tables(tables: Sequence[BlockIds]) -> Tensor:

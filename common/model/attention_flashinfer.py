@@ -137,6 +137,7 @@ class FlashInferAttention(AttentionBackend):
             self.shape.num_kv_heads,
             self.shape.head_dim,
             size,
+            window_left=(self.shape.window or 0) - 1,  # tokens before the query; -1: all
             sm_scale=self.shape.scale,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,

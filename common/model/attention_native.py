@@ -25,6 +25,7 @@ from pdserve.common.model.rotary import Angles
 
 MAX_HEAD_DIM = 256  # `MAX_DIM` of paged.h
 FEW_QUERIES = 8  # up to this many queries go to the decode kernel, each as its own sequence
+NO_WINDOW = 1 << 62  # tokens: all there can be
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
@@ -103,6 +104,7 @@ class NativeAttention(AttentionBackend):
     ) -> Tensor:
         qkv, cache, shape = qkv.contiguous(), kv_cache[layer], self.shape
         keys, values = cache[0].data_ptr(), cache[1].data_ptr()
+        window = shape.window or NO_WINDOW
         cos, sin = (None, None) if angles is None else (part.data_ptr() for part in angles)
         self._rotate_and_cache(
             *call_of(qkv), len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
@@ -113,14 +115,16 @@ class NativeAttention(AttentionBackend):
         if (decodes := context.decodes) is not None:
             self._paged_decode(
                 *call_of(qkv), len(decodes.rows), shape.num_heads, shape.num_kv_heads,
-                shape.head_dim, context.block_size, shape.scale, qkv.data_ptr(), qkv.stride(0),
+                shape.head_dim, context.block_size, window, shape.scale, qkv.data_ptr(),
+                qkv.stride(0),
                 keys, values, decodes.rows.ctypes.data, decodes.lengths.ctypes.data,
                 decodes.tables.ctypes.data, decodes.tables.shape[1], out.data_ptr(),
             )  # fmt: skip
         if (chunks := context.chunks) is not None:
             self._paged_prefill(
                 *call_of(qkv), len(chunks.rows), shape.num_heads, shape.num_kv_heads,
-                shape.head_dim, context.block_size, shape.scale, qkv.data_ptr(), qkv.stride(0),
+                shape.head_dim, context.block_size, window, shape.scale, qkv.data_ptr(),
+                qkv.stride(0),
                 keys, values, chunks.rows.ctypes.data, chunks.counts.ctypes.data,
                 chunks.starts.ctypes.data, chunks.tables.ctypes.data, chunks.tables.shape[1],
                 out.data_ptr(),

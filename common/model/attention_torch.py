@@ -24,31 +24,31 @@ from pdserve.common.model.attention import (
 
 
 @dataclass(frozen=True, slots=True)
-class _Decodes:
+class Decodes:
     """B sequences with one query each."""
 
     rows: Tensor  # [B] row of the token in the step
     gather: Tensor  # [B · kv_heads · blocks] rows of the cache viewed as [N · kv_heads, S · D]
     length: int  # longest context
-    mask: Tensor | None  # [B, 1, 1, length] added to the scores; None: all have this length
+    mask: Tensor | None  # [B, 1, 1, length] added to the scores; None: all see all of this length
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """One sequence with several queries."""
 
     start: int  # row of its first token in the step
     end: int
     gather: Tensor | None  # as for decodes; None: no context before this step
     length: int
-    mask: Tensor | None  # [queries, length]; None with `gather` None: plain causal
+    mask: Tensor | None  # [queries, length]; None: plain causal, without a context before
 
 
 @dataclass(frozen=True, slots=True)
 class TorchContext:
     slots: SlotMapping
-    decodes: tuple[_Decodes, ...]
-    chunks: tuple[_Chunk, ...]
+    decodes: tuple[Decodes, ...]
+    chunks: tuple[Chunk, ...]
 
 
 class TorchAttention(AttentionBackend):
@@ -86,23 +86,32 @@ class TorchAttention(AttentionBackend):
 
     # ---- once per step ----
 
-    def _decodes(self, rows: list[int], tables: list[BlockIds], lengths: list[int]) -> _Decodes:
+    def _decodes(self, rows: list[int], tables: list[BlockIds], lengths: list[int]) -> Decodes:
         longest = max(lengths)
         mask = None
-        if min(lengths) < longest:
-            beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
-            mask = self._additive(beyond)[:, None, None]
-        return _Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
+        if min(lengths) < longest or self._slides(longest):
+            mask = self._mask(torch.tensor(lengths) - 1, longest)[:, None, None]
+        return Decodes(torch.tensor(rows).to(self.device), self._gather(tables), longest, mask)
 
-    def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> _Chunk:
-        if queries == length:
-            return _Chunk(offset, offset + queries, None, length, None)
-        positions = torch.arange(length - queries, length)
-        mask = self._additive(torch.arange(length) > positions[:, None])
-        return _Chunk(offset, offset + queries, self._gather([table]), length, mask)
+    def _chunk(self, offset: int, queries: int, table: BlockIds, length: int) -> Chunk:
+        fresh = queries == length
+        mask = None
+        if not fresh or self._slides(length):
+            mask = self._mask(torch.arange(length - queries, length), length)
+        gather = None if fresh else self._gather([table])
+        return Chunk(offset, offset + queries, gather, length, mask)
 
-    def _additive(self, hidden: Tensor) -> Tensor:
-        """Returns an additive mask: 0 for visible keys, -inf for hidden ones."""
+    def _slides(self, length: int) -> bool:
+        """Returns whether the last of `length` tokens does not attend to all of them."""
+        return self.shape.window is not None and length > self.shape.window
+
+    def _mask(self, positions: Tensor, length: int) -> Tensor:
+        """Returns what is added to the scores of queries at `positions`, `[queries, length]`: 0 for
+        visible keys, -inf for hidden ones."""
+        keys, last = torch.arange(length), positions[:, None]
+        hidden = keys > last
+        if self.shape.window is not None:
+            hidden |= keys <= last - self.shape.window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask.to(self.device)
 
@@ -114,7 +123,7 @@ class TorchAttention(AttentionBackend):
 
     # ---- once per layer ----
 
-    def _read(self, cache: Tensor, gather: Tensor, length: int) -> Tensor:
+    def read(self, cache: Tensor, gather: Tensor, length: int) -> Tensor:
         """Gathers keys or values [N, heads, S, D] into [B, heads, length, D], in runs of S · D
         elements, because blocks are head-major."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -122,27 +131,25 @@ class TorchAttention(AttentionBackend):
         slots = -(-length // cache.shape[2]) * cache.shape[2]
         return runs.view(-1, heads, slots, dim)[:, :, :length]
 
-    def _attend_decodes(self, q: Tensor, cache: Tensor, group: _Decodes) -> Tensor:
+    def _attend_decodes(self, q: Tensor, cache: Tensor, group: Decodes) -> Tensor:
         """Attends with the query heads that share a KV head as its queries: [B, kv_heads, G, D]."""
-        keys = self._read(cache[0], group.gather, group.length)
-        values = self._read(cache[1], group.gather, group.length)
+        keys = self.read(cache[0], group.gather, group.length)
+        values = self.read(cache[1], group.gather, group.length)
         grouped = q.view(q.shape[0], self.shape.num_kv_heads, -1, self.shape.head_dim)
         out = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=group.mask, scale=self.shape.scale
         )
         return out.reshape(q.shape)
 
-    def _attend_chunk(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: _Chunk
-    ) -> Tensor:
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: Chunk) -> Tensor:
         """Attends with KV heads as the batch and the query heads that share one as heads:
         [kv_heads, G, T, D] × [kv_heads, 1 → G, length, D], where 1 → G is an expanded view."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         if chunk.gather is None:
             keys, values = k.transpose(0, 1), v.transpose(0, 1)
         else:
-            keys = self._read(cache[0], chunk.gather, chunk.length)[0]
-            values = self._read(cache[1], chunk.gather, chunk.length)[0]
+            keys = self.read(cache[0], chunk.gather, chunk.length)[0]
+            values = self.read(cache[1], chunk.gather, chunk.length)[0]
         queries = q.view(q.shape[0], heads, -1, dim).permute(1, 2, 0, 3)
         shared = (-1, queries.shape[1], -1, -1)
         out = F.scaled_dot_product_attention(
@@ -150,7 +157,7 @@ class TorchAttention(AttentionBackend):
             keys[:, None].expand(shared),
             values[:, None].expand(shared),
             attn_mask=chunk.mask,
-            is_causal=chunk.gather is None,
+            is_causal=chunk.mask is None,
             scale=self.shape.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(q.shape)

@@ -9,19 +9,26 @@ Inference only: callers run it under `torch.inference_mode()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
+from pdserve.common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionShape,
+)
 from pdserve.common.model.device import make_backend
 from pdserve.common.model.kernels.ops import TorchKernels
+from pdserve.common.model.latent import LatentAttention, LatentBackend
 from pdserve.common.model.layers import (
     MLP,
+    Linear,
     LoRA,
     ParallelLMHead,
     QKVParallelLinear,
@@ -30,7 +37,7 @@ from pdserve.common.model.layers import (
     VocabParallelEmbedding,
 )
 from pdserve.common.model.moe import MoE
-from pdserve.common.model.rotary import RotaryEmbedding
+from pdserve.common.model.rotary import Angles, RotaryEmbedding
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.stages import Stage
 
@@ -58,12 +65,29 @@ class Attention:
                 RMSNorm(f"{prefix}.k_norm", size, eps, sharding),
             )
 
-    def project(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
-        """Projects `[T, hidden]` to queries, keys and values `[T, heads + 2 · kv_heads, D]`."""
-        return self.qkv_proj(x, lora).view(x.shape[0], -1, self.head_dim)
+    def __call__(
+        self,
+        layer: int,
+        x: Tensor,
+        angles: Angles,
+        backend: AttentionBackend,
+        kv_cache: Tensor,
+        context: AttentionContext,
+        lora: LoRA | None = None,
+    ) -> Tensor:
+        """Attends from normed `[T, hidden]`, writes keys and values into layer `layer` of
+        `kv_cache`, and returns `[T, hidden]`."""
+        qkv = self.qkv_proj(x, lora).view(x.shape[0], -1, self.head_dim)
+        attended = backend.attend(layer, qkv, self.qk_norms, angles, kv_cache, context)
+        return self.o_proj(attended.flatten(1), lora)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The layers that adapters may change."""
+        return self.qkv_proj, self.o_proj
 
     def shards(self) -> Iterator[Shard]:
-        return shards_of(self.qkv_proj, self.o_proj, *(self.qk_norms or ()))
+        return shards_of(*self.linears, *(self.qk_norms or ()))
 
 
 class DecoderLayer:
@@ -73,7 +97,12 @@ class DecoderLayer:
         prefix = f"model.layers.{index}"
         size, eps = spec.hidden_size, spec.rms_norm_eps
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, sharding)
-        self.attention = Attention(f"{prefix}.self_attn", spec, sharding)
+        name = f"{prefix}.self_attn"
+        self.attention: Attention | LatentAttention
+        if spec.latent is not None:
+            self.attention = LatentAttention(name, spec, spec.latent, sharding)
+        else:
+            self.attention = Attention(name, spec, sharding)
         self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, sharding)
         self.mlp: MLP | MoE
         if spec.moe is not None and spec.is_sparse(index):
@@ -92,8 +121,8 @@ class DecoderLayer:
 class CausalLM:
     """A rank's part of a decoder-only language model: its share of its stage's layers.
 
-    `attention.prepare(batch)` returns the context for `forward`. Weights are zero until
-    `load_model` fills them.
+    Each KV group has its own attention: `prepare` returns the contexts for `forward`. Weights are
+    zero until `load_model` fills them.
     """
 
     def __init__(self, spec: ModelSpec, sharding: Sharding, stage: Stage | None = None) -> None:
@@ -104,24 +133,30 @@ class CausalLM:
         sharding = replace(sharding, quantization=spec.quantization)
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
+        self.device = device
         self.dtype = dtype
         self.expert_parallel_size = sharding.all2all.group.size
-        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+        self.rope = RotaryEmbedding(spec.rope, rotated, device)
         self.layers = [
             DecoderLayer(index, spec, sharding) for index in range(self.stage.start, self.stage.end)
         ]
         self.embedding = _embedding(spec, sharding, self.stage) if self.stage.first else None
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
-        self.attention: AttentionBackend = make_backend(
-            _attention_shape(spec, group), device, dtype, sharding.kernels
-        )
+        self.attentions = [_attention_backend(spec, group, sharding) for group in spec.kv_groups]
+        self._places = _places(spec.kv_groups, self.stage)
+
+    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
+        """Returns what `forward` needs of a step. `batches`: one per KV group."""
+        together = zip(self.attentions, batches, strict=True)
+        return [attention.prepare(batch) for attention, batch in together]
 
     def forward(
         self,
         inputs: Tensor,
         positions: Tensor,
-        context: AttentionContext,
-        kv_cache: Tensor,
+        contexts: Sequence[AttentionContext],
+        kv_caches: Sequence[Tensor],
         lora: LoRA | None = None,
     ) -> Tensor:
         """Computes a step's tokens and writes their KV.
@@ -130,9 +165,9 @@ class CausalLM:
             inputs: first stage: token ids, int64 `[T]`, the sequences' tokens end to end; other
                 stages: output of the stage before.
             positions: int64 `[T]`.
-            context: from `self.attention.prepare`.
-            kv_cache: `[layers, 2, num_blocks, kv_heads, block_size, head_dim]` of the stage's
-                layers, in `dtype`.
+            contexts: from `prepare`.
+            kv_caches: per KV group, `[layers, planes, num_blocks, kv_heads, block_size, head_dim]`
+                of its layers in this stage, in `dtype`.
             lora: the adapters of the rows, if any.
 
         Returns:
@@ -142,11 +177,10 @@ class CausalLM:
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         angles = self.rope.angles(positions, self.dtype)
         residual = None  # kept apart from `hidden`, because add and norm are one kernel
-        for index, layer in enumerate(self.layers):
+        for (group, index), layer in zip(self._places, self.layers, strict=True):
             residual, normed = layer.input_norm.add(residual, hidden)
-            qkv, norms = layer.attention.project(normed, lora), layer.attention.qk_norms
-            attended = self.attention.attend(index, qkv, norms, angles, kv_cache, context)
-            hidden = layer.attention.o_proj(attended.flatten(1), lora)
+            attention, cache, context = self.attentions[group], kv_caches[group], contexts[group]
+            hidden = layer.attention(index, normed, angles, attention, cache, context, lora)
             residual, normed = layer.mlp_norm.add(residual, hidden)
             hidden = layer.feed_forward(normed, lora)
         return hidden if residual is None else residual + hidden
@@ -205,6 +239,23 @@ def _embedding(spec: ModelSpec, sharding: Sharding, stage: Stage) -> VocabParall
     return VocabParallelEmbedding(EMBEDDING, spec.vocab_size, spec.hidden_size, sharding)
 
 
-def _attention_shape(spec: ModelSpec, group: GroupCoordinator) -> AttentionShape:
+def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> AttentionBackend:
+    group, device, dtype = sharding.group, sharding.device, sharding.dtype
+    heads = spec.num_heads // group.size
+    if spec.latent is not None:
+        return LatentBackend(spec.latent, heads, device, dtype)
     start, end = spec.kv_head_range(group.rank, group.size)
-    return AttentionShape(spec.num_heads // group.size, end - start, spec.head_dim)
+    shape = AttentionShape(heads, end - start, kv.head_dim, kv.window)
+    return make_backend(shape, device, dtype, sharding.kernels)
+
+
+def _places(groups: Sequence[KVGroup], stage: Stage) -> list[tuple[int, int]]:
+    """Returns (KV group, index in the group's cache) of each layer of the stage."""
+    found = {
+        layer: (number, index)
+        for number, group in enumerate(groups)
+        for index, layer in enumerate(
+            group.layers[slice(*group.layers_between(stage.start, stage.end))]
+        )
+    }
+    return [found[layer] for layer in range(stage.start, stage.end)]

@@ -123,7 +123,7 @@ def _mxfp4_view(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class _Mxfp4:
-    """`[experts, in, out]` of uint8 blocks `[experts, out, in / 32, 16]`, two numbers to a byte (low
+    """`[experts, in, out]` of uint8 blocks `[experts, out, in / 32, 16]`, two numbers a byte (low
     bits first), and a power of two for each block. gpt-oss has inputs before outputs."""
 
     def __init__(self, name: str, blocks: StoredTensor, scales: StoredTensor) -> None:

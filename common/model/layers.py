@@ -151,6 +151,9 @@ class RowParallelLinear:
             yield Shard(f"{self.name}.bias", shape, (slice(None),), self.bias)
 
 
+Linear = ColumnParallelLinear | RowParallelLinear
+
+
 class MLP:
     """A SwiGLU MLP (arXiv:2002.05202) with `inner` features between its two products."""
 

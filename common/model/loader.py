@@ -98,6 +98,9 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec) -> None:
 
 def _harmless(name: str, part: Any, spec: ModelSpec) -> bool:
     """Returns whether a tensor is one that some checkpoints have and no decoder needs."""
+    extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
+    if name.startswith(tuple(f"model.layers.{layer}." for layer in extra)):
+        return True
     tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
     shape = name.endswith(".weight_shape")  # of compressed-tensors
     unused = tied_head or shape or name.endswith("rotary_emb.inv_freq")

@@ -55,7 +55,7 @@ class StepLoRA(LoRA):
 
 def load_pairs(model: CausalLM, file: AdapterFile) -> dict[str, Pair]:
     """Loads this rank's part of an adapter, on the model's device and in its dtype."""
-    device, dtype = model.attention.device, model.dtype
+    device, dtype = model.device, model.dtype
     tensors = safetensors.torch.load(file.weights)
     pairs = {}
     for parts in _linear_layers(model):
@@ -78,8 +78,7 @@ def load_pairs(model: CausalLM, file: AdapterFile) -> dict[str, Pair]:
 
 def _linear_layers(model: CausalLM) -> Iterator[tuple[MatrixPart, ...]]:
     for layer in model.layers:
-        yield layer.attention.qkv_proj.parts
-        yield layer.attention.o_proj.parts
+        yield from (linear.parts for linear in layer.attention.linears)
         if isinstance(layer.mlp, MLP):
             yield layer.mlp.gate_up_proj.parts
             yield layer.mlp.down_proj.parts

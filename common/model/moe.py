@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.moe_spec import MoESpec
+from pdserve.common.core.moe_spec import ExpertGroups, MoESpec
 from pdserve.common.distributed.all2all import RoutedTokens, occurrences
 from pdserve.common.model.kernels.packed import Packer
 from pdserve.common.model.layers import MLP
@@ -25,8 +25,9 @@ class MoE:
         self.router = ExpertRouter(f"{prefix}.gate", moe, spec.hidden_size, sharding)
         self.experts = FusedExperts(prefix, moe, spec.hidden_size, sharding)
         self.shared: SharedExpert | None = None
-        if inner := moe.shared_intermediate_size:
-            self.shared = SharedExpert(prefix, spec, inner, sharding)
+        if moe.shared_intermediate_size:
+            name = f"{prefix}.{moe.family.shared_expert}"
+            self.shared = SharedExpert(name, spec, moe, sharding)
         self.loads = torch.zeros(moe.num_experts, dtype=torch.int64, device=sharding.device)
         """int64 `[num_experts]`: tokens of the last step per expert, with those that fill up a CUDA
         graph. Its memory stays the same, because graphs write to it."""
@@ -57,35 +58,59 @@ class ExpertRouter:
 
     def __init__(self, name: str, spec: MoESpec, hidden: int, sharding: Sharding) -> None:
         self.name, self.spec = name, spec
-        self.weight = sharding.zeros(spec.num_experts, hidden)
+        dtype = torch.float32 if spec.family.precise_router else None
+        self.weight = sharding.zeros(spec.num_experts, hidden, dtype=dtype)
+        self.bias: Tensor | None = None
+        if spec.family.correction_bias:
+            self.bias = sharding.zeros(spec.num_experts, dtype=torch.float32)
 
     def __call__(self, x: Tensor) -> RoutedTokens:
-        """Routes `[T, H]`. The product is in the model's dtype, the rest in float32."""
-        scores = F.linear(x, self.weight).softmax(-1, dtype=torch.float32)
-        weights, experts = scores.topk(self.spec.top_k)
+        """Routes `[T, H]`. The product is in the weight's dtype, the rest in float32."""
+        logits = F.linear(x.to(self.weight.dtype), self.weight).float()
+        scores = logits.sigmoid() if self.spec.family.scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if self.bias is None else scores + self.bias
+        if self.spec.groups is not None:
+            choice = within_groups(choice, self.spec.groups)
+        experts = choice.topk(self.spec.top_k).indices
+        weights = scores.gather(1, experts)
         if self.spec.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        return RoutedTokens(x, experts, weights, self.spec.num_experts)
+        return RoutedTokens(x, experts, weights * self.spec.weight_scale, self.spec.num_experts)
 
     def shards(self) -> Iterator[Shard]:
         shape = tuple(self.weight.shape)
         yield Shard(f"{self.name}.weight", shape, (slice(None), slice(None)), self.weight)
+        if self.bias is not None:
+            name = f"{self.name}.e_score_correction_bias"
+            yield Shard(name, shape[:1], (slice(None),), self.bias)
+
+
+def within_groups(scores: Tensor, groups: ExpertGroups) -> Tensor:
+    """Returns float32 `[T, experts]` with -inf for the experts outside a token's best groups."""
+    grouped = scores.view(len(scores), groups.count, -1)
+    best = grouped.topk(groups.best).values.sum(-1)
+    chosen = torch.zeros_like(best).scatter_(1, best.topk(groups.top).indices, 1).bool()
+    return grouped.masked_fill(~chosen[:, :, None], -torch.inf).flatten(1)
 
 
 class SharedExpert:
-    """An MLP for every token, scaled by its own gate. Ranks split it like a dense MLP."""
+    """An MLP for every token, scaled by its own gate if it has one. Ranks split it like a dense
+    MLP."""
 
-    def __init__(self, prefix: str, spec: ModelSpec, inner: int, sharding: Sharding) -> None:
-        self.name = f"{prefix}.shared_expert_gate.weight"
-        self.gate = sharding.zeros(1, spec.hidden_size)
-        self.mlp = MLP(f"{prefix}.shared_expert", spec, inner, sharding, reduce_results=False)
+    def __init__(self, name: str, spec: ModelSpec, moe: MoESpec, sharding: Sharding) -> None:
+        self.name = f"{name}_gate.weight"
+        self.gate = sharding.zeros(1, spec.hidden_size) if moe.family.shared_gate else None
+        inner = moe.shared_intermediate_size
+        self.mlp = MLP(name, spec, inner, sharding, reduce_results=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns this rank's addend of the sum over ranks, `[T, H]`."""
-        return F.linear(x, self.gate).sigmoid() * self.mlp(x)
+        y = self.mlp(x)
+        return y if self.gate is None else F.linear(x, self.gate).sigmoid() * y
 
     def shards(self) -> Iterator[Shard]:
-        yield Shard(self.name, tuple(self.gate.shape), (slice(None), slice(None)), self.gate)
+        if self.gate is not None:
+            yield Shard(self.name, tuple(self.gate.shape), (slice(None), slice(None)), self.gate)
         yield from self.mlp.shards()
 
 

@@ -62,22 +62,22 @@ def candidate(
 ) -> Candidate:
     """Describes a replica for a job of `num_tokens` tokens, whose full blocks have `hashes`."""
     pool = scheduler.pool
-    cached, unheld = pool.count_cached(hashes)
+    fit = pool.fit(hashes, num_tokens, remote=False)
     sequences = [*scheduler.waiting, *scheduler.running, *scheduler.remote]
     # The scheduler admits likewise: a spare block for each running sequence, the queue first.
-    promised = sum(pool.blocks_for(each.num_tokens) for each in scheduler.waiting)
-    needed = pool.blocks_for(num_tokens) - cached + unheld + len(scheduler.running)
-    decoding = [each.num_tokens for each in sequences if _decodes(each)]
+    promised = sum(pool.most_blocks(each.num_tokens) for each in scheduler.waiting)
+    has_room = pool.has_room(fit, promised + len(scheduler.running), scheduler.running)
+    decoding = [each.num_tokens for each in sequences if decodes(each)]
     return Candidate(
         replica=replica,
-        pending_tokens=sum(each.num_pending for each in sequences if not _decodes(each)),
+        pending_tokens=sum(each.num_pending for each in sequences if not decodes(each)),
         decoding_tokens=sum(decoding),
-        missing_tokens=num_tokens - cached * pool.block_size,
+        missing_tokens=num_tokens - fit.num_cached * pool.block_size,
         num_sequences=len(sequences),
-        fits=len(sequences) < scheduler.config.seqs and promised + needed <= pool.num_free,
+        fits=len(sequences) < scheduler.config.seqs and has_room,
     )
 
 
-def _decodes(sequence: EngineSequence) -> bool:
+def decodes(sequence: EngineSequence) -> bool:
     """Returns whether a sequence decodes, or will without being computed here first."""
     return sequence.remote or (sequence.num_output_tokens > 0 and sequence.num_pending == 1)

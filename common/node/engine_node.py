@@ -343,8 +343,9 @@ class EngineNode(ABC, Generic[S, T]):
         reason = "draining" if self.draining else self.unhealthy_reason()
         return not reason, reason or unhealthy_reasons(self.replicas) or "ok"
 
-    def load(self) -> pb.NodeLoad:
-        return node_load(self.replicas, *self.ready())
+    def load(self, router: str) -> pb.NodeLoad:
+        """Reports the load to the router of this id."""
+        return node_load(self.replicas, *self.ready(), router)
 
     def _info(self) -> pb.NodeInfo:
         parallel = self.config.engine.parallel

@@ -1,4 +1,4 @@
-"""The load of a node's replicas together, for its router and as metrics."""
+"""The load of a node's replicas together, for its routers and as metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.node.balance import decodes
 from pdserve.common.node.replica import Replica
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -26,10 +27,13 @@ def num_blocks(replicas: Replicas) -> int:
     return sum(each.scheduler.pool.num_blocks for each in replicas)
 
 
-def node_load(replicas: Replicas, healthy: bool, reason: str) -> pb.NodeLoad:
-    """Makes the load report of a node that is `healthy`, or not for this `reason`."""
+def node_load(replicas: Replicas, healthy: bool, reason: str, router: str) -> pb.NodeLoad:
+    """Makes the load report, for the router of this id, of a node that is `healthy`, or not for
+    this `reason`."""
     schedulers = [each.scheduler for each in replicas]
-    free = [each.pool.num_free for each in schedulers]
+    sequences = (seq for s in schedulers for seq in (*s.waiting, *s.running, *s.remote))
+    others = [each for each in sequences if each.router != router]
+    free = [each.pool.num_blocks - each.pool.num_held for each in schedulers]
     return pb.NodeLoad(
         running=sum(len(each.running) + len(each.remote) for each in schedulers),
         waiting=sum(len(each.waiting) for each in schedulers),
@@ -39,6 +43,8 @@ def node_load(replicas: Replicas, healthy: bool, reason: str) -> pb.NodeLoad:
         waiting_tokens=sum(each.num_pending for one in schedulers for each in one.waiting),
         healthy=healthy,
         reason=reason,
+        others=len(others),
+        others_tokens=sum(each.num_pending for each in others if not decodes(each)),
     )
 
 
@@ -68,11 +74,15 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("num_requests_remote", "Sequences waiting for their KV", lambda s: len(s.remote)),
     (
         "kv_cache_usage_perc",
-        "KV blocks held; 1 is all",
-        lambda s: 1 - s.pool.num_free / s.pool.num_blocks,
+        "KV blocks held, in the fullest KV group; 1 is all",
+        lambda s: s.pool.num_held / s.pool.num_blocks,
     ),
-    ("kv_blocks_free", "KV blocks that no sequence holds", lambda s: s.pool.num_free),
-    ("kv_blocks", "KV blocks", lambda s: s.pool.num_blocks),
+    (
+        "kv_blocks_free",
+        "KV blocks that no sequence holds; of a fuller KV group their share",
+        lambda s: s.pool.num_blocks - s.pool.num_held,
+    ),
+    ("kv_blocks", "KV blocks of the first KV group", lambda s: s.pool.num_blocks),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("num_preemptions", "Sequences set back to waiting", lambda s: s.num_preemptions),

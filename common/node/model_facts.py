@@ -62,8 +62,7 @@ class ModelFacts:
             "quantization": kind.method if (kind := self.spec.quantization) else "none",
             "block_size": str(block_size),
             "layers": str(self.spec.num_layers),
-            "kv_heads": str(self.spec.num_kv_heads),
-            "head_dim": str(self.spec.head_dim),
+            "kv_groups": "; ".join(map(str, self.spec.kv_groups)),
         }
 
 

@@ -15,6 +15,7 @@ from pdserve.common.distributed.executor import Executor
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.draft_model import DraftModel
+from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.engine.ngram import PromptLookup
 from pdserve.common.engine.scheduler import Scheduler
@@ -54,8 +55,13 @@ class Ranks:
         executor = make_executor(specs, parallel, facts.device)
         answers = await executor.start()
         ready = tuple(map(_ready_ranks.decode, answers))
-        cache = ready[0].cache
-        pool = BlockPool(cache.num_blocks, cache.block_size, engine.cache.enable_prefix_caching)
+        pool = KVPool(
+            facts.spec.kv_groups,
+            [cache.num_blocks for cache in ready[0].caches],
+            engine.cache.block_size,
+            engine.cache.enable_prefix_caching,
+            in_flight=engine.tokens_in_flight,
+        )
         scheduler = Scheduler(
             pool,
             engine.scheduler,
@@ -66,7 +72,7 @@ class Ranks:
         return cls(executor, ready, scheduler)
 
 
-def make_speculator(engine: EngineConfig, facts: ModelFacts, pool: BlockPool) -> Speculator | None:
+def make_speculator(engine: EngineConfig, facts: ModelFacts, pool: KVPool) -> Speculator | None:
     """Makes the speculator, if one is configured; a draft model's cache has as many blocks as
     `pool`."""
     config = engine.speculation.speculation
@@ -77,7 +83,7 @@ def make_speculator(engine: EngineConfig, facts: ModelFacts, pool: BlockPool) ->
     longest = min(facts.max_model_len, facts.draft.max_position_embeddings)
     own = BlockPool(pool.num_blocks, pool.block_size, pool.prefix_caching)
     chunk = max(1, engine.scheduler.tokens // DRAFTED_SHARE)
-    return DraftModel(config, longest, own, chunk)
+    return DraftModel(config, longest, own, chunk, len(facts.draft.kv_groups))
 
 
 async def start_replicas(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.moe_spec import MoESpec
 from pdserve.common.model.stages import Stage
@@ -38,6 +39,7 @@ class Matrix:
     columns: int  # inputs of this rank
     inputs: int  # inputs of the whole matrix
     parts: int = 1
+    plain: bool = False  # whether it is in the dtype whatever the quantization, without adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,12 @@ class Footprint:
 
     def _layer_weights(self, layer: int) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
-        qkv = self._heads * spec.head_dim + 2 * self._kv_heads * spec.head_dim
-        vectors = 2 * hidden + spec.qkv_bias * qkv + spec.o_bias * hidden
+        matrices = list(self._attention(layer))
+        vectors = 2 * hidden + spec.qkv_bias * matrices[0].rows + spec.o_bias * hidden
         vectors += spec.qk_norm * 2 * spec.head_dim
-        attention = self._stored(self._attention(layer)) + vectors * self.item
+        if spec.latent is not None:
+            vectors += spec.latent.kv_rank + (spec.latent.query_rank or 0)
+        attention = self._stored(matrices) + vectors * self.item
         if spec.moe is not None and spec.is_sparse(layer):
             return attention + self._moe_weights(spec.moe)
         return attention + self._mlp_weights(f"model.layers.{layer}.mlp", spec.intermediate_size)
@@ -112,10 +116,14 @@ class Footprint:
 
     def _moe_weights(self, moe: MoESpec) -> int:
         """Bytes of an MoE layer. Each rank has the whole router (and shared expert's gate)."""
-        rows, total = moe.num_experts, moe.num_experts // self.ep * self.expert_weights(moe)
+        hidden, family = self.spec.hidden_size, moe.family
+        total = moe.num_experts // self.ep * self.expert_weights(moe)
+        router = DTYPE_BYTES["float32"] if family.precise_router else self.item
+        total += moe.num_experts * (hidden * router + 4 * family.correction_bias)
         if inner := moe.shared_intermediate_size:
-            rows, total = rows + 1, total + self._mlp_weights("shared_expert", inner)
-        return total + rows * self.spec.hidden_size * self.item
+            total += self._mlp_weights("shared_expert", inner)
+            total += family.shared_gate * hidden * self.item
+        return total
 
     def expert_weights(self, moe: MoESpec) -> int:
         """Bytes of this rank's part of one expert, whose weights are never packed."""
@@ -135,9 +143,25 @@ class Footprint:
     def _attention(self, layer: int) -> Iterator[Matrix]:
         spec, hidden = self.spec, self.spec.hidden_size
         name, queries = f"model.layers.{layer}.self_attn", spec.num_heads * spec.head_dim
+        if spec.latent is not None:
+            yield from self._latent_attention(name, spec.latent)
+            return
         qkv = self._heads * spec.head_dim + 2 * self._kv_heads * spec.head_dim
         yield Matrix(f"{name}.q_proj", qkv, hidden, hidden, parts=3)
         yield Matrix(f"{name}.o_proj", hidden, queries // self.tp, queries)
+
+    def _latent_attention(self, name: str, latent: LatentSpec) -> Iterator[Matrix]:
+        hidden, rank, values = self.spec.hidden_size, latent.query_rank, latent.value_dim
+        if rank is None:
+            yield Matrix(f"{name}.kv_a_proj_with_mqa", latent.size, hidden, hidden)
+            yield Matrix(f"{name}.q_proj", self._heads * latent.key_dim, hidden, hidden)
+        else:
+            yield Matrix(f"{name}.q_a_proj", rank + latent.size, hidden, hidden, parts=2)
+            yield Matrix(f"{name}.q_b_proj", self._heads * latent.key_dim, rank, rank)
+        rows, inputs = self._heads * (latent.nope_dim + values), latent.kv_rank
+        yield Matrix(f"{name}.kv_b_proj", rows, inputs, inputs, plain=True)
+        outputs = self.spec.num_heads * values
+        yield Matrix(f"{name}.o_proj", hidden, outputs // self.tp, outputs)
 
     def _mlp(self, name: str, inner: int, split: int) -> Iterator[Matrix]:
         hidden = self.spec.hidden_size
@@ -149,7 +173,7 @@ class Footprint:
 
     def matrix_bytes(self, matrix: Matrix) -> int:
         numbers, kind = matrix.rows * matrix.columns, self.spec.quantization
-        if kind is None or not kind.covers(matrix.name):
+        if matrix.plain or kind is None or not kind.covers(matrix.name):
             return numbers * self.item
         if kind.method == "int8":
             return numbers + matrix.rows * self.item
@@ -168,6 +192,7 @@ class Footprint:
             (each.rows + each.columns) * each.parts
             for layer in range(stage.start, stage.end)
             for each in self.matrices(layer)
+            if not each.plain
         )
         step = tokens * (self.spec.hidden_size + 3 * rank)
         return (count * rank * widths + step) * self.item
@@ -175,9 +200,18 @@ class Footprint:
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:
-        """Bytes: 2 (key, value) × layers × KV heads of the rank × head dimension × item size. With
-        more ranks than KV heads each rank still holds one."""
-        return 2 * stage.num_layers * self._kv_heads * self.spec.head_dim * self.item
+        """Bytes in all KV groups."""
+        return sum(self.kv_of_groups(stage))
+
+    def kv_of_groups(self, stage: Stage) -> tuple[int, ...]:
+        """Bytes per token in each KV group: planes (key, value; or one of latents) × layers × KV
+        heads of the rank × head dimension × item size. With more ranks than KV heads each rank
+        still holds one."""
+        return tuple(
+            group.planes * (end - start) * self._kv_heads * group.head_dim * self.item
+            for group in self.spec.kv_groups
+            for start, end in [group.layers_between(stage.start, stage.end)]
+        )
 
     # ---- activations ----
 
@@ -186,19 +220,22 @@ class Footprint:
         `sequences`: the larger of the layers' and the sampler's peak. Counts live tensors, without
         allocator rounding and kernel workspaces."""
         angles, ids = self.spec.head_dim * self.item, 4 * 8  # token, position, block and slot
+        if self.spec.moe is not None:  # which experts, with what weight, and their order
+            ids += self.spec.moe.top_k * (3 * 8 + 4)
         layers = tokens * (self._layer_activations() * self.item + angles + ids) + self._dense()
         return max(layers, self._sampling(sequences)) if stage.last else layers
 
     def _layer_activations(self) -> int:
-        """Elements per token at the largest of three peaks. All have the residual, its normed copy,
-        the last product, and the attention's projected heads and output. The MLP adds gate, up,
-        their product and one more; attention adds rotated queries and keys; a norm adds the next
-        residual and its copy. For experts the worst case: all that a token uses are on this rank.
-        """
+        """Elements per token at the largest of three peaks. All have the residual, its normed copy
+        and the last product. Attention adds projected heads, and rotated queries and keys or its
+        output; the MLP adds gate, up, their product and one more; a norm adds the next residual and
+        its copy. For experts the worst case: all that a token uses are on this rank."""
         spec = self.spec
         h, k = self._heads * spec.head_dim, self._kv_heads * spec.head_dim
-        always, turning = 3 * spec.hidden_size + 2 * h + 2 * k, (2 + spec.qk_norm) * (h + k)
-        return always + max(*self._mlp_peaks(), turning, 2 * spec.hidden_size)
+        if spec.latent is not None:  # absorbed queries are the largest
+            h, k = self._heads * spec.latent.size, spec.latent.size
+        attention = h + 2 * k + max((2 + spec.qk_norm) * (h + k), h + spec.hidden_size)
+        return 3 * spec.hidden_size + max(*self._mlp_peaks(), attention, 2 * spec.hidden_size)
 
     def _mlp_peaks(self) -> Iterator[int]:
         """Yields the elements per token at the peaks within the MLP or the experts."""

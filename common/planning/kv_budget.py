@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import mul
 
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.kv_groups import KVGroup
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -42,31 +46,66 @@ def gpu_cache_bytes(total: int, utilization: float, others: int, peak: int) -> i
 
 
 def plan_num_blocks(
-    config: EngineConfig, block_bytes: int, max_model_len: int, available_bytes: int, device: str
+    config: EngineConfig,
+    groups: Sequence[KVGroup],
+    block_bytes: Sequence[int],
+    max_model_len: int,
+    available_bytes: int,
+    device: str,
 ) -> int:
-    """Returns a rank's number of KV blocks: by --num-gpu-blocks-override or --kv-cache-memory,
-    else what fits into `available_bytes`. On a CPU, whose memory other programs need too, at most
-    what the scheduler can use at once."""
-    cache = config.cache
+    """Returns a rank's number of KV blocks of the first group: by --num-gpu-blocks-override or
+    --kv-cache-memory, else what fits into `available_bytes`; `split_blocks` gives those of the
+    others. On a CPU, whose memory other programs need too, at most what the scheduler can use at
+    once. `block_bytes`: of a block in each group."""
+    cache, usable = config.cache, most_blocks(config, groups, max_model_len)
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
     if cache.kv_cache_memory is not None:
-        return parse_bytes(cache.kv_cache_memory) // block_bytes
-    fitting = max(0, available_bytes) // block_bytes
-    if device == "cuda":
-        return fitting
-    usable = config.scheduler.seqs * blocks_per_sequence(config, max_model_len)
-    return min(fitting, usable)
+        available_bytes = parse_bytes(cache.kv_cache_memory)
+    available_bytes = max(0, available_bytes)
+
+    def nbytes(first: int) -> int:
+        return sum(map(mul, split_blocks(config, groups, first, max_model_len), block_bytes))
+
+    # A stage without a layer of the first group needs no more of its blocks than are used.
+    most = available_bytes // block_bytes[0] if block_bytes[0] else usable[0]
+    fitting = bisect_right(range(most + 1), available_bytes, key=nbytes) - 1
+    limited = device == "cpu" and cache.kv_cache_memory is None
+    return min(fitting, usable[0]) if limited else fitting
 
 
-def blocks_per_sequence(config: EngineConfig, max_model_len: int) -> int:
-    """Returns the blocks of a sequence of `max_model_len` tokens."""
-    return -(-max_model_len // config.cache.block_size)
+def split_blocks(
+    config: EngineConfig, groups: Sequence[KVGroup], first: int, max_model_len: int
+) -> tuple[int, ...]:
+    """Returns the blocks of each group if the first has `first`: as many, but in the others no more
+    than all sequences together hold. So a window takes what it can use, and full attention the
+    rest."""
+    usable = most_blocks(config, groups, max_model_len)
+    return first, *(min(first, most) for most in usable[1:])
 
 
-def check_num_blocks(config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
-    """Raises ConfigError if not even one sequence of `max_model_len` tokens fits."""
-    needed = blocks_per_sequence(config, max_model_len)
+def most_blocks(
+    config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int
+) -> tuple[int, ...]:
+    """Returns the most blocks of each group that the scheduler can use at once."""
+    sequences = config.scheduler.seqs
+    return tuple(sequences * count for count in blocks_per_sequence(config, groups, max_model_len))
+
+
+def blocks_per_sequence(
+    config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int
+) -> tuple[int, ...]:
+    """Returns the most blocks of each group that a sequence of `max_model_len` tokens holds."""
+    in_flight, size = config.tokens_in_flight, config.cache.block_size
+    return tuple(group.most_blocks(max_model_len, in_flight, size) for group in groups)
+
+
+def check_num_blocks(
+    config: EngineConfig, groups: Sequence[KVGroup], num_blocks: int, max_model_len: int
+) -> None:
+    """Raises ConfigError if not even one sequence of `max_model_len` tokens fits. `num_blocks`: of
+    the first group, whose windows are the longest."""
+    needed = blocks_per_sequence(config, groups, max_model_len)[0]
     if num_blocks >= needed:
         return
     cache = config.cache

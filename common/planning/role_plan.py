@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import mul
 from typing import Any
 
 from pdserve.common.config.node import EngineConfig
@@ -21,6 +22,7 @@ from pdserve.common.planning.kv_budget import (
     format_bytes,
     gpu_cache_bytes,
     plan_num_blocks,
+    split_blocks,
 )
 
 MAX_FIXED_SIZE = 64  # ranks per dimension that a fix may propose
@@ -73,6 +75,17 @@ class NodeSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupBudget:
+    """The cache of one KV group on one GPU."""
+
+    name: str
+    num_layers: int
+    kv_per_token: int
+    num_blocks: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankBudget:
     """The memory of one GPU of a stage, in bytes. The KV cache gets the rest, in whole blocks."""
 
@@ -85,8 +98,9 @@ class RankBudget:
     adapters: int  # --max-loras LoRA adapters of --max-lora-rank
     left_for_kv: int  # negative: it does not fit even without KV
     kv_per_token: int
-    kv_per_sequence: int  # of max_model_len tokens, in whole blocks
-    num_blocks: int
+    kv_per_sequence: int  # of max_model_len tokens, in whole blocks; a window's are freed
+    num_blocks: int  # of the first KV group
+    groups: tuple[GroupBudget, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +148,10 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
     parameters = numbers.weights(whole) // 4
     kind = setup.spec.quantization
     bits = kind.bits if kind else 8 * footprint.item
-    sequences = rank.num_blocks // blocks_per_sequence(setup.engine, setup.max_model_len)
+    longest = blocks_per_sequence(setup.engine, setup.spec.kv_groups, setup.max_model_len)
+    sequences = min(
+        group.num_blocks // count for group, count in zip(rank.groups, longest, strict=True)
+    )
     return RolePlan(
         role=role,
         tensor_parallel_size=setup.tp,
@@ -175,8 +192,11 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
     others, adapters = overhead(setup.tp * setup.pp), adapter_bytes(footprint, engine, stage)
     peak = weights + activations + adapters
     left = gpu_cache_bytes(setup.gpu_memory, utilization, others, peak)
-    kv_per_token = footprint.kv_per_token(stage)
-    block_bytes = kv_per_token * engine.cache.block_size
+    groups, per_token = setup.spec.kv_groups, footprint.kv_of_groups(stage)
+    block_bytes = [each * engine.cache.block_size for each in per_token]
+    window, longest = setup.max_model_len, blocks_per_sequence(engine, groups, setup.max_model_len)
+    first = plan_num_blocks(engine, groups, block_bytes, window, left, "cuda")
+    num_blocks = split_blocks(engine, groups, first, window)
     return RankBudget(
         stage=index,
         num_layers=stage.num_layers,
@@ -186,9 +206,21 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
         overhead=others,
         adapters=adapters,
         left_for_kv=left,
-        kv_per_token=kv_per_token,
-        kv_per_sequence=block_bytes * blocks_per_sequence(engine, setup.max_model_len),
-        num_blocks=plan_num_blocks(engine, block_bytes, setup.max_model_len, left, "cuda"),
+        kv_per_token=sum(per_token),
+        kv_per_sequence=sum(map(mul, block_bytes, longest)),
+        num_blocks=first,
+        groups=tuple(
+            GroupBudget(
+                name=group.name,
+                num_layers=len(range(*group.layers_between(stage.start, stage.end))),
+                kv_per_token=token_bytes,
+                num_blocks=count,
+                nbytes=count * nbytes,
+            )
+            for group, token_bytes, count, nbytes in zip(
+                groups, per_token, num_blocks, block_bytes, strict=True
+            )
+        ),
     )
 
 
@@ -213,10 +245,10 @@ def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
             f"weights of {format_bytes(rank.weights)}, with {others} and overhead "
             f"{format_bytes(needed)}, exceed the {usable} that are usable on one GPU"
         )
-    taken = rank.num_blocks * setup.engine.cache.block_size * rank.kv_per_token
+    taken = sum(group.nbytes for group in rank.groups)
     if taken > rank.left_for_kv:
         return f"the KV cache of {format_bytes(taken)} exceeds the {left} that are left for it"
-    blocks = blocks_per_sequence(setup.engine, setup.max_model_len)
+    blocks = blocks_per_sequence(setup.engine, setup.spec.kv_groups, setup.max_model_len)[0]
     if rank.num_blocks < blocks:
         return (
             f"{left} left for KV hold {rank.num_blocks} blocks, but one sequence of "

@@ -98,9 +98,16 @@ class StepCost:
     def _attention(self, shape: StepShape) -> Cost:
         """Two products (scores, weighted sum) per query-key pair and query head."""
         spec, footprint = self.footprint.spec, self.footprint
-        width = spec.num_heads // footprint.tp * spec.head_dim
-        flops = 4.0 * shape.pairs * width * self.stage.num_layers
-        return Cost(flops, shape.cached * footprint.kv_per_token(self.stage))
+        latent, heads = spec.latent, spec.num_heads // footprint.tp
+        sizes = 2 * spec.head_dim if latent is None else latent.key_dim + latent.value_dim
+        total = Cost()
+        for group, kv in zip(spec.kv_groups, footprint.kv_of_groups(self.stage), strict=True):
+            start, end = group.layers_between(self.stage.start, self.stage.end)
+            cached, pairs = shape.cached, shape.pairs
+            if group.window is not None:
+                cached, pairs = shape.windows[group.window]
+            total += Cost(2.0 * pairs * heads * sizes * (end - start), cached * kv)
+        return total
 
     def _logits(self, shape: StepShape) -> Cost:
         numbers = -(-self.footprint.spec.vocab_size // self.footprint.tp) * self._hidden

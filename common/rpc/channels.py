@@ -96,6 +96,11 @@ class Channels:
         self._credentials = None if tls is None else _channel_credentials(tls)
         self._signer = signer
         self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
+        self._names: dict[str, str] = {}
+
+    def name(self, address: str, host: str) -> None:
+        """Expects the certificate of the server at this address to name `host`."""
+        self._names[address] = host
 
     def get(self, address: str) -> Any:
         """Returns a `grpc.aio.Channel`, or a `SignedChannel`."""
@@ -111,7 +116,9 @@ class Channels:
     def _open(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:
             return grpc.aio.insecure_channel(address, options=_OPTIONS)
-        return grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+        host = self._names.get(address)
+        named = [("grpc.ssl_target_name_override", host)] if host else []
+        return grpc.aio.secure_channel(address, self._credentials, options=[*_OPTIONS, *named])
 
     async def drop(self, addresses: Iterable[str]) -> None:
         for address in list(addresses):

@@ -75,6 +75,7 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
         timed=job.timed,
         priority=job.priority,
         client=job.client,
+        router=job.router,
     )
 
 
@@ -94,6 +95,7 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
         timed=message.timed,
         priority=message.priority,
         client=message.client,
+        router=message.router,
     )
 
 

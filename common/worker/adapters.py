@@ -95,7 +95,7 @@ class RankAdapters:
 
     def _place(self, parts: Sequence[range]) -> Tensor:
         where = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-        return upload(where, self._model.attention.device)
+        return upload(where, self._model.device)
 
 
 class AdapterExtension:

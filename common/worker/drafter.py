@@ -46,9 +46,9 @@ class Drafter:
         """`group`: the ranks that share the model; all of them sample."""
         self._cache = cache
         self._group = group
-        self.runner = ModelRunner(model, cache.tensor, device, samples=True)
+        self.runner = ModelRunner(model, cache.tensors, device, samples=True)
         vocab = model.spec.vocab_size
-        self._batch = InputBatch(cache.shape.block_size, vocab, device, samples=True)
+        self._batch = InputBatch(self.runner.block_size, vocab, device, samples=True)
 
     def complete(self, delta: StepDelta) -> StepDelta:
         """Returns the step with the drafts it asks for."""

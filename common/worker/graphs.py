@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,19 +82,21 @@ class Buffers(NamedTuple):
         return cls(None if stage.first else states, logits if stage.last else states)
 
 
-def kept_bytes(model: CausalLM, sizes: Sequence[int], blocks_per_sequence: int) -> int:
+def kept_bytes(model: CausalLM, sizes: Sequence[int], blocks_per_sequence: Sequence[int]) -> int:
     """Returns the bytes that `DecodeGraphs` keep in torch's memory between steps, without the
     activations, whose memory all graphs share."""
     buffers = sum(each.nbytes for each in Buffers.of(model, max(sizes)) if each is not None)
-    integers = sum(5 * 8 * size for size in sizes)
-    return buffers + integers + model.attention.fixed_bytes(sizes, blocks_per_sequence)
+    integers = sum((2 + 3 * len(model.attentions)) * 8 * size for size in sizes)
+    together = zip(model.attentions, blocks_per_sequence, strict=True)
+    return buffers + integers + sum(each.fixed_bytes(sizes, count) for each, count in together)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     size: int
-    integers: Tensor  # int64 [5, size]: token ids, positions; blocks, slots, fresh blocks
-    context: AttentionContext
+    # int64 [2 + 3 · groups, size]: token ids, positions; per KV group blocks, slots, fresh blocks
+    integers: Tensor
+    contexts: Sequence[AttentionContext]
     replay: Callable[[], object]
 
 
@@ -104,20 +107,20 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalLM,
-        cache: Tensor,
+        caches: Sequence[Tensor],
         sizes: Sequence[int],
-        blocks_per_sequence: int,
+        blocks_per_sequence: Sequence[int],
         capture: Capture,
     ) -> None:
         """Captures the graphs, the largest first, because the others reuse its memory. All ranks
-        must do this together. The last block of `cache` (`[layers, 2, num_blocks, …]`) must not
-        belong to a sequence."""
-        self._model, self._cache = model, cache
-        self._block_size, self._spare = cache.shape[4], cache.shape[2] - 1
+        must do this together. `caches`: `[layers, planes, num_blocks, …]` per KV group, as
+        `blocks_per_sequence`; the last block of each must not belong to a sequence."""
+        self._model, self._caches, device = model, caches, caches[0].device
+        self._block_size, self._spares = caches[0].shape[4], [each.shape[2] - 1 for each in caches]
         self._blocks_per_sequence = blocks_per_sequence
         buffers = Buffers.of(model, max(sizes))
-        self._hidden = None if buffers.hidden is None else buffers.hidden.zeros(cache.device)
-        self._output = buffers.output.zeros(cache.device)
+        self._hidden = None if buffers.hidden is None else buffers.hidden.zeros(device)
+        self._output = buffers.output.zeros(device)
         found = [self._capture(size, capture) for size in sorted(set(sizes), reverse=True)]
         self._graphs = found[::-1]
         self.sizes = [graph.size for graph in self._graphs]
@@ -127,14 +130,20 @@ class DecodeGraphs:
         count = len(batch.query_lens)
         return num_sampled == count == sum(batch.query_lens) and count <= self.sizes[-1]
 
-    def run(self, token_ids: Sequence[int], batch: AttentionBatch, hidden: Tensor | None) -> Tensor:
-        """Returns `[B, vocab]` or `[B, hidden]`, valid until the next call. `hidden`: output of the
-        stage before."""
+    def run(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        batches: Sequence[AttentionBatch],
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """Returns `[B, vocab]` or `[B, hidden]`, valid until the next call. `batches`: one per KV
+        group. `hidden`: output of the stage before."""
         count = len(token_ids)
         graph = self._graphs[bisect_left(self.sizes, count)]
         if self._hidden is not None and hidden is not None:
             self._hidden[:count] = hidden
-        self._fill(graph, token_ids, batch)
+        self._fill(graph, token_ids, positions, batches)
         graph.replay()
         return self._output[:count]
 
@@ -146,42 +155,61 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int, capture: Capture) -> _Graph:
-        model = self._model
-        integers = torch.zeros(5, size, dtype=torch.int64, device=self._cache.device)
+        model, count = self._model, len(self._caches)
+        device = self._caches[0].device
+        integers = torch.zeros(2 + 3 * count, size, dtype=torch.int64, device=device)
         tokens, positions, *slots = integers
-        attention = model.attention
-        context = attention.fixed(size, SlotMapping(*slots), size * self._blocks_per_sequence)
-        graph = _Graph(size, integers, context, lambda: None)
-        self._fill(graph, (), AttentionBatch((), (), (), self._block_size))
+        contexts = [
+            attention.fixed(size, SlotMapping(*slots[3 * i : 3 * i + 3]), size * blocks)
+            for i, (attention, blocks) in enumerate(
+                zip(model.attentions, self._blocks_per_sequence, strict=True)
+            )
+        ]
+        graph = _Graph(size, integers, contexts, lambda: None)
+        self._fill(graph, (), (), [AttentionBatch((), (), (), self._block_size)] * count)
 
         def compute() -> Tensor:
             inputs = tokens if self._hidden is None else self._hidden[:size]
-            output = model.forward(inputs, positions, context, self._cache)
+            output = model.forward(inputs, positions, contexts, self._caches)
             computed = model.compute_logits(output) if model.stage.last else output
             return self._output[:size].copy_(computed)
 
-        return _Graph(size, integers, context, capture(compute))
+        return _Graph(size, integers, contexts, capture(compute))
 
-    def _fill(self, graph: _Graph, token_ids: Sequence[int], batch: AttentionBatch) -> None:
-        """Fills the graph's integers and its attention's buffers."""
-        missing, spare = graph.size - len(token_ids), self._spare
-        starts = [*batch.starts, *[0] * missing]
-        tables = [*batch.block_tables, *[(spare,)] * missing]
-        padded = AttentionBatch([1] * graph.size, starts, tables, self._block_size)
-        pages = padded.used_tables()  # the last block has the query's own slot
-        blocks = [int(table[-1]) for table in pages]
-        slots = [start % self._block_size for start in starts]
-        fresh = [spare if slot else block for block, slot in zip(blocks, slots, strict=True)]
-        rows = torch.tensor([[*token_ids, *[0] * missing], starts, blocks, slots, fresh])
-        ids = torch.cat([torch.from_numpy(table) for table in pages])
-        integers, block_ids = upload_together((rows.flatten(), ids), graph.integers.device)
+    def _fill(
+        self,
+        graph: _Graph,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        batches: Sequence[AttentionBatch],
+    ) -> None:
+        """Fills the graph's integers and its attentions' buffers."""
+        missing = [0] * (graph.size - len(token_ids))
+        rows: list[list[int]] = [[*token_ids, *missing], [*positions, *missing]]
+        paddeds, ids = [], []
+        for batch, spare in zip(batches, self._spares, strict=True):
+            starts = [*batch.starts, *missing]
+            tables = [*batch.block_tables, *[(spare,)] * len(missing)]
+            padded = AttentionBatch([1] * graph.size, starts, tables, self._block_size)
+            pages = padded.used_tables()  # the last block has the query's own slot
+            blocks = [int(table[-1]) for table in pages]
+            slots = [start % self._block_size for start in starts]
+            fresh = [spare if slot else block for block, slot in zip(blocks, slots, strict=True)]
+            rows += blocks, slots, fresh
+            paddeds.append(padded)
+            ids.append(torch.from_numpy(np.concatenate(pages)))
+        filled = torch.tensor(rows)
+        integers, *block_ids = upload_together((filled.flatten(), *ids), graph.integers.device)
         graph.integers.copy_(integers.view_as(graph.integers))
-        self._model.attention.refill(graph.context, padded, block_ids)
+        for attention, context, padded, own in zip(
+            self._model.attentions, graph.contexts, paddeds, block_ids, strict=True
+        ):
+            attention.refill(context, padded, own)
 
 
 def graph_sizes(model: CausalLM, engine: EngineConfig) -> tuple[int, ...]:
     """Returns the batch sizes to capture for this model; none on a CPU or if it cannot."""
-    on_gpu = model.attention.device.type == "cuda"
+    on_gpu = model.device.type == "cuda"
     return engine.graph_sizes if on_gpu and not why_eager(model) else ()
 
 
@@ -190,25 +218,25 @@ def why_eager(model: CausalLM) -> str:
     for layer in model.layers:
         if isinstance(layer.mlp, MoE) and (number := layer.mlp.why_host_waits):
             return f"the host must know {number}"
-    if not model.attention.has_fixed:
+    if not all(attention.has_fixed for attention in model.attentions):
         return "attention without FlashInfer has different shapes in each step"
     return ""
 
 
 def build_graphs(
-    model: CausalLM, cache: Tensor, engine: EngineConfig, max_model_len: int
+    model: CausalLM, caches: Sequence[Tensor], engine: EngineConfig, max_model_len: int
 ) -> DecodeGraphs | None:
     """Captures the graphs. Returns None on a CPU, with --enforce-eager, or if steps cannot be
     captured, and logs why."""
-    device = cache.device
+    device = caches[0].device
     if device.type != "cuda" or not engine.graph_sizes:
         return None
     if reason := why_eager(model):
         logger.warning("decode steps are not captured as CUDA graphs: %s", reason)
         return None
     started, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
-    blocks = blocks_per_sequence(engine, max_model_len)
-    graphs = DecodeGraphs(model, cache, engine.graph_sizes, blocks, CudaCapture())
+    blocks = blocks_per_sequence(engine, model.spec.kv_groups, max_model_len)
+    graphs = DecodeGraphs(model, caches, engine.graph_sizes, blocks, CudaCapture())
     taken = format_bytes(free - torch.cuda.mem_get_info(device)[0])
     seconds = time.monotonic() - started
     logger.info("# CUDA graphs: %d, captured in %.1f s, %s", len(graphs.sizes), seconds, taken)

@@ -20,12 +20,12 @@ from pdserve.common.worker.grammar import Grammars, Mask, RowGrammar
 @dataclass(frozen=True, slots=True)
 class StepSequence:
     """One sequence's part of a step: `token_ids` are at positions `start … start+len(token_ids)-1`,
-    followed by `drafts`. The KV of all goes into the blocks of `block_table`."""
+    followed by `drafts`. The KV of all goes into the blocks of `block_tables`, one per KV group."""
 
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
-    block_table: Sequence[int] | BlockIds
+    block_tables: Sequence[Sequence[int] | BlockIds]
     sampling: SamplingParams | None = None  # None: a chunk before the last, which samples nothing
     counts: TokenCounts | None = None  # of prompt + output so far, only if sampling.penalised
     banned_token_ids: tuple[int, ...] = ()  # forbidden by min_tokens or bad_words
@@ -165,7 +165,7 @@ class InputBatch:
 
     def _advance(self, delta: SequenceDelta) -> StepSequence:
         if delta.new is not None:
-            self._states[delta.seq_id] = self._begin(delta.new, delta.start)
+            self._states[delta.seq_id] = self._begin(delta.new, delta.start, len(delta.num_blocks))
         state = self._states.get(delta.seq_id)
         if state is None:
             raise _step_missed(f"sequence {delta.seq_id} was never begun")
@@ -174,14 +174,14 @@ class InputBatch:
         except ValueError as error:
             raise _step_missed(f"sequence {delta.seq_id}: {error}") from None
 
-    def _begin(self, new: NewSequence, start: int) -> _SequenceState:
+    def _begin(self, new: NewSequence, start: int, num_groups: int) -> _SequenceState:
         if not (self._samples and new.sampling.needs_history):
-            return _SequenceState(new, start, None)
+            return _SequenceState(new, start, num_groups, None)
         if len(new.history) < start:
             raise _step_missed("a sequence that needs its history came without it")
         history = _History(new.sampling, self._vocab_size, self._device, self._grammars)
         history.add(new.history[: new.num_prompt_tokens], new.history[new.num_prompt_tokens :])
-        return _SequenceState(new, start, history)
+        return _SequenceState(new, start, num_groups, history)
 
 
 class _History:
@@ -212,11 +212,13 @@ class _History:
 class _SequenceState:
     """A rank's state of one sequence."""
 
-    def __init__(self, new: NewSequence, start: int, history: _History | None) -> None:
+    def __init__(
+        self, new: NewSequence, start: int, num_groups: int, history: _History | None
+    ) -> None:
         self._new = new
         self._next = start  # first position that no step has computed
         self._num_drafts = 0  # draft positions after it, of which the next step may skip some
-        self._table = _BlockTable()
+        self._tables = [_BlockTable() for _ in range(num_groups)]
         self._history = history
         self._num_known = len(new.history)
 
@@ -229,18 +231,22 @@ class _SequenceState:
         self._next -= delta.again
         if not self._next <= delta.start <= self._next + self._num_drafts:
             raise ValueError(f"its step begins at {delta.start}, the last ended at {self._next}")
-        if delta.num_blocks != len(self._table):
-            raise ValueError(f"it has {delta.num_blocks} blocks, {len(self._table)} are known")
         self._next, self._num_drafts = delta.start + len(delta.token_ids), delta.num_drafts
-        self._table.extend(delta.new_block_ids)
-        if (end := self._next + self._num_drafts) > len(self._table) * block_size:
-            raise ValueError(f"{len(self._table)} blocks do not hold {end} tokens")
+        end = self._next + self._num_drafts
+        for table, before, new in zip(
+            self._tables, delta.num_blocks, delta.new_block_ids, strict=True
+        ):
+            if before != len(table):
+                raise ValueError(f"it has {before} blocks, {len(table)} are known")
+            table.extend(new)
+            if end > len(table) * block_size:
+                raise ValueError(f"{len(table)} blocks do not hold {end} tokens")
         self._remember(delta)
         return StepSequence(
             seq_id=delta.seq_id,
             token_ids=delta.token_ids,
             start=delta.start,
-            block_table=self._table.blocks,
+            block_tables=[table.blocks for table in self._tables],
             sampling=self._new.sampling if delta.samples else None,
             counts=None if self._history is None else self._history.counts,
             banned_token_ids=self._banned() if delta.samples else (),

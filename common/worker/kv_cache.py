@@ -6,8 +6,11 @@ import fcntl
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import psutil
 import torch
@@ -15,6 +18,7 @@ import torch
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.model.decoder import CausalLM
@@ -26,6 +30,7 @@ from pdserve.common.planning.kv_budget import (
     format_bytes,
     gpu_cache_bytes,
     plan_num_blocks,
+    split_blocks,
 )
 from pdserve.common.planning.role_plan import adapter_bytes
 from pdserve.common.worker.gpu_memory import GpuMemory, check_free
@@ -40,10 +45,10 @@ CPU_MEMORY_LIMIT = 4 * 2**30
 
 
 def dimensions(shape: CacheShape) -> tuple[int, int, int, int, int, int]:
-    """Returns `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`; 2 = key, value."""
+    """Returns `[num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim]`."""
     return (
         shape.layer_end - shape.layer_start,
-        2,
+        shape.planes,
         shape.num_blocks,
         shape.head_end - shape.head_start,
         shape.block_size,
@@ -64,43 +69,67 @@ def cache_bytes(shape: CacheShape) -> int:
     return prod(dimensions(shape)) * torch_dtype(shape).itemsize
 
 
-def cache_shape(model: CausalLM, engine: EngineConfig, group: GroupCoordinator) -> CacheShape:
-    """Returns this rank's cache shape with one block; `resized` sets the number later."""
+def cache_shapes(
+    model: CausalLM, engine: EngineConfig, ranks: GroupCoordinator
+) -> tuple[CacheShape, ...]:
+    """Returns the shapes of this rank's cache, one per KV group, with one block each; `resized`
+    sets the number later. `ranks`: those of the stage."""
     spec, stage = model.spec, model.stage
-    head_start, head_end = spec.kv_head_range(group.rank, group.size)
-    return CacheShape(
-        layer_start=stage.start,
-        layer_end=stage.end,
-        head_start=head_start,
-        head_end=head_end,
-        num_blocks=1,
-        block_size=engine.cache.block_size,
-        head_dim=spec.head_dim,
-        dtype=dtype_name(model.dtype),
+    head_start, head_end = spec.kv_head_range(ranks.rank, ranks.size)
+    return tuple(
+        CacheShape(
+            *group.layers_between(stage.start, stage.end),
+            head_start=head_start,
+            head_end=head_end,
+            num_blocks=1,
+            block_size=engine.cache.block_size,
+            head_dim=group.head_dim,
+            dtype=dtype_name(model.dtype),
+            planes=group.planes,
+        )
+        for group in spec.kv_groups
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCache:
+    """The cache of one KV group: `tensor` has the dimensions of `shape`, and begins at byte
+    `offset` of the cache's memory file, if there is one."""
+
+    tensor: torch.Tensor
+    shape: CacheShape
+    offset: int = 0
 
 
 @dataclass(slots=True)
 class KVCache:
-    """`tensor` has the dimensions of `shape` and starts as zeros.
+    """The caches of all KV groups, which start as zeros.
 
-    On a CPU its memory is an unnamed file, `fd`, sealed at its size, so that a peer process
+    On a CPU their memory is an unnamed file, `fd`, sealed at its size, so that a peer process
     which is handed the descriptor can map it and can never be made to fault by truncation.
-    The descriptor is the cache's; `close` closes it, and the memory goes with the tensor.
+    The descriptor is the cache's; `close` closes it, and the memory goes with the tensors.
     """
 
-    tensor: torch.Tensor
-    shape: CacheShape
+    groups: tuple[GroupCache, ...]
     fd: int | None = None
 
     @classmethod
-    def allocate(cls, shape: CacheShape, device: torch.device, spare: int = 0) -> KVCache:
-        """On a GPU its tensor has `spare` blocks more than its shape, which are no sequence's."""
+    def allocate(
+        cls, shapes: Sequence[CacheShape], device: torch.device, spare: int = 0
+    ) -> KVCache:
+        """On a GPU each tensor has `spare` blocks more than its shape, which are no sequence's."""
         if device.type == "cpu":
-            fd, tensor = _allocate_shared(shape)
-            return cls(tensor, shape, fd)
-        whole = dimensions(resized(shape, shape.num_blocks + spare))
-        return cls(torch.zeros(whole, dtype=torch_dtype(shape), device=device), shape)
+            return _allocate_shared(shapes)
+        caches = []
+        for shape in shapes:
+            whole = dimensions(resized(shape, shape.num_blocks + spare))
+            tensor = torch.zeros(whole, dtype=torch_dtype(shape), device=device)
+            caches.append(GroupCache(tensor, shape))
+        return cls(tuple(caches))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(each.tensor for each in self.groups)
 
     def close(self) -> None:
         if self.fd is not None:
@@ -108,41 +137,49 @@ class KVCache:
             self.fd = None
 
 
-def _allocate_shared(shape: CacheShape) -> tuple[int, torch.Tensor]:
+def _allocate_shared(shapes: Sequence[CacheShape]) -> KVCache:
     fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    size = cache_bytes(shape)
-    os.ftruncate(fd, size)
+    sizes = [cache_bytes(shape) for shape in shapes]
+    os.ftruncate(fd, sum(sizes))
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     # Pages are taken when first written: an idle node does not hold its whole cache.
-    memory = mmap.mmap(fd, size)
-    tensor = torch.frombuffer(memory, dtype=torch_dtype(shape))
-    return fd, tensor.view(dimensions(shape))
+    memory = torch.frombuffer(mmap.mmap(fd, sum(sizes)), dtype=torch.uint8)
+    caches = []
+    for shape, part, end in zip(shapes, memory.split(sizes), accumulate(sizes), strict=True):
+        tensor = part.view(torch_dtype(shape)).view(dimensions(shape))
+        caches.append(GroupCache(tensor, shape, end - part.nbytes))
+    return KVCache(tuple(caches), fd)
 
 
 def choose_num_blocks(
     engine: EngineConfig,
-    block_bytes: int,
+    groups: Sequence[KVGroup],
+    block_bytes: Sequence[int],
     max_model_len: int,
     room: int,
-    group: GroupCoordinator,
+    ranks: GroupCoordinator,
     device: torch.device,
-) -> int:
-    """Returns the number of blocks that fits on every rank of the node. `block_bytes` includes the
-    draft model's part of a block."""
-    num_blocks = plan_num_blocks(engine, block_bytes, max_model_len, room, device.type)
-    everywhere = group.all_gather(torch.tensor([num_blocks], device=device), dim=0)
-    num_blocks = int(everywhere.min())
-    check_num_blocks(engine, num_blocks, max_model_len)
-    size = num_blocks * block_bytes
+) -> tuple[int, ...]:
+    """Returns the number of blocks of each KV group that fits on every rank of the node.
+    `block_bytes`: of a block in each group, with the draft model's part."""
+    first = plan_num_blocks(engine, groups, block_bytes, max_model_len, room, device.type)
+    everywhere = ranks.all_gather(torch.tensor([first], device=device), dim=0)
+    num_blocks = split_blocks(engine, groups, int(everywhere.min()), max_model_len)
+    check_num_blocks(engine, groups, num_blocks[0], max_model_len)
+    sizes = list(map(mul, num_blocks, block_bytes))
     if device.type == "cpu":
-        check_ram(size)
+        check_ram(sum(sizes))
     else:
-        check_free(size, device)
-    if group.rank == 0:
-        tokens = num_blocks * engine.cache.block_size
-        logger.info(
-            "# KV blocks: %d (= %d tokens, %s per rank)", num_blocks, tokens, format_bytes(size)
-        )
+        check_free(sum(sizes), device)
+    if ranks.rank == 0:
+        for group, count, size in zip(groups, num_blocks, sizes, strict=True):
+            logger.info(
+                "# KV blocks%s: %d (= %d tokens, %s per rank)",
+                f" of {group.name}" if len(groups) > 1 else "",
+                count,
+                count * engine.cache.block_size,
+                format_bytes(size),
+            )
     return num_blocks
 
 
@@ -152,21 +189,22 @@ def choose_num_blocks(
 def available_bytes(
     config: EngineConfig,
     model: CausalLM,
-    shape: CacheShape,
+    shapes: Sequence[CacheShape],
+    block_bytes: Sequence[int],
     max_model_len: int,
     device: torch.device,
     link: StageLink,
-    draft_bytes: int = 0,
     memory: GpuMemory | None = None,
 ) -> int:
-    """Returns the bytes for KV blocks of `shape` plus `draft_bytes` each. On a CPU a share of the
+    """Returns the bytes for KV blocks of `block_bytes` per KV group. On a CPU a share of the
     available RAM; on a GPU, which needs its `memory`, the rest of the node's share after its own
     weights, the largest step's activations and what it holds outside torch."""
     if device.type == "cpu":
-        sequence = blocks_per_sequence(config, max_model_len) * (cache_bytes(shape) + draft_bytes)
+        counts = blocks_per_sequence(config, model.spec.kv_groups, max_model_len)
+        sequence = sum(map(mul, counts, block_bytes))
         return cpu_cache_bytes(available_ram(), config.parallel.world_size_across_dp, sequence)
     assert memory is not None, "a rank on a GPU knows its memory"
-    peak = _peak_of_largest_step(config, model, shape, max_model_len, device, link)
+    peak = _peak_of_largest_step(config, model, shapes, max_model_len, device, link)
     others = memory.outside_torch(device)
     if config.lora.enable_lora:  # they are loaded later
         parallel, dtype = config.parallel, dtype_name(model.dtype)
@@ -203,7 +241,7 @@ def check_ram(size: int) -> None:
 def _peak_of_largest_step(
     config: EngineConfig,
     model: CausalLM,
-    shape: CacheShape,
+    shapes: Sequence[CacheShape],
     max_model_len: int,
     device: torch.device,
     link: StageLink,
@@ -211,27 +249,32 @@ def _peak_of_largest_step(
     """Returns torch's peak bytes in the largest possible step, weights included, plus the memory of
     the CUDA graphs."""
     step = (config.scheduler.tokens, config.max_num_rows)
-    blocks = num_dummy_blocks(*step, block_size=shape.block_size)
-    cache = KVCache.allocate(resized(shape, blocks), device)
+    blocks = num_dummy_blocks(*step, block_size=config.cache.block_size)
+    cache = KVCache.allocate([resized(shape, blocks) for shape in shapes], device)
     torch.cuda.reset_peak_memory_stats(device)
-    ModelRunner(model, cache.tensor, device, True, link).warm_up(*step)
+    ModelRunner(model, cache.tensors, device, True, link).warm_up(*step)
     torch.cuda.synchronize(device)
     peak, sizes = torch.cuda.max_memory_allocated(device), graph_sizes(model, config)
     if not sizes:
         return peak
-    graphs = kept_bytes(model, sizes, blocks_per_sequence(config, max_model_len))
-    activations = _activations_of_graphs(max(sizes), model, shape, device, link)
-    spare = cache_bytes(shape)  # the block for padding
+    blocks_of_one = blocks_per_sequence(config, model.spec.kv_groups, max_model_len)
+    graphs = kept_bytes(model, sizes, blocks_of_one)
+    activations = _activations_of_graphs(max(sizes), model, shapes, device, link)
+    spare = sum(map(cache_bytes, shapes))  # the blocks for padding
     return peak + graphs + len(sizes) * CUDA_GRAPH_BYTES + activations + spare
 
 
 def _activations_of_graphs(
-    size: int, model: CausalLM, shape: CacheShape, device: torch.device, link: StageLink
+    size: int,
+    model: CausalLM,
+    shapes: Sequence[CacheShape],
+    device: torch.device,
+    link: StageLink,
 ) -> int:
     """Returns the bytes that the largest graph computes in; they are all graphs' until the end."""
-    cache = KVCache.allocate(shape, device)
+    cache = KVCache.allocate(shapes, device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    ModelRunner(model, cache.tensor, device, False, link).warm_up(size, size)  # samples nothing
+    ModelRunner(model, cache.tensors, device, False, link).warm_up(size, size)  # samples nothing
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.parameters import MAX_LOGPROBS
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.parallel_state import ParallelState
@@ -28,13 +29,13 @@ COSTLY = SamplingParams(top_p=0.9, top_k=1000, repetition_penalty=1.1, logprobs=
 
 
 class ModelRunner:
-    """Computes steps of `model` over `cache`
-    (`[layers, 2, num_blocks, kv_heads, block_size, head_dim]`). Keeps no sequence state."""
+    """Computes steps of `model` over `caches`, one per KV group
+    (`[layers, planes, num_blocks, kv_heads, block_size, head_dim]`). Keeps no sequence state."""
 
     def __init__(
         self,
         model: CausalLM,
-        cache: torch.Tensor,
+        caches: Sequence[Tensor],
         device: torch.device,
         samples: bool,
         link: StageLink | None = None,
@@ -43,7 +44,8 @@ class ModelRunner:
         """`samples`: true on the one rank whose tokens are used. `link`: to the other pipeline
         stages, if any. `adapters`: the LoRA adapters that sequences may name."""
         self.model = model
-        self.cache = cache
+        self.caches = caches
+        self.block_size = caches[0].shape[4]
         self.device = device
         self.samples = samples
         self.graphs: DecodeGraphs | None = None  # set after they are captured
@@ -57,7 +59,7 @@ class ModelRunner:
 
         All ranks must run the same batches in the same order, because each contains collectives.
         """
-        inputs = flatten(batch.sequences, block_size=self.cache.shape[4])
+        inputs = flatten(batch.sequences, self.block_size, self.model.spec.kv_groups)
         lora = None if self._adapters is None else self._adapters.of_step(batch.sequences)
         computed, prompts = self._compute(inputs, lora)
         if not self.model.stage.last:
@@ -83,18 +85,18 @@ class ModelRunner:
     def _compute(self, inputs: FlatBatch, lora: LoRA | None) -> tuple[torch.Tensor, Scores]:
         """Returns (logits of the rows to sample, scores of prompt tokens). In place of the logits
         hidden states if no row samples or another stage follows."""
-        model, batch, hidden = self.model, inputs.attention, None
+        model, batches, hidden = self.model, inputs.attention, None
         if not model.stage.first:
             hidden = self._others().receive(len(inputs.token_ids))
         graphs = self.graphs if lora is None else None  # captured without adapters
-        if graphs is not None and graphs.take(batch, len(inputs.sampled)):
-            return graphs.run(inputs.token_ids, batch, hidden), ()
+        if graphs is not None and graphs.take(batches[0], len(inputs.sampled)):
+            return graphs.run(inputs.token_ids, inputs.positions, batches, hidden), ()
         lists = inputs.token_ids, inputs.positions, inputs.last_rows
         tensors = [torch.tensor(each, dtype=torch.int64) for each in lists]
         token_ids, positions, last_rows = upload_together(tensors, self.device)
-        context = model.attention.prepare(batch)
+        contexts = model.prepare(batches)
         first = token_ids if hidden is None else hidden
-        hidden = model.forward(first, positions, context, self.cache, lora)
+        hidden = model.forward(first, positions, contexts, self.caches, lora)
         if not model.stage.last:
             return hidden, ()
         vocab = model.spec.vocab_size
@@ -128,8 +130,8 @@ class ModelRunner:
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Runs a dummy step, so that kernels are selected and memory is allocated before the first
-        request. Overwrites the first blocks of the cache, so no sequence may hold any."""
-        batch = dummy_batch(num_tokens, num_seqs, block_size=self.cache.shape[4])
+        request. Overwrites the first blocks of the caches, so no sequence may hold any."""
+        batch = dummy_batch(num_tokens, num_seqs, self.block_size, len(self.caches))
         if self.samples and self.model.stage.last:
             batch = _costly(batch, self.model.spec.vocab_size, self.device)
         self.run(batch)
@@ -178,13 +180,15 @@ class FlatBatch:
 
     token_ids: list[int]
     positions: list[int]
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]  # one per KV group
     sampled: list[StepSequence]  # `StepSequence.rows` of the sequences that sample
     last_rows: list[int]  # row of the last token of each of `sampled`
     scored: list[tuple[int, StepSequence]]  # (first row, sequence) of prompts to score
 
 
-def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
+def flatten(
+    sequences: tuple[StepSequence, ...], block_size: int, groups: Sequence[KVGroup]
+) -> FlatBatch:
     token_ids: list[int] = []
     positions: list[int] = []
     sampled: list[StepSequence] = []
@@ -199,13 +203,26 @@ def flatten(sequences: tuple[StepSequence, ...], block_size: int) -> FlatBatch:
         if sequence.sampling is not None:
             sampled += sequence.rows
             last_rows += range(len(token_ids) - 1 - len(sequence.drafts), len(token_ids))
-    attention = AttentionBatch(
-        query_lens=[sequence.num_tokens for sequence in sequences],
-        starts=[sequence.start for sequence in sequences],
-        block_tables=[sequence.block_table for sequence in sequences],
-        block_size=block_size,
+    attention = tuple(
+        _attention(sequences, block_size, index, group) for index, group in enumerate(groups)
     )
     return FlatBatch(token_ids, positions, attention, sampled, last_rows, scored)
+
+
+def _attention(
+    sequences: tuple[StepSequence, ...], block_size: int, index: int, group: KVGroup
+) -> AttentionBatch:
+    """Returns the attention of one KV group. It begins at the first block that a sequence's queries
+    read: what is before may be another sequence's by now, and takes neither time nor memory."""
+    starts = [sequence.start for sequence in sequences]
+    tables = [sequence.block_tables[index] for sequence in sequences]
+    if group.window is not None:
+        firsts = [group.first_block(start, block_size) for start in starts]
+        together = zip(starts, tables, firsts, strict=True)
+        trimmed = [(start - block_size * n, table[n:]) for start, table, n in together]
+        starts, tables = [start for start, _ in trimmed], [table for _, table in trimmed]
+    query_lens = [sequence.num_tokens for sequence in sequences]
+    return AttentionBatch(query_lens, starts, tables, block_size)
 
 
 def verify(
@@ -227,13 +244,13 @@ def verify(
         begun.add(row.seq_id)
 
 
-def dummy_batch(num_tokens: int, num_seqs: int, block_size: int) -> StepBatch:
+def dummy_batch(num_tokens: int, num_seqs: int, block_size: int, num_groups: int = 1) -> StepBatch:
     """Returns `num_seqs` prompts of together at least `num_tokens` tokens, all in the same
-    `num_dummy_blocks` blocks, because their results do not matter."""
+    `num_dummy_blocks` blocks of each KV group, because their results do not matter."""
     length = -(-num_tokens // num_seqs)
-    blocks = tuple(range(num_dummy_blocks(num_tokens, num_seqs, block_size)))
+    tables = (tuple(range(num_dummy_blocks(num_tokens, num_seqs, block_size))),) * num_groups
     sequences = (
-        StepSequence(seq_id, (0,) * length, 0, blocks, SamplingParams())
+        StepSequence(seq_id, (0,) * length, 0, tables, SamplingParams())
         for seq_id in range(num_seqs)
     )
     return StepBatch(0, tuple(sequences))

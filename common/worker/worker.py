@@ -47,7 +47,7 @@ from pdserve.common.worker.kv_cache import (
     KVCache,
     available_bytes,
     cache_bytes,
-    cache_shape,
+    cache_shapes,
     choose_num_blocks,
     resized,
 )
@@ -60,9 +60,9 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ExtensionConfig:
     """Which extension a rank hosts. Its factory is called as
-    `factory(cache_tensor, cache_shape, shared_fd, rank, host, config, emit)`; cache and
-    descriptor stay the rank's and outlive the extension; `host` is an address of the rank's, the
-    one to bind to: --kv-host."""
+    `factory(caches, shared_fd, rank, host, config, emit)`; `caches`, a `GroupCache` per KV group,
+    and the descriptor stay the rank's and outlive the extension; `host` is an address of the
+    rank's, the one to bind to: --kv-host."""
 
     factory: str  # "module:callable"
     config: bytes = field(default=b"", repr=False)  # it may hold secrets
@@ -134,22 +134,25 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     draft_model = load_draft_model(engine, sharding)
     peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes)
     link = StageLink(state, model_spec.hidden_size, dtype)
-    shape = cache_shape(model, engine, state.tp)
-    draft_shape = cache_shape(draft_model, engine, state.tp) if draft_model else None
-    draft_bytes = cache_bytes(draft_shape) if draft_shape else 0
-    room = available_bytes(engine, model, shape, max_model_len, device, link, draft_bytes, memory)
-    block_bytes = cache_bytes(shape) + draft_bytes
-    num_blocks = choose_num_blocks(engine, block_bytes, max_model_len, room, state.world, device)
+    shapes = cache_shapes(model, engine, state.tp)
+    draft_shapes = cache_shapes(draft_model, engine, state.tp) if draft_model else ()
+    block_bytes = list(map(cache_bytes, shapes))
+    block_bytes[0] += sum(map(cache_bytes, draft_shapes))
+    room = available_bytes(engine, model, shapes, block_bytes, max_model_len, device, link, memory)
+    num_blocks = choose_num_blocks(
+        engine, model_spec.kv_groups, block_bytes, max_model_len, room, state.world, device
+    )
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
-    cache = KVCache.allocate(resized(shape, num_blocks), device, spare)
+    cache = KVCache.allocate(list(map(resized, shapes, num_blocks)), device, spare)
     samples = spec.rank == spec.output_rank
     adapters = RankAdapters(model, engine.lora.max_lora_rank) if engine.lora.enable_lora else None
-    runner = ModelRunner(model, cache.tensor, device, samples, link, adapters)
+    runner = ModelRunner(model, cache.tensors, device, samples, link, adapters)
     _warm_up(runner, engine)
-    runner.graphs = build_graphs(model, cache.tensor, engine, max_model_len)
+    runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
     drafter = None
-    if draft_model is not None and draft_shape is not None:
-        draft_cache = KVCache.allocate(resized(draft_shape, num_blocks), device)
+    if draft_model is not None:
+        sizes = [resized(shape, num_blocks[0]) for shape in draft_shapes]
+        draft_cache = KVCache.allocate(sizes, device)
         drafter = Drafter(draft_model, draft_cache, device, state.tp)
         _warm_up(drafter.runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
@@ -183,7 +186,7 @@ class ModelWorker:
         self._drafter = drafter
         self._grammars = grammars
         self._batch = InputBatch(
-            cache.shape.block_size,
+            runner.block_size,
             runner.model.spec.vocab_size,
             runner.device,
             runner.samples,
@@ -195,7 +198,7 @@ class ModelWorker:
     def ready(self) -> bytes:
         ready = RankReady(
             rank=self._rank,
-            cache=self._cache.shape,
+            caches=tuple(each.shape for each in self._cache.groups),
             weights_bytes=self.runner.model.weights_bytes,
             peaks=self._peaks,
             extension_info=self.extension.info() if self.extension else b"",
@@ -335,6 +338,6 @@ def _build_extension(
     if config is None:
         return None
     extension: Extension = import_string(config.factory)(
-        cache.tensor, cache.shape, cache.fd, rank, config.host, config.config, emit
+        cache.groups, cache.fd, rank, config.host, config.config, emit
     )
     return extension

@@ -13,7 +13,7 @@ from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.conformance.caches import FREE, Geometry
 from pdserve.kv_transfer.conformance.ends import ARRIVAL_S, SETTLE_S, End
 from pdserve.kv_transfer.connector import BlockRun, Landed, Sent, SinkTransfer, SourceTransfer
-from pdserve.kv_transfer.layout import Rect, plan
+from pdserve.kv_transfer.layout import Share, plan
 
 E = TypeVar("E", bound=End)
 S = TypeVar("S", bound=End)
@@ -68,15 +68,12 @@ class Pair(Generic[S, T]):
 
     def submit(self, transfer_id: bytes, *, epoch: int = 1) -> None:
         endpoints = [end.endpoint() for end in self.sink.ends]
-        pieces = plan([end.cache.rect for end in self.source.ends], self._sink_rects())
-        for rank, end in enumerate(self.source.ends):
+        pieces = plan(_shares(self.source.ends), _shares(self.sink.ends))
+        for number, end in enumerate(self.source.ends):
             mine = tuple(
-                (piece, endpoints[piece.sink_rank]) for piece in pieces if piece.source_rank == rank
+                (piece, endpoints[piece.sink]) for piece in pieces if piece.source == number
             )
             end.submit(SourceTransfer(transfer_id, epoch, mine))
-
-    def _sink_rects(self) -> list[Rect]:
-        return [end.cache.rect for end in self.sink.ends]
 
     def ready(
         self, transfer_id: bytes, run: BlockRun, block_ids: Sequence[int], last: bool = False
@@ -162,3 +159,7 @@ def eventually(condition: Callable[[], bool], within: float = ARRIVAL_S) -> bool
     while not (value := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return value
+
+
+def _shares(ends: Sequence[End]) -> list[Share]:
+    return [Share(number, end.cache.rect) for number, end in enumerate(ends)]

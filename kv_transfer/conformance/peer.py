@@ -97,7 +97,7 @@ class Peer:
         return Report(endpoint=self._live.endpoint())
 
     def _emit(self, event: Event) -> None:
-        self._say(Report(event=encode_event(event)))
+        self._say(Report(event=encode_event(0, event)))
 
     def _say(self, report: Report) -> None:
         with self._lock:
@@ -110,6 +110,10 @@ class Peer:
         self._connector = self._cache = None
 
 
-if __name__ == "__main__":
+def main(fd: int) -> None:
     torch.set_num_threads(1)
-    Peer(socket.socket(fileno=int(sys.argv[1]))).run()
+    Peer(socket.socket(fileno=fd)).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

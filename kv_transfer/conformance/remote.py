@@ -27,17 +27,22 @@ ANSWER_S = 15.0  # within which it answers an order
 _reports = msgspec.json.Decoder(Report)
 
 
+def start_peer(sock: socket.socket) -> subprocess.Popen[bytes]:
+    """Returns a process that serves `sock`."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdserve.kv_transfer.conformance.peer", str(sock.fileno())],
+        pass_fds=[sock.fileno()],
+        env=helper_environment({"PYTHONPATH": path}),
+    )
+
+
 class Process:
     """Runs a Python process that serves one connector after another for `RemoteEnd`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, sys.path))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.kv_transfer.conformance.peer", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=helper_environment({"PYTHONPATH": path}),
-        )
+        self._process = start_peer(theirs)
         theirs.close()
         self._sock = ours
         self._lines = ours.makefile("rb")
@@ -63,7 +68,7 @@ class Process:
         for line in self._lines:
             report = _reports.decode(line)
             if report.event:
-                self.on_event(decode_event(report.event))
+                self.on_event(decode_event(report.event)[1])
                 continue
             with self._changed:
                 self._reports.append(report)

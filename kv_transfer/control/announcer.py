@@ -26,17 +26,19 @@ class RunAnnouncer:
         self,
         ranks: RankCalls,
         pieces: Sequence[Piece],
+        groups: Sequence[int],
         ticket: Ticket,
         run_blocks: int,
         lease: Lease,
     ) -> None:
-        """A run of more than `run_blocks` blocks is cut."""
+        """`groups`: the KV group of each share. A run of more than `run_blocks` blocks is cut."""
         self._ranks = ranks
         self._pieces = pieces
         self._run_blocks = run_blocks
         self._lease = lease
-        self._rank_ids = sorted({piece.source_rank for piece in pieces})
-        self._runs: list[Ready] = []
+        self._shares = sorted({piece.source for piece in pieces})
+        self._groups = groups
+        self._runs: list[tuple[int, Ready]] = []  # (KV group, run)
         self._digests: list[RunDigest] = []
         self._commands: asyncio.Queue[dict[int, Submit | Ready]] = asyncio.Queue()
         self._stopped = False
@@ -46,30 +48,48 @@ class RunAnnouncer:
         """Begins the ticket's epoch and announces the runs so far once more."""
         self._ticket = ticket
         self._digests.clear()
-        self._commands.put_nowait({rank: Submit(self._transfer(rank)) for rank in self._rank_ids})
-        for run in self._runs:
-            self._commands.put_nowait(dict.fromkeys(self._rank_ids, run))
+        self._commands.put_nowait({share: Submit(self._transfer(share)) for share in self._shares})
+        for group, run in self._runs:
+            self._put(group, run)
 
-    def _transfer(self, rank: int) -> SourceTransfer:
-        """Returns the pieces that this rank sends, with their endpoints."""
+    def _put(self, group: int, run: Ready) -> None:
+        if mine := [share for share in self._shares if self._groups[share] == group]:
+            self._commands.put_nowait(dict.fromkeys(mine, run))
+
+    def _transfer(self, share: int) -> SourceTransfer:
+        """Returns the pieces that are sent of this share, with their endpoints."""
         mine = tuple(
-            (piece, self._ticket.endpoints[piece.sink_rank].endpoint)
+            (piece, self._ticket.endpoints[piece.sink].endpoint)
             for piece in self._pieces
-            if piece.source_rank == rank
+            if piece.source == share
         )
         return SourceTransfer(self._ticket.transfer_id, self._ticket.epoch, mine)
 
-    def announce(self, run: BlockRun, block_ids: Sequence[int], last: bool) -> None:
-        """Queues a run; runs come in order. Blocks that the sink has already are left out."""
+    def announce(self, group: int, run: BlockRun, block_ids: Sequence[int], last: bool) -> None:
+        """Queues a run; those of a group come in order. Blocks that the sink does not ask for are
+        left out.
+
+        Raises:
+            TransferError: LAYOUT_MISMATCH, the sink asks for a block that is not there any more.
+        """
         ticket = self._ticket
-        skipped = min(run.count, max(0, ticket.first_block - run.first))
+        skipped = min(run.count, max(0, ticket.first_blocks[group] - run.first))
         wanted = BlockRun(run.first + skipped, run.count - skipped)
         if self._stopped or not (wanted.count or last):
             return
-        for part, ids in _cut(wanted, tuple(block_ids)[skipped:], self._run_blocks):
+        wanted_ids = tuple(block_ids)[skipped:]
+        if min(wanted_ids, default=0) < 0:
+            raise TransferError(
+                f"the decode node asks for blocks of KV group {group} before its window",
+                code="LAYOUT_MISMATCH",
+                blame=Blame.DECODE,
+                retryable=False,
+            )
+        for part, ids in _cut(wanted, wanted_ids, self._run_blocks):
             ends = last and part.first + part.count == wanted.first + wanted.count
-            self._runs.append(Ready(ticket.transfer_id, part, ids, ends, ticket.digests))
-            self._commands.put_nowait(dict.fromkeys(self._rank_ids, self._runs[-1]))
+            ready = Ready(ticket.transfer_id, part, ids, ends, ticket.digests)
+            self._runs.append((group, ready))
+            self._put(group, ready)
 
     async def run(self) -> None:
         """Sends the queued commands to the ranks until `stop`.
@@ -108,7 +128,7 @@ class RunAnnouncer:
 
     async def quiesce_ranks(self) -> None:
         """Returns when no rank reads the blocks any more."""
-        await self._ranks.send_alive(self._rank_ids, Quiesce(self._ticket.transfer_id))
+        await self._ranks.send_alive(self._shares, Quiesce(self._ticket.transfer_id))
 
 
 def _cut(

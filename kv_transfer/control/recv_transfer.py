@@ -41,11 +41,20 @@ class RecvResult:
     verify_s: float = 0.0  # from the later of both until the digests were compared
 
 
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Names the blocks of one KV group that are to be filled: `ids[i]` is the physical block of
+    logical block `first + i`."""
+
+    first: int
+    ids: tuple[int, ...]
+
+
 class Epoch:
     """Records one source's turn: its commit and the bytes that have landed so far."""
 
     def __init__(self) -> None:
-        self.landed: dict[int, int] = {}  # rank → bytes
+        self.landed: dict[int, int] = {}  # share → bytes
         self.times: dict[SinkEvent, float] = {}  # when each event came
         self.first_token = pb.FirstToken()  # as committed
         self.digests: Sequence[RunDigest] = ()
@@ -76,7 +85,7 @@ class RecvTransfer:
     def __init__(
         self,
         ticket: Ticket,
-        block_ids: Sequence[int],
+        blocks: Sequence[GroupBlocks],
         ranks: RankCalls,
         tasks: Tasks,
         *,
@@ -85,14 +94,14 @@ class RecvTransfer:
     ) -> None:
         """Calls `on_over` when it has an outcome, just before `arrival` is done."""
         self.ticket = ticket  # of the current epoch
-        self.block_ids = tuple(block_ids)
+        self.blocks = tuple(blocks)
         self.epoch = Epoch()
         self.arrival: asyncio.Future[RecvResult] = new_future()
         self.machine = sink_machine(ranks.counts)
         self.cause: PdserveError | None = None  # of the present failure: the first one
         self.progress = 0  # grows as the lease is renewed
         self._ranks = ranks
-        self._rank_ids = [each.rank for each in ticket.endpoints]
+        self._shares = range(len(ticket.endpoints))
         self._counts = ranks.counts
         self._tasks = tasks
         self._on_freed = on_freed
@@ -159,9 +168,9 @@ class RecvTransfer:
         for action in actions:
             self._do(action)
 
-    def landed(self, rank: int, nbytes: int) -> None:
-        """Notes that all of the current epoch's data is in this rank."""
-        self.epoch.landed[rank] = nbytes
+    def landed(self, share: int, nbytes: int) -> None:
+        """Notes that all of the current epoch's data is in this share."""
+        self.epoch.landed[share] = nbytes
         self._count_landed()
 
     def renew(self) -> None:
@@ -215,13 +224,17 @@ class RecvTransfer:
 
     async def _accept(self, epoch: int) -> None:
         ticket = self.ticket
-        transfer = SinkTransfer(ticket.transfer_id, epoch, ticket.first_block, self.block_ids)
-        await self._ranks.send_all(dict.fromkeys(self._rank_ids, Accept(transfer)))
+        accepts = [
+            Accept(SinkTransfer(ticket.transfer_id, epoch, each.first, each.ids))
+            for each in self.blocks
+        ]
+        wanted = (accepts[each.group] for each in ticket.endpoints)
+        await self._ranks.send_all(dict(enumerate(wanted)))
         self.on(SinkEvent.OPENED, epoch=epoch)
         self._count_landed()  # a rank that needs no block has landed as it accepted
 
     def _count_landed(self) -> None:
-        if len(self.epoch.landed) == len(self._rank_ids):
+        if len(self.epoch.landed) == len(self._shares):
             self.on(SinkEvent.RANKS_LANDED)
 
     def _issue(self) -> None:
@@ -232,23 +245,23 @@ class RecvTransfer:
 
     async def _verify(self, epoch: int) -> None:
         """Lets every rank compare its blocks with the source's digests."""
-        ranks = self._rank_ids if self.ticket.digests else ()
-        found = await all_of(self._compare(epoch, rank) for rank in ranks)
+        shares = self._shares if self.ticket.digests else ()
+        found = await all_of(self._compare(epoch, share) for share in shares)
         wrong = [each for those in found for each in those]
         if wrong:
             self.on(SinkEvent.MISMATCH, mismatch(wrong), epoch)
         else:
             self.on(SinkEvent.VERIFIED, epoch=epoch)
 
-    async def _compare(self, epoch: int, rank: int) -> list[RunDigest]:
-        """Returns one rank's digests that differ. The rank works in steps, each of which renews the
-        lease."""
+    async def _compare(self, epoch: int, share: int) -> list[RunDigest]:
+        """Returns one share's digests that differ. The rank works in steps, each of which renews
+        the lease."""
         transfer_id = self.ticket.transfer_id
-        digests = tuple(each for each in self.epoch.digests if each.sink_rank == rank)
+        digests = tuple(each for each in self.epoch.digests if each.sink == share)
         wrong: list[RunDigest] = []
         start = 0
         while True:
-            reply = await self._ranks.send(rank, Verify(transfer_id, epoch, digests, start))
+            reply = await self._ranks.send(share, Verify(transfer_id, epoch, digests, start))
             wrong += reply.digests
             if not reply.left:
                 return wrong
@@ -257,7 +270,7 @@ class RecvTransfer:
 
     async def _quiesce(self) -> None:
         await asyncio.wait([self._opening])  # no accept may come after the quiesce
-        await self._ranks.send_alive(self._rank_ids, Quiesce(self.ticket.transfer_id))
+        await self._ranks.send_alive(self._shares, Quiesce(self.ticket.transfer_id))
         self.on(SinkEvent.QUIESCED)
 
     # ---- the ends ----------------------------------------------------------------------------
@@ -271,7 +284,7 @@ class RecvTransfer:
         self.arrival.set_result(result)
 
     async def _release(self) -> None:
-        await self._ranks.send_alive(self._rank_ids, Release(self.ticket.transfer_id))
+        await self._ranks.send_alive(self._shares, Release(self.ticket.transfer_id))
 
     def _free(self) -> None:
         assert self.cause is not None

@@ -17,11 +17,16 @@ from functools import partial
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
+from pdserve.kv_transfer.commands import Call, RankCalls, transfer_error
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.control.background import Tasks
 from pdserve.kv_transfer.control.protocol import SinkEvent
-from pdserve.kv_transfer.control.recv_transfer import RecvResult, RecvTransfer, stale_epoch
+from pdserve.kv_transfer.control.recv_transfer import (
+    GroupBlocks,
+    RecvResult,
+    RecvTransfer,
+    stale_epoch,
+)
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket, new_transfer_id
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import adapted
@@ -45,7 +50,7 @@ class KVSink:
         digests: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()  # landed, bytes, failed/CODE, late state/event
-        self.ranks = RankCalls(call, self.counts)
+        self.ranks = RankCalls(call, self.counts, [each.share for each in ranks])
         self._blank = Ticket(
             transfer_id=b"",
             epoch=1,
@@ -54,7 +59,7 @@ class KVSink:
             fingerprint=fingerprint,
             block_size=block_size,
             num_tokens=0,
-            first_block=0,
+            first_blocks=(),
             endpoints=tuple(ranks),
             digests=digests,
         )
@@ -67,13 +72,12 @@ class KVSink:
     async def reserve(
         self,
         num_tokens: int,
-        first_block: int,
-        block_ids: Sequence[int],
+        blocks: Sequence[GroupBlocks],
         on_freed: Callable[[], None],
         adapter: str = "",
     ) -> tuple[Ticket, asyncio.Future[RecvResult]]:
-        """Takes over `block_ids` (logical blocks `first_block …`). Returns, when every rank takes
-        data, the ticket and the arrival. That has a result once the transfer is committed, has
+        """Takes over `blocks`, one entry per KV group. Returns, when every rank takes data, the
+        ticket and the arrival. That has a result once the transfer is committed, has
         landed on every rank and its digests match; then the caller owns the blocks. Otherwise it
         has a TransferError and `on_freed` was called, which alone frees the blocks. Do not cancel
         it. `adapter` is the digest of the LoRA adapter, if any.
@@ -86,11 +90,11 @@ class KVSink:
             self._blank,
             transfer_id=transfer_id,
             num_tokens=num_tokens,
-            first_block=first_block,
+            first_blocks=tuple(each.first for each in blocks),
             fingerprint=adapted(self._blank.fingerprint, adapter),
         )
         made = RecvTransfer(
-            *(ticket, block_ids, self.ranks, self._tasks),
+            *(ticket, blocks, self.ranks, self._tasks),
             on_freed=on_freed,
             on_over=self._finish,
         )
@@ -187,7 +191,7 @@ class KVSink:
 
     def on_event(self, rank: int, message: bytes) -> None:
         """Handles an event of a rank's connector; called on the event loop."""
-        event = decode_event(message)
+        share, event = self.ranks.decode_event(rank, message)
         transfer = self._live.get(event.transfer_id)
         if transfer is None or transfer.machine.epoch != event.epoch:
             self.counts["late_event"] += 1
@@ -196,7 +200,7 @@ class KVSink:
             case Failed():
                 transfer.on(SinkEvent.FAILED, transfer_error(event))
             case Landed(_, _, nbytes):
-                transfer.landed(rank, nbytes)
+                transfer.landed(share, nbytes)
         transfer.renew()
 
     # ---- inside ------------------------------------------------------------------------------

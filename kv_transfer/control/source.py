@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.trace import traceparent_var
-from pdserve.kv_transfer.commands import Call, RankCalls, decode_event, transfer_error
+from pdserve.kv_transfer.commands import Call, RankCalls, transfer_error
 from pdserve.kv_transfer.connector import BlockRun, Failed
 from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
 from pdserve.kv_transfer.control.protocol import Action, SourceEvent, source_machine
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.layout import Piece, Rect, adapted, plan
+from pdserve.kv_transfer.layout import Piece, Share, adapted, plan
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class KVSource:
 
     def __init__(
         self,
-        rank_rects: Sequence[Rect],
+        shares: Sequence[Share],
         *,
         fingerprint: str,
         block_size: int,
@@ -50,13 +50,13 @@ class KVSource:
         sink: SinkClient,
         block_nbytes: int = 0,
     ) -> None:
-        """`block_nbytes`: the size of a block in the rank that has most of it."""
-        self.rank_rects = tuple(rank_rects)
+        """`block_nbytes`: the size of a block in the share that has most of it."""
+        self.shares = tuple(shares)
         self.run_blocks = max(1, RUN_NBYTES // block_nbytes) if block_nbytes else 1 << 20
         self.lease_s = lease_s
         self.sink = sink
         self.counts: Counter[str] = Counter()  # sent, bytes, failed/CODE, late state/event
-        self.ranks = RankCalls(call, self.counts)
+        self.ranks = RankCalls(call, self.counts, self.shares)
         self.tasks = Tasks(Blame.PREFILL)
         self._fingerprint = fingerprint
         self._block_size = block_size
@@ -71,7 +71,7 @@ class KVSource:
         """
         try:
             self._check(ticket, adapter)
-            pieces = plan(self.rank_rects, [each.rect for each in ticket.endpoints])
+            pieces = plan(self.shares, [each.share for each in ticket.endpoints])
         except TransferError as error:
             self.counts[f"failed/{error.code}"] += 1
             raise
@@ -91,6 +91,15 @@ class KVSource:
                     "give both nodes the same options"
                 )
                 raise TransferError(message, code=code, blame=Blame.PREFILL, retryable=False)
+        groups = {each.group for each in self.shares}
+        if groups != set(range(len(ticket.first_blocks))):
+            raise TransferError(
+                f"the ticket has {len(ticket.first_blocks)} KV groups, the prefill node "
+                f"{len(groups)}",
+                code="LAYOUT_MISMATCH",
+                blame=Blame.DECODE,
+                retryable=False,
+            )
         if ticket.transfer_id in self._live:
             raise TransferError(
                 f"transfer {ticket.transfer_id.hex()} is under way", code="STALE_EPOCH"
@@ -98,7 +107,7 @@ class KVSource:
 
     def on_event(self, rank: int, message: bytes) -> None:
         """Handles an event of a rank's connector; called on the event loop."""
-        event = decode_event(message)
+        _, event = self.ranks.decode_event(rank, message)
         transfer = self._live.get(event.transfer_id)
         if transfer is None or transfer.ticket.epoch != event.epoch:
             self.counts["late_event"] += 1
@@ -138,19 +147,27 @@ class SendTransfer:
         self._started: float | None = None
         self._seconds = 0.0
         self._trace = traceparent_var.get()  # the request's; `commit` runs in another task
-        self._announcer = RunAnnouncer(source.ranks, pieces, ticket, source.run_blocks, self._lease)
+        groups = [each.group for each in source.shares]
+        self._announcer = RunAnnouncer(
+            source.ranks, pieces, groups, ticket, source.run_blocks, self._lease
+        )
         self._keeper = LeaseKeeper(source.sink, ticket, self._lease)
         self._announcing = self._start(self._announcer.run())
         self._renewing = self._start(self._keeper.run(partial(self._on, SourceEvent.RENEW_REFUSED)))
         self._asking: asyncio.Task[None] | None = None  # the commit, or the new epoch
 
-    def ready(self, run: BlockRun, block_ids: Sequence[int], last: bool = False) -> None:
-        """Announces blocks that hold final KV: `block_ids` are this node's blocks for `run`. Runs
-        come in order; blocks that the sink has already are left out. It never blocks and has no
-        effect on a transfer that has failed."""
+    def ready(
+        self, run: BlockRun, block_ids: Sequence[int], last: bool = False, group: int = 0
+    ) -> None:
+        """Announces blocks of a KV group that hold final KV: `block_ids` are this node's blocks for
+        `run`. A group's runs come in order; blocks that the sink does not ask for are left out. It
+        never blocks and has no effect on a transfer that has failed."""
         self._lease.renew()
         self._started = self._started or asyncio.get_running_loop().time()
-        self._announcer.announce(run, block_ids, last)
+        try:
+            self._announcer.announce(group, run, block_ids, last)
+        except TransferError as error:
+            self.fail(error)
 
     def commit(self, first_token: pb.FirstToken) -> asyncio.Future[SendResult]:
         """Asks the sink to take over with `first_token`, after the last run was announced. When the

@@ -9,7 +9,7 @@ from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.core.host import is_address
 from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.frame import MAX_GREETING, bad_frame
-from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.layout import Rect, Share
 
 MIN_LEASE_S, MAX_LEASE_S = 0.1, 86_400.0  # as `--kv-lease`
 MAX_RANKS = 4096
@@ -22,15 +22,22 @@ def new_transfer_id() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """Names one sink rank's share of the KV cache and the endpoint at which it takes data."""
+    """Names one sink rank's share of a KV group and the endpoint at which it takes data."""
 
     rank: int
     rect: Rect
     endpoint: bytes  # only connectors read it
+    group: int = 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self.rank, self.rect, self.group)
 
     def to_pb(self) -> cluster_pb2.RankEndpoint:
         rect = asdict(self.rect)
-        return cluster_pb2.RankEndpoint(rank=self.rank, endpoint=self.endpoint, **rect)
+        return cluster_pb2.RankEndpoint(
+            rank=self.rank, endpoint=self.endpoint, group=self.group, **rect
+        )
 
     @classmethod
     def from_pb(cls, message: cluster_pb2.RankEndpoint) -> RankEndpoint:
@@ -42,13 +49,13 @@ class RankEndpoint:
                 retryable=False,
                 blame=Blame.DECODE,
             )
-        return cls(message.rank, rect, message.endpoint)
+        return cls(message.rank, rect, message.endpoint, message.group)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Asks for blocks `first_block … num_blocks-1`; fields as in `cluster.proto`. Tickets of one
-    transfer differ only in the epoch."""
+    """Asks for blocks `first_blocks[g] … num_blocks-1` of each KV group g; fields as in
+    `cluster.proto`. Tickets of one transfer differ only in the epoch."""
 
     transfer_id: bytes
     epoch: int
@@ -57,7 +64,7 @@ class Ticket:
     fingerprint: str
     block_size: int
     num_tokens: int
-    first_block: int
+    first_blocks: tuple[int, ...]
     endpoints: tuple[RankEndpoint, ...]
     digests: bool
 
@@ -75,7 +82,7 @@ class Ticket:
             fingerprint=self.fingerprint,
             block_size=self.block_size,
             num_tokens=self.num_tokens,
-            first_block=self.first_block,
+            first_blocks=self.first_blocks,
             endpoints=[endpoint.to_pb() for endpoint in self.endpoints],
             digests=self.digests,
         )
@@ -91,7 +98,7 @@ class Ticket:
             fingerprint=message.fingerprint,
             block_size=message.block_size,
             num_tokens=message.num_tokens,
-            first_block=message.first_block,
+            first_blocks=tuple(message.first_blocks),
             endpoints=tuple(RankEndpoint.from_pb(each) for each in message.endpoints),
             digests=message.digests,
         )
@@ -122,11 +129,19 @@ class Ticket:
         for wrong, fault in faults:
             if wrong:
                 raise bad_frame(f"the ticket has {fault}", Blame.DECODE)
-        if self.first_block > self.num_blocks:
+        if any(first > self.num_blocks for first in self.first_blocks):
             raise bad_frame(
-                f"the ticket's first block {self.first_block} is past its {self.num_blocks} blocks",
+                f"the ticket's first blocks {self.first_blocks} are past its {self.num_blocks} "
+                "blocks",
                 Blame.DECODE,
             )
-        ranks = [endpoint.rank for endpoint in self.endpoints]
-        if ranks != list(range(len(ranks))):
-            raise bad_frame(f"the ticket's ranks are {ranks}", Blame.DECODE)
+        shares = [(each.rank, each.group) for each in self.endpoints]
+        ranks = sorted({rank for rank, _ in shares})
+        if ranks != list(range(len(ranks))) or len(set(shares)) < len(shares):
+            raise bad_frame(f"the ticket's ranks and groups are {shares}", Blame.DECODE)
+        if any(group >= len(self.first_blocks) for _, group in shares):
+            raise bad_frame(
+                f"the ticket has first blocks of {len(self.first_blocks)} groups, and shares "
+                f"{shares}",
+                Blame.DECODE,
+            )

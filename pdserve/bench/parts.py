@@ -89,12 +89,13 @@ class PartTimer:
         """Yields (part, owner, attribute name) of each function to time."""
         for part, owner, names in PARTS:
             yield from ((part, owner, name) for name in names or _methods(owner))
-        backend = self._model.attention
-        for cls in type(backend).__mro__:
+        backends = self._model.attentions  # of one class
+        for cls in type(backends[0]).__mro__:
             for name in METHODS.keys() & _methods(cls):
                 yield METHODS[name], cls, name
-        for name in KERNELS.keys() & vars(backend).keys():
-            yield KERNELS[name], backend, name
+        for backend in backends:
+            for name in KERNELS.keys() & vars(backend).keys():
+                yield KERNELS[name], backend, name
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         inner, clock, names = self._inner, self._clock, self._names

@@ -53,7 +53,8 @@ class BenchWorker:
         self._worker = worker
         self.ready = worker.ready
         self.close = worker.close
-        worker.runner.cache.normal_()  # the first write maps the pages
+        for cache in worker.runner.caches:
+            cache.normal_()  # the first write maps the pages
 
     def step(self, message: bytes) -> bytes:
         config, cells = _steps.decode(message)

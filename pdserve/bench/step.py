@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.core.host import cpu_name
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.core.step_shape import StepShape
+from pdserve.common.engine.kv_pool import NO_BLOCK
 from pdserve.common.engine.messages import Peaks
 from pdserve.common.model.device import dtype_name
 from pdserve.common.planning.footprint import Footprint
@@ -48,30 +51,41 @@ class Cell:
     def prefill(cls, tokens: int) -> Cell:
         return cls(f"prefill {tokens:,}", ((0, tokens),))
 
-    @property
-    def shape(self) -> StepShape:
-        return StepShape.of(self.chunks, sampled=len(self.chunks) * (1 + self.drafts))
+    def shape(self, windows: Iterable[int]) -> StepShape:
+        """Returns the step's counts in a model with these sliding windows."""
+        return StepShape.of(self.chunks, len(self.chunks) * (1 + self.drafts), windows)
 
     def num_blocks(self, block_size: int) -> int:
         return sum(-(-sum(chunk) // block_size) for chunk in self.chunks)
 
-    def batch(self, block_size: int, vocab_size: int) -> StepBatch:
+    def batch(self, block_size: int, vocab_size: int, groups: Sequence[KVGroup]) -> StepBatch:
         """Returns the step with random tokens in scattered blocks, as in a used block pool."""
         chance = random.Random(0)
-        blocks = chance.sample(range(count := self.num_blocks(block_size)), count)
+        tables = [self._tables(chance, block_size, group) for group in groups]
         sequences = []
         for seq_id, (start, length) in enumerate(self.chunks):
-            table = tuple(blocks.pop() for _ in range(-(-(start + length) // block_size)))
             tokens = tuple(chance.choices(range(vocab_size), k=length))
             greedy = SamplingParams(temperature=0.0)
             certain, drafts = tokens[: length - self.drafts], tokens[length - self.drafts :]
             sequences.append(
                 StepSequence(
-                    seq_id, certain, start, table, greedy,
+                    seq_id, certain, start, [each[seq_id] for each in tables], greedy,
                     drafts=drafts, drafts_banned=((),) * self.drafts,
                 )
             )  # fmt: skip
         return StepBatch(0, tuple(sequences))
+
+    def _tables(
+        self, chance: random.Random, block_size: int, group: KVGroup
+    ) -> list[tuple[int, ...]]:
+        """Returns each sequence's block table, without what has left a window."""
+        spans = [
+            (group.first_block(start, block_size), -(-(start + length) // block_size))
+            for start, length in self.chunks
+        ]
+        count = sum(end - first for first, end in spans)
+        blocks = iter(chance.sample(range(count), count))
+        return [((NO_BLOCK,) * first + tuple(islice(blocks, end - first))) for first, end in spans]
 
 
 @dataclass(slots=True)
@@ -117,7 +131,8 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
     machine's peaks in between. All ranks call this together; each measures itself."""
     clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
     vocab, block_size = runner.model.spec.vocab_size, config.block_size
-    batches = {cell: cell.batch(block_size, vocab) for cell in cells}
+    groups = runner.model.spec.kv_groups
+    batches = {cell: cell.batch(block_size, vocab, groups) for cell in cells}
     meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
     timer = PartTimer(runner.model, clock)
     samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
@@ -205,10 +220,12 @@ def _gpu_name(device: torch.device) -> str | None:
 
 
 def _cell(found: Measured, cell: Cell) -> dict[str, Any]:
-    costs, step, seconds = found.cost.parts(cell.shape), found.step(cell), found.parts(cell)
+    windows = [each.window for each in found.runner.model.spec.kv_groups if each.window]
+    shape, step, seconds = cell.shape(windows), found.step(cell), found.parts(cell)
+    costs = found.cost.parts(shape)
     names = sorted(seconds, key=ORDER.index)
     parts = {name: _row(found, seconds[name], costs.get(name)) for name in names}
-    total = found.cost.total(cell.shape)
+    total = found.cost.total(shape)
     return {
         "step": {**_row(found, step, total), "samples_ms": _ms(found.cells[cell].steps)},
         "mfu": total.flops / step / found.peaks.flops,

@@ -54,7 +54,7 @@ KILL_GRACE = 5.0  # seconds past the drain time-out before SIGKILL
 
 
 class Cluster:
-    """The router and nodes of one cluster as child processes. A caller of `start` must call
+    """The routers and nodes of one cluster as child processes. A caller of `start` must call
     `stop`, also after a failure."""
 
     def __init__(
@@ -70,19 +70,22 @@ class Cluster:
         self.write = write
         self.programs = programs
         self._auth = _with_key(config.auth)
-        self.url = ""
+        self.urls: list[str] = []  # of the routers
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
-        self._ports_file = Path(config.server.ports_file or f"{self._folder.name}/router.json")
-        self._ports_file.unlink(missing_ok=True)  # an old one has an older router's ports
-        self._router: Child | None = None
+        self._routers: list[Child] = []
         self._nodes: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._returning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._returning: dict[Child, asyncio.Future[None]] = {}  # routers that have died
         self._interrupts = 0
 
+    @property
+    def url(self) -> str:
+        """The first router's."""
+        return self.urls[0]
+
     async def start(self) -> bool:
-        """Returns True once the router can serve, False if `interrupt` was called before.
+        """Returns True once the routers can serve, False if `interrupt` was called before.
 
         Raises:
             NodeError: a process died and the cluster cannot continue without it.
@@ -127,44 +130,62 @@ class Cluster:
                 child.kill()
 
     async def stop(self) -> None:
-        """Drains the router, whose requests in flight need the nodes, and then the nodes."""
-        watchers = [*self._watchers, self._returning]
+        """Drains the routers, whose requests in flight need the nodes, and then the nodes."""
+        watchers = [*self._watchers, *self._returning.values()]
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
-        if self._router is not None:
-            await self._end([self._router])
+        await self._end(self._routers)
         await self._end(self._nodes)
         if self.ended.done():
             self.ended.exception()  # retrieved, or asyncio logs it as never retrieved
         self._folder.cleanup()
 
     async def _start(self) -> None:
-        ports = await self._start_router()
+        ports = await self._start_routers()
         host = connect_host(self.config.server.host)
         scheme = "https" if self.config.server.ssl_certfile else "http"
-        self.url = f"{scheme}://{host}:{ports['http']}"
-        for name, node in self._node_configs(f"{host}:{ports['registry']}").items():
+        self.urls = [f"{scheme}://{host}:{each['http']}" for each in ports]
+        registries = ",".join(f"{host}:{each['registry']}" for each in ports)
+        for name, node in self._node_configs(registries).items():
             share = self.shares[len(self._nodes)]
             command = [*self.programs[role_of(name)], *to_flags(node)]
             environment = {**share.environment, **to_environment(node)}
             self._nodes.append(Child(ChildSpec(name, command, environment), self.write))
             await self._run(self._nodes[-1])
-        await self._ready()
+        await asyncio.gather(*map(self._ready, self.urls))
 
-    async def _start_router(self) -> dict[str, int]:
-        """Starts the router and returns its ports, which a restart of it will use again."""
-        self._router = Child(self._router_spec(ports_file=str(self._ports_file)), self.write)
-        await self._run(self._router)
-        while (ports := read_ports(self._ports_file)) is None:
-            await asyncio.sleep(POLL_INTERVAL)
-        self._router.spec = self._router_spec(
-            port=ports["http"], grpc_port=ports["grpc"], registry_port=ports["registry"]
-        )
+    async def _start_routers(self) -> list[dict[str, int]]:
+        """Starts the routers and returns their ports, which a restart of them will use again."""
+        files: list[Path] = []
+        for index, name in enumerate(router_names(self.config)):
+            given = self.config.server.ports_file or f"{self._folder.name}/router.json"
+            files.append(Path(f"{given}.{index}" if index else given))
+            files[-1].unlink(missing_ok=True)  # an old one has an older router's ports
+            changes: dict[str, Any] = {"ports_file": str(files[-1])}
+            if index:
+                changes |= {"port": 0, "grpc_port": 0, "registry_port": 0}
+            self._routers.append(Child(self._router_spec(name, **changes), self.write))
+            await self._run(self._routers[-1])
+        ports = [await self._ports(file) for file in files]
+        kept = bool(self.config.server.ports_file)
+        for router, file, each in zip(self._routers, files, ports, strict=True):
+            router.spec = self._router_spec(
+                router.name,
+                port=each["http"],
+                grpc_port=each["grpc"],
+                registry_port=each["registry"],
+                ports_file=str(file) if kept else None,
+            )
         self._folder.cleanup()  # already here, so that SIGKILL leaves no folder behind
         return ports
 
-    def _router_spec(self, **changes: Any) -> ChildSpec:
+    async def _ports(self, file: Path) -> dict[str, int]:
+        while (ports := read_ports(file)) is None:
+            await asyncio.sleep(POLL_INTERVAL)
+        return ports
+
+    def _router_spec(self, name: str, **changes: Any) -> ChildSpec:
         config = RouterConfig(
             server=replace(self.config.server, **changes),
             chat=self.config.chat,
@@ -177,20 +198,20 @@ class Cluster:
             observability=self.config.observability,
         )
         command = [*self.programs["router"], *to_flags(config)]
-        return ChildSpec("router", command, to_environment(config))
+        return ChildSpec(name, command, to_environment(config))
 
-    def _node_configs(self, router: str) -> dict[str, BothNodeConfig]:
+    def _node_configs(self, routers: str) -> dict[str, BothNodeConfig]:
         names = node_names(self.config)
         engines = [share.engine for share in self.shares]
         return {
-            name: self._node_config(name, engine, router)
+            name: self._node_config(name, engine, routers)
             for name, engine in zip(names, engines, strict=True)
         }
 
-    def _node_config(self, name: str, engine: EngineConfig, router: str) -> BothNodeConfig:
+    def _node_config(self, name: str, engine: EngineConfig, routers: str) -> BothNodeConfig:
         config = self.config
         parts: dict[str, Any] = {
-            "node": NodeConfig(router=router, drain_timeout=config.server.drain_timeout),
+            "node": NodeConfig(router=routers, drain_timeout=config.server.drain_timeout),
             "tls": config.tls,
             "auth": self._auth,
             "engine": engine,
@@ -201,12 +222,12 @@ class Cluster:
             return BothNodeConfig(**parts)
         return WorkerNodeConfig(**parts, transfer=config.transfer)
 
-    async def _ready(self) -> None:
+    async def _ready(self, url: str) -> None:
         async with own_session(self.config.server) as session:
             while True:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     timeout = aiohttp.ClientTimeout(total=5)
-                    async with session.get(f"{self.url}/ready", timeout=timeout) as response:
+                    async with session.get(f"{url}/ready", timeout=timeout) as response:
                         if response.status == 200:
                             return
                 await asyncio.sleep(POLL_INTERVAL)
@@ -221,7 +242,7 @@ class Cluster:
         while True:
             since = monotonic()
             code = await child.wait()
-            if code == 0 and child is not self._router:
+            if code == 0 and child not in self._routers:
                 self.write("up", f"{child.name} has drained and left")
                 return
             if code == 2:
@@ -240,8 +261,8 @@ class Cluster:
             self.write("up", f"{child.name}: {describe_exit(code)}; restart {when}")
             ended = monotonic()
             await self._start_again(child, backoff)
-            if child is self._router:
-                self._says_when_ready(ended)
+            if child in self._routers:
+                self._says_when_ready(child, ended)
 
     async def _start_again(self, child: Child, backoff: float) -> None:
         """Retries until the process runs: the host may be short of memory or process slots."""
@@ -254,21 +275,24 @@ class Cluster:
             except OSError as error:
                 self.write("up", f"{child.name}: {error.strerror}; retry in {backoff:.0f} s")
 
-    def _says_when_ready(self, ended: float) -> None:
-        """Logs when the restarted router, whose predecessor ended at `ended`, has nodes again."""
+    def _says_when_ready(self, router: Child, ended: float) -> None:
+        """Logs when a restarted router, whose predecessor ended at `ended`, has nodes again."""
 
         async def say() -> None:
-            await self._ready()
-            self.write("up", f"router: serving again, {monotonic() - ended:.1f} s after it ended")
+            await self._ready(self.urls[self._routers.index(router)])
+            self.write(
+                "up", f"{router.name}: serving again, {monotonic() - ended:.1f} s after it ended"
+            )
 
-        self._returning.cancel()  # the router may have died again before it could serve
-        if self.url:  # otherwise `start` is still waiting and reports it
-            self._returning = asyncio.create_task(say())
+        if router in self._returning:
+            self._returning[router].cancel()  # it may have died again before it could serve
+        if self.urls:  # otherwise `start` is still waiting and reports it
+            self._returning[router] = asyncio.create_task(say())
 
     def _give_up(self, child: Child, reason: str) -> None:
-        """Leaves `child` down; ends the cluster unless the other nodes can serve without it."""
-        roles = {role_of(each.name) for each in self._nodes if each.running}
-        if child is not self._router and ("both" in roles or roles >= {"prefill", "decode"}):
+        """Leaves `child` down; ends the cluster unless the others can serve without it."""
+        roles = {role_of(each.name) for each in self._children() if each.running}
+        if "router" in roles and ("both" in roles or roles >= {"prefill", "decode"}):
             self.write("up", f"{reason}: it stays down; the others continue")
         else:
             self._fail(NodeError(reason))
@@ -293,7 +317,12 @@ class Cluster:
             self.write("up", "some processes did not end even after SIGKILL")
 
     def _children(self) -> list[Child]:
-        return [*([self._router] if self._router else []), *self._nodes]
+        return [*self._routers, *self._nodes]
+
+
+def router_names(config: ClusterConfig) -> list[str]:
+    count = config.routers
+    return [f"router-{index}" for index in range(count)] if count > 1 else ["router"]
 
 
 def node_names(config: ClusterConfig) -> list[str]:

@@ -176,6 +176,9 @@ def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
     yield "KV per token, GPU", format_bytes(rank.kv_per_token)
     yield "KV of longest sequence, GPU", format_bytes(rank.kv_per_sequence)
     yield "KV blocks", f"{rank.num_blocks} = {plan.num_tokens} tokens"
+    for group in rank.groups if len(rank.groups) > 1 else ():
+        blocks, layers = f"{group.num_blocks} blocks", f"{group.num_layers} layers"
+        yield f"  {group.name}", f"{blocks} × {layers} = {format_bytes(group.nbytes)}"
     yield "longest sequences at once", str(plan.max_concurrent_sequences)
     yield "all-reduce per token", _traffic(plan, plan.all_reduce_per_token)
     step = f" ({plan.step_tokens} tokens)" if tp > 1 else ""

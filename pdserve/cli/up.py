@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdserve.cli.child import Write
-from pdserve.cli.cluster import Cluster, node_names
+from pdserve.cli.cluster import Cluster, node_names, router_names
 from pdserve.cli.host_share import node_shares
 from pdserve.client.terminal import console_of
 from pdserve.common.config.cluster import ClusterConfig
@@ -57,7 +57,8 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         with console.status("starting; loading weights"):
             started = await cluster.start()
         if started:
-            console.print(f"cluster ready: {cluster.url}/v1 (model {model_name(config)})")
+            urls = ", ".join(f"{url}/v1" for url in cluster.urls)
+            console.print(f"cluster ready: {urls} (model {model_name(config)})")
             await cluster.ended
         return 0
     except PdserveError as error:
@@ -117,7 +118,7 @@ def log_writer(config: ClusterConfig, console: Console) -> Write:
     if config.log.log_format == "json":
         return lambda name, line: console.print(Text(line), soft_wrap=True)
     colours: dict[str, str] = {}
-    width = max(map(len, ("router", *node_names(config))))
+    width = max(map(len, (*router_names(config), *node_names(config))))
 
     def write(name: str, line: str) -> None:
         colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])

@@ -73,6 +73,14 @@ class ClusterView:
         reasons += [self._why_missing(pb.ROLE_BOTH)] if both else []
         return False, "; ".join(reasons)
 
+    def placed_by_others(self) -> tuple[int, int]:
+        """The choices that other routers have on this cluster's nodes, and how many routers there
+        are, by the nodes' reports."""
+        nodes = self._nodes(pb.ROLE_DECODE, pb.ROLE_BOTH)  # a choice has one of these
+        loads = [node.load for node in nodes if self.registry.is_alive(node)]
+        routers = max((load.routers for load in loads), default=1)
+        return sum(load.others for load in loads), max(1, routers)
+
     # ---- reasons -----------------------------------------------------------------------------
 
     def unusable_reasons(self, role: int) -> list[str]:
@@ -193,6 +201,7 @@ class ClusterView:
             "prefill_tokens": node.prefill_tokens,
             "prompt_tokens": node.prompt_tokens,
             "cached_tokens": node.cached_tokens,
+            "others": load.others,
             "running": load.running,
             "waiting": load.waiting,
             "free_blocks": load.free_blocks,

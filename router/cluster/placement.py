@@ -52,14 +52,14 @@ class RoundRobin:
 
 
 def least_load(nodes: Sequence[Node]) -> Node:
-    """The node with the fewest tokens to prefill, then the fewest requests, of this router and per
-    replica; among equals the one that reports the fewest waiting tokens per replica, then the most
-    free blocks on one."""
+    """The node with the fewest tokens to prefill, then the fewest requests, per replica; among
+    equals the one that reports the fewest waiting tokens per replica, then the most free blocks on
+    one. What other routers have placed there is known by the node's reports."""
     return min(
         nodes,
         key=lambda node: (
-            node.prefill_tokens / node.replicas,
-            node.in_flight / node.replicas,
+            node.num_prefill_tokens / node.replicas,
+            node.num_requests / node.replicas,
             node.load.waiting_tokens / node.replicas,
             -node.load.most_free_blocks,
             node.id,
@@ -142,8 +142,8 @@ class NodeSelector:
         avoid: Collection[str],
         local_prefill: bool = False,
     ) -> tuple[Node, bool] | None:
-        """Takes the policy's choice of each kind, and of these two the node with fewer requests of
-        this router, then with more free blocks. Tokens to prefill do not compare: a decode node's
+        """Takes the policy's choice of each kind, and of these two the node with fewer requests,
+        then with more free blocks. Tokens to prefill do not compare: a decode node's
         are on its prefill nodes."""
         fresh = _without(decodes, avoid), _without(boths, avoid)
         kinds = fresh if any(fresh) else (decodes, boths)
@@ -153,7 +153,7 @@ class NodeSelector:
             return None
         node = min(
             chosen,
-            key=lambda node: (node.in_flight / node.replicas, -node.load.most_free_blocks),
+            key=lambda node: (node.num_requests / node.replicas, -node.load.most_free_blocks),
         )
         return node, local_prefill or node.info.role == pb.ROLE_BOTH
 

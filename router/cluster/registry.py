@@ -83,6 +83,16 @@ class Node:
         return ROLE_NAMES[self.info.role]
 
     @property
+    def num_requests(self) -> int:
+        """The requests on it: this router's now, and others' sequences by its last report."""
+        return self.in_flight + self.load.others
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """The tokens that it still has to prefill, as `num_requests`."""
+        return self.prefill_tokens + self.load.others_tokens
+
+    @property
     def replicas(self) -> int:
         """The replicas that share its load."""
         return max(1, self.info.data_parallel_size)
@@ -121,8 +131,15 @@ class Registry:
     """Nodes by id. A node whose heartbeats stop is not used, and is forgotten after ten time-outs;
     when it comes back it registers again."""
 
-    def __init__(self, config: RoutingConfig, now: Callable[[], float] | None = None) -> None:
-        """Call `sweep` four times in each `--heartbeat-timeout`."""
+    def __init__(
+        self,
+        config: RoutingConfig,
+        now: Callable[[], float] | None = None,
+        router_id: str = "",
+    ) -> None:
+        """Call `sweep` four times in each `--heartbeat-timeout`. `router_id`: this router's, by
+        which nodes tell its jobs from those of others."""
+        self.router_id = router_id
         self._config = config
         self.clock = AwakeClock()
         self.now = now = now or self.clock

@@ -49,7 +49,9 @@ class RegistryService(pb_grpc.RegistryServicer):
             _cut(request.load)
             self._registry.register(request.node, request.load)
             self._registry.clock_shown(request.node.node_id, request.time_s)
-        return pb.RegisterResponse(heartbeat_interval_s=self._heartbeat_interval)
+        return pb.RegisterResponse(
+            heartbeat_interval_s=self._heartbeat_interval, router=self._registry.router_id
+        )
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context

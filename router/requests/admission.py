@@ -129,6 +129,17 @@ class Admission:
     def waiting(self) -> int:
         return self._prompts.counts.total()
 
+    @property
+    def places(self) -> int:
+        """The choices that may run through this router now."""
+        return self._slots.available
+
+    def placed_by_others(self, choices: int, routers: int) -> None:
+        """So many choices are served through other routers of the same nodes: their slots are
+        taken, but for an equal part of all that each router keeps."""
+        capacity = self._slots.capacity
+        self._slots.held_elsewhere(min(choices, capacity - math.ceil(capacity / routers)))
+
     @asynccontextmanager
     async def slot(
         self,

@@ -59,6 +59,7 @@ class Attempt:
         self._metrics = metrics
         self._state = state
         self._job = convert.job_to_pb(state.job)
+        self._job.router = registry.router_id
         self._decode = decode
         self._decode_client = NodeClient(channels, decode, state.request_id)
         self._role, self._version = decode.role, decode.info.fingerprint

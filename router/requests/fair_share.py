@@ -57,6 +57,7 @@ class FairShare:
         self.client_limit = max(1, math.ceil(capacity * max_client_share))
         self._reserved = max(0, min(int(capacity * reserved), capacity - self.client_limit))
         self.held = 0
+        self._elsewhere = 0
         self._held_by: Counter[str] = Counter()
         self._queues: dict[str, deque[Waiter]] = {}  # the client served last is the last one
         self._lengths: Counter[str] = Counter()  # of the queues
@@ -69,6 +70,16 @@ class FairShare:
     def has_room(self, client: str, amount: int = 1) -> bool:
         """Whether `acquire` would return at once."""
         return not self._queues.get(client) and self._fits(client, amount)
+
+    @property
+    def available(self) -> int:
+        """The capacity that is to be had here, held or free."""
+        return self.capacity - self._elsewhere
+
+    def held_elsewhere(self, amount: int) -> None:
+        """So much of the capacity is not to be had here for now."""
+        self._elsewhere = amount
+        self._grant()
 
     def make_room(self, client: str, most: int, what: str) -> None:
         """Lets one more of the client's wait, though at most so many do: the client that has most
@@ -130,7 +141,8 @@ class FairShare:
         own = self._held_by[client]
         room = own == 0 or own + amount <= self.client_limit
         needed = 1 if self._overdraw else min(amount, self.capacity)
-        return room and self.held + needed <= self.capacity - (self._reserved if own else 0)
+        capacity = self.available - (self._reserved if own else 0)
+        return room and self.held + needed <= capacity
 
     def _grant(self) -> None:
         while (client := self._next()) is not None:

@@ -200,6 +200,8 @@ class Pipeline:
     def cluster(self) -> dict[str, Any]:
         """The nodes and their state, as JSON for people."""
         ready, reason = self.ready()
-        load = {"running": self.admission.running, "waiting": self.admission.waiting}
+        admission = self.admission
+        load = {"running": admission.running, "waiting": admission.waiting}
+        load["places"] = admission.places
         uptime = {"uptime_seconds": round(monotonic() - self._started, 3)}
         return {"ready": ready, "reason": reason, **load, **uptime, **self.view.describe()}

@@ -17,6 +17,7 @@ import pytest
 from pdserve.cli.chat import Chat, StreamedAnswer
 from pdserve.cli.main import main
 from pdserve.cli.top import make_parser
+from pdserve.client import server as server_module
 from pdserve.client.server import LOOK_TIMEOUT, Server, client_session
 from pdserve.client.server import Answer as ServerAnswer
 from pdserve.client.terminal import console_of
@@ -168,9 +169,14 @@ def closed_port() -> int:
     ["top --once", "trace x", "chat -q hi", "bench serve --num-prompts 1", "run-batch"],
 )
 def test_c15_no_server_is_a_sentence(
-    command: str, closed_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    closed_port: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = command.split()
+    monkeypatch.setattr(server_module, "FIRST_BACKOFF", 0.01)
     if command == "run-batch":
         body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
         (tmp_path / "in").write_text(json.dumps(body))

@@ -141,6 +141,7 @@ def test_a_rank_that_dies_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "RANK_" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("options", "hint"),
     [

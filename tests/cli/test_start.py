@@ -31,7 +31,7 @@ from pdserve.common.distributed import environment
 from pdserve.common.distributed.environment import DistributedEnvironment
 from pdserve.common.model import device
 from pdserve.common.model.attention import AttentionShape
-from pdserve.common.node import server as node_server
+from pdserve.common.node import registration
 from pdserve.common.node.server import NodeServer
 from pdserve.common.obs.process import read_ports
 from pdserve.common.rpc.channels import Credentials
@@ -307,6 +307,10 @@ class AwayRouter:
         return pb.HeartbeatResponse(known=True)
 
 
+def no_load(router: str) -> pb.NodeLoad:
+    return pb.NodeLoad()
+
+
 @pytest.mark.parametrize(("beats", "warnings"), [(3, 0), (0, 1)])
 async def test_a_router_that_stops_before_its_nodes_is_no_warning(
     beats: int,
@@ -315,9 +319,9 @@ async def test_a_router_that_stops_before_its_nodes_is_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One that was never there is. `up` and `demo` stop the nodes within the patience."""
-    monkeypatch.setattr(node_server, "_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(registration, "_RETRY_DELAY", 0.01)
     server = NodeServer(NodeConfig(), Credentials("decode", "decode-0"))
-    here = node_server.Registration("127.0.0.1:1", pb.NodeInfo(), pb.NodeLoad, server.channels)
+    here = registration.Registration("127.0.0.1:1", pb.NodeInfo(), no_load, server.channels)
     router: Any = AwayRouter(beats)
     here._stub = router
     task = asyncio.create_task(here.run())

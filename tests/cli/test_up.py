@@ -197,6 +197,17 @@ async def test_up_says_when_a_killed_router_serves_again(lines: Lines) -> None:
             writer.close()
 
 
+async def test_a_cluster_of_two_routers_serves_without_one(lines: Lines) -> None:
+    """Each node is told both; one that is in a restart loop stays down, and the other goes on."""
+    async with running(lines, routers=2) as cluster:
+        await lines.wait_for_all("router-0", "router-1", "prefill-0", "decode-0")
+        assert len(set(cluster.urls)) == 2 and cluster.url == cluster.urls[0]
+        assert len(lines.flags("decode-0")["router"].split(",")) == 2
+        await kill_again_and_again(lines, "router-1", cluster_module.MAX_RESTARTS + 1)
+        await eventually(lambda: "stays down" in lines.of("up")[-1])
+        assert not cluster.ended.done() and alive(lines.pid("router-0"))
+
+
 async def test_wrong_options_are_never_started_again(
     lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

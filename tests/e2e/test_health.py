@@ -16,13 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import reference
 from cluster import node_metrics, text_of
-from warm import WarmCluster, ranks_of, suspended
+from warm import WarmCluster, ranks_of, slowness, suspended
 
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a girl who lived in an old mill"
 NUM_TOKENS = 24
 LONG = 400  # tokens, a second or two
-STALL = 6.0  # seconds; on a busy machine a step may take some
+STALL = 3.0 * slowness()  # seconds; on a busy machine a step may take some
 
 
 def is_ready(address: str) -> tuple[bool, str]:

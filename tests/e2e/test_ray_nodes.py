@@ -39,10 +39,11 @@ def check(cluster: WarmCluster) -> None:
         assert answer["choices"][0]["text"] == reference.decode(cluster.model, expected)
 
 
-@pytest.fixture(scope="module")
-def split_prefill(raylets: Raylets) -> Iterator[WarmCluster]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def split_prefill(raylets: Raylets, request: pytest.FixtureRequest) -> Iterator[WarmCluster]:
+    """Each actor imports torch, so `make test` has one on each host."""
     with WarmCluster(MODEL, 0, 0) as cluster:
-        cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=2))
+        cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=request.param))
         cluster.start_node("decode", tensor_parallel_size=2)
         cluster.wait_nodes()
         yield cluster

@@ -16,12 +16,14 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (32, 4)], ids=str)
-@pytest.mark.parametrize("head_dim", [128, 64, 256])
-def test_flashinfer_equals_torch(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("head_dim", "window"), [(128, None), (64, None), (256, None), (128, 7)])
+def test_flashinfer_equals_torch(
+    head_dim: int, window: int | None, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
     pytest.importorskip("flashinfer")
     from pdserve.common.model.attention_flashinfer import FlashInferAttention
 
-    shape, cuda = AttentionShape(*heads, head_dim), torch.device("cuda")
+    shape, cuda = AttentionShape(*heads, head_dim, window), torch.device("cuda")
     for queries in ([1, 1, 1], [1, 9, 20], [33, 1, 1]):
         tables = [[3, 5, 8], [1, 4, 7], [2, 6, 9]]
         batch = AttentionBatch(queries, [5, 30, 0], tables, BLOCK_SIZE)

@@ -98,7 +98,7 @@ def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
     shape = (model.spec.num_layers, 2, 41, 2, BLOCK_SIZE, 128)
     caches = [torch.randn(shape, dtype=torch.bfloat16, device=CUDA)] * 2
     caches[1] = caches[0].clone()
-    graphs = DecodeGraphs(model, caches[1], (1, 4, 8), 4, CudaCapture())
+    graphs = DecodeGraphs(model, [caches[1]], (1, 4, 8), [4], CudaCapture())
     for seed, count in enumerate((1, 2, 4, 5, 8, 3)):
         chance = random.Random(seed)
         blocks = chance.sample(range(40), 4 * count)
@@ -109,10 +109,10 @@ def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
         hidden = model.forward(
             torch.tensor(ids, device=CUDA),
             torch.tensor(starts, device=CUDA),
-            model.attention.prepare(batch),
-            caches[0],
+            model.prepare([batch]),
+            [caches[0]],
         )
         expected = model.compute_logits(hidden)
-        found = graphs.run(ids, batch, None)
+        found = graphs.run(ids, starts, [batch], None)
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(caches[1][:, :, :40], caches[0][:, :, :40], rtol=2e-2, atol=2e-2)

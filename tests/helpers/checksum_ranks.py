@@ -14,15 +14,20 @@ from zlib import crc32
 import msgspec
 import torch
 
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import Executor
+from pdserve.common.engine.kv_pool import NO_BLOCK
 from pdserve.common.engine.messages import StepDelta, StepOutput
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.worker.input_batch import BlockIds, InputBatch, StepSequence
 
 VOCAB, BLOCK_SIZE, EOS, STOP = 64, 4, 0, 9
+
+Tables = Sequence[Sequence[int] | BlockIds]
+FULL = KVGroup((0,), 1, 1)
 
 State = int  # of the tokens up to one: its KV
 WRONG = -1  # KV that is nobody's
@@ -72,10 +77,33 @@ class Cache:
         block = self.blocks.setdefault(int(table[position // BLOCK_SIZE]), [WRONG] * BLOCK_SIZE)
         block[position % BLOCK_SIZE] = state
 
-    def read(self, table: Sequence[int] | BlockIds, count: int) -> list[State]:
-        """Of the first `count` positions."""
-        used = table[: -(-count // BLOCK_SIZE)]
-        return [state for block in used for state in self.blocks[int(block)]][:count]
+    def read(self, table: Sequence[int] | BlockIds, start: int, end: int) -> list[State]:
+        """Of positions start … end-1."""
+        return [
+            self.blocks[int(table[position // BLOCK_SIZE])][position % BLOCK_SIZE]
+            for position in range(start, end)
+        ]
+
+
+class GroupCaches:
+    """A cache for each KV group, with block tables of their own."""
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        self._groups = groups
+        self.caches = [Cache() for _ in groups]
+
+    def write(self, tables: Tables, position: int, state: State) -> None:
+        for cache, table in zip(self.caches, tables, strict=True):
+            cache.write(table, position, state)
+
+    def check(self, tables: Tables, known: Sequence[State], query: int | None = None) -> None:
+        """What the query at `query`, behind the known tokens by default, reads of them is right."""
+        query = len(known) if query is None else query
+        for group, cache, table in zip(self._groups, self.caches, tables, strict=True):
+            first = 0 if group.window is None else max(0, query - group.window + 1)
+            assert cache.read(table, first, len(known)) == [*known[first:]], (
+                f"{group.name}: others'"
+            )
 
 
 async def ticks(rng: random.Random, most: int) -> None:
@@ -99,15 +127,15 @@ class ChecksumRanks(StepsAlone):
     """They compute steps in order, at any time between the call and its answer. A sequence with
     bad words is deferred now and then."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, groups: Sequence[KVGroup] = (FULL,)) -> None:
         self.rng = rng
-        self.cache = Cache()
+        self.cache = GroupCaches(groups)
         self.sequences: dict[int, EngineSequence] = {}  # by seq_id: the engine's
         self.touched = Counter[int]()  # seq_ids of the steps in flight
         # seq_ids whose next token fails, with the KV of its step.
         self.broken: set[int] = set()
         self._batch, self._draft_batch = _input_batch(), _input_batch()
-        self._draft_cache = Cache()
+        self._draft_cache = GroupCaches([FULL])
         self._computing, self._answering = asyncio.Lock(), asyncio.Lock()
 
     @property
@@ -148,19 +176,19 @@ class ChecksumRanks(StepsAlone):
             guesses.append(last)
             if len(guesses) < count:  # nothing is computed of the last one
                 state = after(state, last)
-                self._draft_cache.write(sequence.block_table, position, state)
+                self._draft_cache.write(sequence.block_tables, position, state)
                 position += 1
         return tuple(guesses)
 
-    def _forward(self, cache: Cache, sequence: StepSequence) -> tuple[State, int]:
+    def _forward(self, cache: GroupCaches, sequence: StepSequence) -> tuple[State, int]:
         """Writes its tokens; the state after them, and their end."""
         start, position = sequence.start, sequence.start
         before = states(self.sequences[sequence.seq_id].token_ids[:start])
-        assert cache.read(sequence.block_table, start) == before, f"{sequence.seq_id} reads others'"
+        cache.check(sequence.block_tables, before)
         state = before[-1] if before else 1
         for position, token in enumerate(sequence.token_ids, start):
             state = after(state, token)
-            cache.write(sequence.block_table, position, state)
+            cache.write(sequence.block_tables, position, state)
         return state, position + 1
 
     def _compute(self, delta: StepDelta) -> StepOutput:
@@ -176,7 +204,7 @@ class ChecksumRanks(StepsAlone):
                 continue
             if each.seq_id in self.broken:
                 for position in range(each.start, end):
-                    self.cache.write(each.block_table, position, WRONG)
+                    self.cache.write(each.block_tables, position, WRONG)
                 failed.append((each.seq_id, "broken"))
             elif each.sampling.bad_words_token_ids and self.rng.random() < 0.3:
                 deferred.append(each.seq_id)
@@ -199,17 +227,19 @@ class ChecksumRanks(StepsAlone):
             yield last
             if last != guess:
                 for late in range(len(sequence.drafts) - index):
-                    self.cache.write(sequence.block_table, position + late, WRONG)
+                    self.cache.write(sequence.block_tables, position + late, WRONG)
                 return
             state = after(state, last)
-            self.cache.write(sequence.block_table, position, state)
+            self.cache.write(sequence.block_tables, position, state)
             position += 1
 
 
 def check_known(entry: StepSequence, sequence: EngineSequence) -> None:
     """What a rank knows of a sequence is what the engine knows, while their step is in flight."""
     params, end = sequence.sampling, entry.start + len(entry.token_ids)
-    assert [*entry.block_table] == sequence.block_table[: len(entry.block_table)]
+    for table, own in zip(entry.block_tables, sequence.block_tables, strict=True):
+        known = zip(table, own, strict=False)
+        assert len(table) <= len(own) and all(b in (a, NO_BLOCK) for a, b in known)
     assert [*entry.token_ids] == sequence.token_ids[entry.start : end]
     assert entry.seed == params.seed + sequence.choice
     if end < sequence.num_tokens:

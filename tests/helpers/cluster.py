@@ -27,6 +27,8 @@ from processes import command
 START_TIMEOUT = 120.0
 ANSWER_TIMEOUT = 120.0  # seconds without a byte of it
 STOP_TIMEOUT = 30.0
+PAUSES = 0.02, 0.05  # seconds between the first two looks, and the most
+IDLE_PAUSE = 0.2  # the most, where a look costs 10 ms of CPU, and what is seen stays
 DEFAULTS = {
     "dtype": "float32",
     "num_gpu_blocks_override": 192,
@@ -180,10 +182,13 @@ class Service:
 
     # ---- waiting ----------------------------------------------------------------------------
 
-    def wait_for(self, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
-        """The condition's value once it is true; fails with the log when it stays false."""
+    def wait_for(
+        self, condition: Callable[[], Any], timeout: float = 60.0, longest: float = PAUSES[1]
+    ) -> Any:
+        """The condition's value once it is true; fails with the log when it stays false. `longest`
+        are the seconds, at most, between two looks."""
         deadline = time.monotonic() + timeout
-        late = False
+        late, pause = False, PAUSES[0]
         while not late:
             late = time.monotonic() >= deadline  # then it looks for the last time
             try:
@@ -194,7 +199,8 @@ class Service:
             for name, process in self.processes.items():
                 if process.poll() is not None:
                     raise AssertionError(f"{name} ended ({process.returncode})\n{self.log()}")
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(1.25 * pause, longest)
         raise AssertionError(f"still not true after {timeout} s\n{self._last_words()}")
 
     def _last_words(self) -> str:
@@ -215,7 +221,7 @@ class Service:
         def idle() -> bool:
             return all(is_idle(node) for node in self.nodes() if node["state"] != "lost")
 
-        self.wait_for(idle, timeout)
+        self.wait_for(idle, timeout, IDLE_PAUSE)
 
 
 class Cluster(Service):

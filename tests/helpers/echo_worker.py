@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from paths import MODELS
 from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.distributed.executor import Emit
-from pdserve.common.engine.messages import CacheShape
+from pdserve.common.worker.kv_cache import GroupCache
 from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig
 
 MODEL = MODELS / "llama-gqa"
@@ -21,17 +19,16 @@ class EchoExtension:
 
     def __init__(
         self,
-        cache_tensor: torch.Tensor,
-        cache_shape: CacheShape,
+        caches: tuple[GroupCache, ...],
         shared_fd: int | None,
         rank: int,
         host: str,
         config: bytes,
         emit: Emit,
     ) -> None:
-        assert cache_tensor.shape[2] == cache_shape.num_blocks
+        assert all(each.tensor.shape[2] == each.shape.num_blocks for each in caches)
         assert shared_fd is not None
-        self.cache = cache_tensor
+        self.cache = caches[0].tensor
         self.announced = b"%d %s" % (rank, config)
 
     def info(self) -> bytes:

@@ -18,12 +18,17 @@ class _Wrapper:
         self.calls.append(("__init__", (float_workspace_buffer, kv_layout), options))
 
     def _plan(
-        self, queries: list[int], pages: tuple[Tensor, Tensor, Tensor], page_size: int, scale: float
+        self,
+        queries: list[int],
+        pages: tuple[Tensor, Tensor, Tensor],
+        page_size: int,
+        options: dict[str, Any],
     ) -> None:
         indptr, indices, filled = pages
         assert {each.dtype for each in pages} == {torch.int32}
         assert not indptr.is_cuda and not filled.is_cuda  # `plan` reads them
-        self._queries, self._page_size, self._scale = queries, page_size, scale
+        self._queries, self._page_size = queries, page_size
+        self._scale, self._before = options["sm_scale"], options["window_left"]
         self._tables = [
             indices[start:end].tolist()
             for start, end in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)
@@ -48,7 +53,10 @@ class _Wrapper:
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
         scores = torch.einsum("thd,hld->htl", q, k) * self._scale
         positions = torch.arange(k.shape[1] - len(q), k.shape[1])[:, None]
-        scores.masked_fill_(torch.arange(k.shape[1]) > positions, -torch.inf)
+        keys = torch.arange(k.shape[1])
+        scores.masked_fill_(keys > positions, -torch.inf)
+        if self._before >= 0:
+            scores.masked_fill_(keys < positions - self._before, -torch.inf)
         return torch.einsum("htl,hld->thd", scores.softmax(-1), v)
 
 
@@ -58,7 +66,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         offsets, *pages, heads, kv_heads, head_dim, page_size = args
         assert options["causal"] and heads % kv_heads == 0 and head_dim
         queries = offsets.diff().tolist()
-        self._plan(queries, tuple(pages), page_size, options["sm_scale"])
+        self._plan(queries, tuple(pages), page_size, options)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -78,7 +86,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self.calls.append(("plan", args, options))
         *pages, heads, kv_heads, head_dim, page_size = args
         assert heads % kv_heads == 0 and head_dim
-        self._plan([1] * len(pages[2]), tuple(pages), page_size, options["sm_scale"])
+        self._plan([1] * len(pages[2]), tuple(pages), page_size, options)
         if self._fixed:
             for buffer, values in zip(self._buffers, pages, strict=True):
                 assert len(values) == len(buffer) or values is pages[1]
@@ -92,7 +100,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         most = len(indices) // len(filled)  # pages of a sequence
         places = (indptr[:-1, None] + torch.arange(most)).clamp(max=len(indices) - 1)
         lengths = (indptr.diff() - 1) * self._page_size + filled
-        hidden = torch.arange(most * self._page_size) >= lengths[:, None]
+        keys = torch.arange(most * self._page_size)
+        hidden = keys >= lengths[:, None]
+        if self._before >= 0:
+            hidden |= keys < lengths[:, None] - 1 - self._before
         k, v = (part[indices[places]].transpose(1, 2).flatten(2, 3) for part in paged_kv_cache)
         groups = q.shape[1] // k.shape[1]
         k, v = (each.repeat_interleave(groups, 1) for each in (k, v))

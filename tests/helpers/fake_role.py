@@ -35,6 +35,7 @@ CHUNKS = [
     },
 ]
 nodes: list[socket.socket] = []
+routers: list[socket.socket] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -92,10 +93,11 @@ def serve_router() -> None:
 
 
 def serve_node() -> None:
-    host, _, port = FLAGS["router"].rpartition(":")
-    with socket.create_connection((host, int(port))):
-        while True:
-            time.sleep(60)
+    for router in FLAGS["router"].split(","):
+        host, _, port = router.rpartition(":")
+        routers.append(socket.create_connection((host, int(port))))
+    while True:
+        time.sleep(60)
 
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "deaf" else stop)

@@ -17,6 +17,7 @@ import torch
 
 from pdserve.common.core.errors import NodeError, TransferError
 from pdserve.common.engine.messages import CacheShape
+from pdserve.common.worker.kv_cache import GroupCache
 from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
 from pdserve.kv_transfer.connector import (
     BlockRun,
@@ -32,13 +33,14 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
-from pdserve.kv_transfer.control.recv_transfer import RecvResult
+from pdserve.kv_transfer.control.recv_transfer import GroupBlocks, RecvResult
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.source import KVSource, SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.layout import Rect, rank_rects
+from pdserve.kv_transfer.layout import Rect, Share, rank_rects
+from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
@@ -122,16 +124,18 @@ class FakeNode:
 
         connectors = {name: dict(self._options.get(name, {})) for name in names.split(",")}
         config = msgspec.msgpack.encode(RankConfig(connectors, fingerprint, source=source))
-        built = build_worker_connector(cache, shape, fd, rank, "127.0.0.1", config, emit)
+        built = build_worker_connector(
+            [GroupCache(cache, shape)], fd, rank, "127.0.0.1", config, emit
+        )
         self.ranks.append(built)
         fakes = [each for each in self.children(rank).values() if isinstance(each, FakeConnector)]
         if network is not None and fakes:
             for fake in fakes:
                 fake.join(network)
-            self.ranks[rank] = WorkerConnector(built._connector, source)
+            self.ranks[rank] = WorkerConnector({0: GroupConnector(self.multi(rank), source)})
 
     def multi(self, rank: int = 0) -> MultiConnector:
-        connector = self.ranks[rank]._connector
+        connector = self.ranks[rank].groups[0]._connector
         assert isinstance(connector, MultiConnector)
         return connector
 
@@ -191,8 +195,17 @@ class Pair:
         self.handoffs.append(self.source.begin(ticket))
         return self.handoffs[-1]
 
-    async def reserve(self, *args: Any, **options: Any) -> Ticket:
-        ticket, self.arrivals[ticket.transfer_id] = await self.sink.reserve(*args, **options)
+    async def reserve(
+        self,
+        tokens: int,
+        first: int,
+        ids: Sequence[int],
+        on_freed: Callable[[], None],
+        adapter: str = "",
+    ) -> Ticket:
+        blocks = [GroupBlocks(first, tuple(ids))]
+        ticket, arrival = await self.sink.reserve(tokens, blocks, on_freed, adapter)
+        self.arrivals[ticket.transfer_id] = arrival
         return ticket
 
     async def landed(self, transfer_id: bytes) -> RecvResult:
@@ -257,7 +270,7 @@ def make_pair(
     sink_node = FakeNode(sink_connector or connector, sink_tp, source=False, **common)
     sink = KVSink(
         [
-            RankEndpoint(rank, rect, sink_node.ranks[rank].info())
+            RankEndpoint(rank, rect, sink_node.ranks[rank].groups[0].endpoint)
             for rank, rect in enumerate(sink_node.rects)
         ],
         fingerprint=FINGERPRINT,
@@ -270,7 +283,7 @@ def make_pair(
 
     peer = FakeSinkClient(sink)
     source = KVSource(
-        source_node.rects,
+        [Share(*each) for each in enumerate(source_node.rects)],
         fingerprint=FINGERPRINT,
         block_size=source_node.geometry.block_size,
         lease_s=lease_s,

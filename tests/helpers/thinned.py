@@ -1,11 +1,14 @@
-"""Which of a test's cases wait for `make test-all`."""
+"""Which of a test's cases wait for `make test-all`, and how many examples are drawn."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+
+EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", 100))  # for a parser
 
 
 def slow(*values: Any, id: str | None = None) -> Any:

@@ -48,24 +48,29 @@ def load(
     return load_model(spec, config, sharding, stage)
 
 
-def new_cache(model: CausalLM) -> torch.Tensor:
-    shape = model.attention.shape
-    size = (model.spec.num_layers, 2, NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    return torch.zeros(size, dtype=model.dtype)
+def new_cache(model: CausalLM) -> list[torch.Tensor]:
+    """One tensor per KV group."""
+    caches = []
+    for attention, group in zip(model.attentions, model.spec.kv_groups, strict=True):
+        start, end = group.layers_between(model.stage.start, model.stage.end)
+        heads, dim = attention.shape.num_kv_heads, attention.shape.head_dim
+        size = (end - start, group.planes, NUM_BLOCKS, heads, BLOCK_SIZE, dim)
+        caches.append(torch.zeros(size, dtype=model.dtype))
+    return caches
 
 
 Sequence = tuple[list[int], int, list[int]]  # tokens, start, block table
 
 
-def step(model: CausalLM, cache: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Logits of every token of every sequence."""
+def step(model: CausalLM, cache: list[torch.Tensor], sequences: list[Sequence]) -> torch.Tensor:
+    """Logits of every token of every sequence. All KV groups have the same block tables."""
     tokens, starts, tables = zip(*sequences, strict=True)
     batch = AttentionBatch([len(part) for part in tokens], starts, tables, BLOCK_SIZE)
     positions = [start + i for part, start, _ in sequences for i in range(len(part))]
     hidden = model.forward(
         torch.tensor([token for part in tokens for token in part]),
         torch.tensor(positions),
-        model.attention.prepare(batch),
+        model.prepare([batch] * len(cache)),
         cache,
     )
     return model.compute_logits(hidden)

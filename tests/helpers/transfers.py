@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import msgspec
 import torch
 
 from kv_fakes import Pair, make_pair
-from pdserve.kv_transfer.commands import Command, Verify
+from pdserve.kv_transfer.commands import Verify, decode_command
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.source import SendTransfer
 from pdserve.kv_transfer.control.ticket import Ticket
@@ -20,7 +19,6 @@ from pdserve.router.cluster.health import AwakeClock
 FAKE = "kv_fakes:FakeConnector"
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 12), (2, 3, 11, 0, 7)
 TOKENS = 18  # five blocks of four
-decode = msgspec.msgpack.Decoder(Command).decode
 
 
 @asynccontextmanager
@@ -102,7 +100,11 @@ class Spoiler:
         made.sink.ranks.call = self.call  # type: ignore[method-assign]
 
     async def call(self, rank: int, message: bytes) -> bytes:
-        if rank == 0 and self.spoiled < self._times and isinstance(decode(message), Verify):
+        if (
+            rank == 0
+            and self.spoiled < self._times
+            and isinstance(decode_command(message)[1], Verify)
+        ):
             self.spoiled += 1
             self._cache[1, 0, SINK_IDS[2]].view(torch.uint8).reshape(-1)[5] ^= 4
         return await self._call(rank, message)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,16 @@ def slowness() -> float:
     return max(1.0, (time.monotonic() - began) / WORK / BESIDE_OTHERS)
 
 
-def run_roles(folder: Path, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+def run_roles(
+    folder: Path, commands: Sequence[Sequence[str]], patience: float = START_TIMEOUT
+) -> list[tuple[int, str]]:
     """Exit code and output of roles that end by themselves, all run at once: each command is a
-    role's module and its flags. A log of each is left in `folder`."""
+    role (as `WarmStart.start` has it) and its flags. A log of each is left in `folder`."""
     logs = [folder / f"role-{number}.log" for number in range(len(commands))]
     pids = [
         shared().start(role, flags, log) for (role, *flags), log in zip(commands, logs, strict=True)
     ]
-    deadline = time.monotonic() + START_TIMEOUT
+    deadline = time.monotonic() + patience
     while None in (codes := [shared().exit_code(pid) for pid in pids]):
         assert time.monotonic() < deadline, [log.read_text() for log in logs]
         time.sleep(0.02)
@@ -101,7 +104,8 @@ class WarmCluster(Fleet, Service):
 
     def __enter__(self) -> WarmCluster:
         try:
-            self.start_router()
+            for name in self.routers:
+                self.start_router(name=name)
             for role, size in self._sizes.items():
                 for _ in range(size):
                     self.start_node(role)
@@ -110,6 +114,12 @@ class WarmCluster(Fleet, Service):
             self.__exit__(None, AssertionError(), None)
             raise
         return self
+
+    def at(self, router: str) -> WarmCluster:
+        """The same cluster, asked through another router."""
+        other = copy(self)
+        other.ports = self.routers[router]
+        return other
 
     def start_held(self, role: str, **options: Any) -> str:
         """A node of one rank whose steps wait within `standing_still(role)`."""

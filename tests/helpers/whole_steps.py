@@ -23,8 +23,8 @@ def whole(
     new = NewSequence(
         sampling or SamplingParams(), num_prompt_tokens=start + len(token_ids), seed=0
     )
-    blocks = tuple(block_table)
-    return SequenceDelta(seq_id, tuple(token_ids), start, 0, blocks, sampling is not None, new)
+    tables = (tuple(block_table),)
+    return SequenceDelta(seq_id, tuple(token_ids), start, (0,), tables, sampling is not None, new)
 
 
 class Steps:

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import told
+import warm_kit
 from broken_connectors import MUTANTS, Tampered
 from paths import EXAMPLE, HELPERS, ROOT
 from pdserve.kv_transfer.conformance.ends import EventLog
@@ -24,6 +26,7 @@ from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.selection import ENTRY_POINTS
 from segments import LEFT_ON_PURPOSE, SHM
 from thinned import only, slow
+from warm import shared
 
 KIT = ROOT / "kv_transfer" / "conformance"
 ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
@@ -42,17 +45,24 @@ Outcomes = dict[str, str]  # check → why it did not pass, or ""
 
 class Runs:
     """Runs of the kit, each in a process and a folder of its own, three at a time: they wait
-    more than they work."""
+    more than they work. All but the page's are forks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pool = ThreadPoolExecutor(3)
+        shared()  # by one thread
         self._runs: dict[str, Future[Outcomes]] = {}
 
-    def start(self, name: str, connectors: list[str], *args: str, source: Path = ROOT) -> None:
+    def start(self, name: str, connectors: list[str], *args: str) -> None:
+        self._start(name, run_kit, connectors, args)
+
+    def start_page(self, source: Path) -> None:
+        self._start("page", run_page, source)
+
+    def _start(self, name: str, run: Callable[..., Outcomes], *args: Any) -> None:
         folder = self._folder / name
         folder.mkdir()
-        self._runs[name] = self._pool.submit(run_kit, folder, connectors, args, source)
+        self._runs[name] = self._pool.submit(run, folder, *args)
 
     def outcomes(self, name: str, part: str) -> Outcomes:
         """Of the checks that have `part` in their name, once they are over."""
@@ -73,13 +83,19 @@ class Runs:
                 run.result()
 
 
-def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...], source: Path) -> Outcomes:
-    """In `folder`; connectors are found in `source`, among the helpers and in the example."""
+def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...]) -> Outcomes:
+    """In `folder`, warm; connectors are found among the helpers and in the example."""
     named = [part for name in connectors for part in ("--kv-connector", name)]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "told"]
-    path = os.pathsep.join(map(str, (source, HELPERS, EXAMPLE / "src", ROOT)))
+    code, said = warm_kit.run(folder, [*named, *args], PATIENCE)
+    assert code in (0, 1), said
+    return told.read(folder)[1]
+
+
+def run_page(folder: Path, source: Path) -> Outcomes:
+    """As its reader runs it; the connector is found in `source`."""
+    path = os.pathsep.join(map(str, (source, HELPERS, ROOT)))
     done = subprocess.run(
-        [*command, *named, *args],
+        [sys.executable, "-m", "pytest", *warm_kit.ARGUMENTS, *page_command()],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -120,7 +136,8 @@ def runs(
     page = tmp_path_factory.mktemp("page")
     (page / "my_package").mkdir()
     (page / "my_package" / "connector.py").write_text(block_of_page("python"))
-    runs.start("page", [], *page_command(), source=page)
+    if "page" in wanted:
+        runs.start_page(page)
     yield runs
     try:
         runs.close()
@@ -192,7 +209,7 @@ def test_everything_is_checked(runs: Runs, run: str) -> None:
 
 def test_nothing_is_checked_unasked(tmp_path: Path) -> None:
     """Whoever collects the kit's folder by accident runs none of it."""
-    outcomes = run_kit(tmp_path, [], ALL_CHECKS, ROOT)
+    outcomes = run_kit(tmp_path, [], ALL_CHECKS)
     assert outcomes and all(outcomes.values())
 
 

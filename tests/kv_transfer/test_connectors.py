@@ -20,6 +20,7 @@ import torch
 from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
 from kv_fakes import FakeConnector
 from pdserve.common.core.errors import ConfigError, TransferError
+from pdserve.common.worker.kv_cache import GroupCache
 from pdserve.kv_transfer.blocks import byte_runs, memory_of, piece_nbytes
 from pdserve.kv_transfer.connector import (
     BlockRun,
@@ -397,7 +398,8 @@ def test_misconfiguration_is_told_at_start() -> None:
 
     def build(config: RankConfig, where: torch.Tensor = cache) -> None:
         encoded = msgspec.msgpack.encode(config)
-        build_worker_connector(where, shape, None, 0, "127.0.0.1", encoded, lambda message: None)
+        caches = [GroupCache(where, shape)]
+        build_worker_connector(caches, None, 0, "127.0.0.1", encoded, lambda message: None)
 
     with pytest.raises(ConfigError, match="unknown field `lanes`"):
         build(RankConfig({"tcp": {"lanes": 4}}, "f"))

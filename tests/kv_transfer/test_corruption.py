@@ -18,7 +18,7 @@ import torch
 from cpu_ipc import CpuIpcConnector
 from kv_fakes import FINGERPRINT, FakeNode, Geometry, Pair
 from kv_faults import Place, spoil
-from pdserve.kv_transfer.commands import Command, Reply, Verify
+from pdserve.kv_transfer.commands import Reply, Verify, decode_command, encode_command
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.digest import RunDigest
@@ -33,7 +33,7 @@ FAULTS_IN_PLACE = 18_000  # for each connector: 108,000 altogether
 GEOMETRY = Geometry(layers=2, num_blocks=320)
 LAYOUTS = ((1, 1), (2, 1), (1, 2))  # ranks of the source and of the sink
 
-decode = msgspec.msgpack.Decoder(Command).decode
+
 reply_of = msgspec.msgpack.Decoder(Reply).decode
 
 
@@ -101,7 +101,7 @@ class Trials:
         made.sink.ranks.call = self.verify_often  # type: ignore[method-assign]
 
     async def verify_often(self, rank: int, message: bytes) -> bytes:
-        command = decode(message)
+        command = decode_command(message)[1]
         if isinstance(command, Verify):
             wanted = self.faults + self.share
             while self.faults < wanted:
@@ -169,12 +169,12 @@ async def test_digests_of_other_transfers_epochs_and_places_do_not_pass() -> Non
         call, rank = made.sink.ranks.call, made.sink_node.ranks[0]
 
         async def check(number: int, message: bytes) -> bytes:
-            command = decode(message)
+            command = decode_command(message)[1]
             if isinstance(command, Verify):
                 asked.append(command)
                 for _ in range(20):
                     mixed, wrong = strangers(command, transfer, view_of(made.sink_node, 0), rng)
-                    reply = reply_of(rank.handle(msgspec.msgpack.encode(mixed)))
+                    reply = reply_of(rank.handle(encode_command(0, mixed)))
                     assert list(reply.digests) == wrong
             return await call(number, message)
 

@@ -216,7 +216,7 @@ async def takes_old_commits(self: KVSink, transfer_id: bytes, epoch: int, *rest:
 
 @method(RecvTransfer, "_quiesce", P.GIVEN_WHILE_WRITTEN)
 async def quiesces_before_ranks_have_accepted(self: RecvTransfer) -> None:
-    await self._ranks.send_alive(self._rank_ids, Quiesce(self.ticket.transfer_id))
+    await self._ranks.send_alive(self._shares, Quiesce(self.ticket.transfer_id))
     self.on(SinkEvent.QUIESCED)
 
 
@@ -232,8 +232,9 @@ async def compares_nothing(self: RecvTransfer, epoch: int) -> None:
 
 @method(RecvTransfer, "_accept", P.SUCCESS, succeeds(empty=True))
 async def forgets_who_landed_at_once(self: RecvTransfer, epoch: int) -> None:
-    transfer = self.ticket.transfer_id, epoch, self.ticket.first_block, self.block_ids
-    await self._ranks.send_all(dict.fromkeys(self._rank_ids, Accept(SinkTransfer(*transfer))))
+    (blocks,) = self.blocks
+    transfer = self.ticket.transfer_id, epoch, blocks.first, blocks.ids
+    await self._ranks.send_all(dict.fromkeys(self._shares, Accept(SinkTransfer(*transfer))))
     self.on(SinkEvent.OPENED, epoch=epoch)
 
 

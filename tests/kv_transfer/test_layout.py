@@ -20,7 +20,7 @@ from pdserve.kv_transfer.blocks import (
     piece_nbytes,
     scatter,
 )
-from pdserve.kv_transfer.layout import CacheView, Rect, fingerprint, plan, rank_rects
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect, Share, fingerprint, plan, rank_rects
 
 
 def cells(rect: Rect) -> set[tuple[int, int]]:
@@ -28,14 +28,18 @@ def cells(rect: Rect) -> set[tuple[int, int]]:
     return set(itertools.product(layers, range(rect.head_start, rect.head_end)))
 
 
+def shares(rects: list[Rect]) -> list[Share]:
+    return [Share(*each) for each in enumerate(rects)]
+
+
 def assert_covers(sources: list[Rect], sinks: list[Rect]) -> None:
-    pieces = plan(sources, sinks)
-    for rank, sink in enumerate(sinks):
-        parts = [cells(piece.rect) for piece in pieces if piece.sink_rank == rank]
+    pieces = plan(shares(sources), shares(sinks))
+    for number, sink in enumerate(sinks):
+        parts = [cells(piece.rect) for piece in pieces if piece.sink == number]
         assert set().union(*parts) == cells(sink)
         assert sum(map(len, parts)) == len(cells(sink))  # no cell twice
     for piece in pieces:
-        assert cells(piece.rect) <= cells(sources[piece.source_rank])
+        assert cells(piece.rect) <= cells(sources[piece.source])
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
@@ -56,14 +60,29 @@ def test_plan_covers_with_sources_that_overlap() -> None:
 
 
 def test_replicated_heads_share_the_sending() -> None:
-    senders = [piece.source_rank for piece in plan(rank_rects(2, 1, 4), rank_rects(2, 1, 4))]
+    ranks = shares(rank_rects(2, 1, 4))
+    senders = [piece.source for piece in plan(ranks, ranks)]
     assert sorted(senders) == [0, 1, 2, 3]
 
 
 def test_plan_names_the_part_nobody_holds() -> None:
     with pytest.raises(TransferError, match="head_start=2") as error:
-        plan([Rect(0, 4, 0, 2)], [Rect(0, 4, 0, 4)])
+        plan(shares([Rect(0, 4, 0, 2)]), shares([Rect(0, 4, 0, 4)]))
     assert error.value.code == "LAYOUT_MISMATCH"
+
+
+def test_groups_are_planned_apart() -> None:
+    """Stages of unequal length, of which one has no layer of the second group."""
+    left, right = Rect(0, 1, 0, 2), Rect(1, 3, 0, 2)
+    sources = [Share(0, left), Share(1, right), Share(1, Rect(0, 2, 0, 2), group=1)]
+    sinks = [Share(0, Rect(0, 3, 0, 2)), Share(0, Rect(0, 2, 0, 2), group=1)]
+    assert plan(sources, sinks) == [
+        Piece(0, 0, left),
+        Piece(1, 0, right),
+        Piece(2, 1, sinks[1].rect),
+    ]
+    with pytest.raises(TransferError, match="of KV group 1, which sink rank 0 needs"):
+        plan(sources[:2], sinks)
 
 
 def test_rank_rects() -> None:

@@ -269,7 +269,7 @@ async def test_kv_of_another_adapter_is_refused(sink: str, source: str) -> None:
 
 async def test_ticket_survives_the_wire_and_is_checked() -> None:
     endpoint = RankEndpoint(0, Rect(0, 3, 0, 2), b"\x00\xff")
-    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", 4, 18, 2, (endpoint,), True)
+    ticket = Ticket(b"t" * 16, 3, 1.5, "h:1", "f", 4, 18, (2,), (endpoint,), True)
     assert Ticket.from_pb(ticket.to_pb()) == ticket
     assert ticket.num_blocks == 5
     faults: list[tuple[dict[str, Any], str]] = [
@@ -280,9 +280,12 @@ async def test_ticket_survives_the_wire_and_is_checked() -> None:
         ({"address": "h:65536"}, "BAD_FRAME"),
         ({"block_size": 0}, "BAD_FRAME"),
         ({"num_tokens": 0}, "BAD_FRAME"),
-        ({"first_block": 6}, "BAD_FRAME"),
+        ({"first_blocks": (6,)}, "BAD_FRAME"),
         ({"endpoints": ()}, "BAD_FRAME"),
         ({"endpoints": (replace(endpoint, rank=1),)}, "BAD_FRAME"),
+        ({"endpoints": (endpoint, endpoint)}, "BAD_FRAME"),
+        ({"endpoints": (endpoint, replace(endpoint, group=1))}, "BAD_FRAME"),
+        ({"first_blocks": ()}, "BAD_FRAME"),
         ({"endpoints": (replace(endpoint, rect=Rect(3, 1, 2, 0)),)}, "LAYOUT_MISMATCH"),
     ]
     for change, code in faults:
@@ -367,7 +370,7 @@ async def test_wrong_data_is_sent_once_more_and_then_refused(connector: str) -> 
         {"epoch": 1},
         {"endpoints": ()},
         {"num_tokens": 10 * TOKENS},
-        {"first_block": 2},
+        {"first_blocks": (2,)},
     ],
     ids=lambda other: next(iter(other)),
 )

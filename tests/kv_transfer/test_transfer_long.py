@@ -22,7 +22,7 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.server import GrpcServer
 from pdserve.decode_node.service import KVTransferService
-from pdserve.kv_transfer.commands import Command, RankCalls, Ready, Reply
+from pdserve.kv_transfer.commands import RankCalls, Ready, Reply, decode_command
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
@@ -38,7 +38,7 @@ from pdserve.kv_transfer.control.sink_client import (
     SinkClient,
 )
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
-from pdserve.kv_transfer.layout import Piece, Rect
+from pdserve.kv_transfer.layout import Piece, Rect, Share
 from pdserve.kv_transfer.rank import digester
 from pdserve.kv_transfer.rank.digester import Digester
 from transfers import (
@@ -52,8 +52,6 @@ from transfers import (
     pair,
     start,
 )
-
-decode = msgspec.msgpack.Decoder(Command).decode
 
 RATE = 2 << 20  # bytes a second of a throttled connection
 LARGE = Geometry(block_size=16, head_dim=64, num_blocks=300)  # 48 KiB a block
@@ -136,7 +134,7 @@ async def test_long_runs_are_cut() -> None:
         call = made.source.ranks.call
 
         async def note(rank: int, message: bytes) -> bytes:
-            if isinstance(command := decode(message), Ready):
+            if isinstance(command := decode_command(message)[1], Ready):
                 seen.append((command.run.first, command.run.count, command.last))
             return await call(rank, message)
 
@@ -203,11 +201,12 @@ async def test_runs_that_a_rank_takes_at_once_starve_nobody() -> None:
         return msgspec.msgpack.encode(Reply())
 
     many, rect = 100, Rect(0, 1, 0, 1)
-    ticket = Ticket(b"t", 0, 60.0, "", "", 16, 16 * many, 0, (RankEndpoint(0, rect, b""),), True)
+    ticket = Ticket(b"t", 0, 60.0, "", "", 16, 16 * many, (0,), (RankEndpoint(0, rect, b""),), True)
     piece = Piece(0, 0, rect)
     lease = Lease(60.0, lambda: None)
-    announcer = RunAnnouncer(RankCalls(at_once, Counter()), [piece], ticket, 1, lease)
-    announcer.announce(BlockRun(0, many), range(many), last=True)
+    ranks = RankCalls(at_once, Counter(), [Share(0, rect)])
+    announcer = RunAnnouncer(ranks, [piece], [0], ticket, 1, lease)
+    announcer.announce(0, BlockRun(0, many), range(many), last=True)
     running = asyncio.create_task(announcer.run())
     while taken.total() <= many:
         await asyncio.sleep(0)

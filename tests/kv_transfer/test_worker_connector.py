@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kv_fakes import FINGERPRINT, Geometry, shared_cache
+from pdserve.common.worker.kv_cache import GroupCache
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
@@ -21,32 +23,31 @@ from pdserve.kv_transfer.commands import (
     Reply,
     Submit,
     Verify,
+    encode_command,
 )
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Piece, Rect
-from pdserve.kv_transfer.rank import worker_connector
-from pdserve.kv_transfer.rank.worker_connector import (
-    SHORT_NBYTES,
-    SHORT_RUNS,
-    WorkerConnector,
-    build_worker_connector,
-)
+from pdserve.kv_transfer.rank import group_connector
+from pdserve.kv_transfer.rank.group_connector import SHORT_NBYTES, SHORT_RUNS
+from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 
 ID = bytes(16)
 BLOCKS = 64
 GEOMETRY = Geometry(num_blocks=BLOCKS, head_dim=512)
 WHOLE = Rect(0, GEOMETRY.layers, 0, GEOMETRY.heads)
-encode = msgspec.msgpack.encode
+encode = partial(encode_command, 0)
 
 
 @contextmanager
 def rank(source: bool) -> Iterator[WorkerConnector]:
     cache, _ = shared_cache(GEOMETRY.shape(WHOLE), torch.float32)
-    config = encode(RankConfig({"tcp": {}}, FINGERPRINT, source=source))
+    config = msgspec.msgpack.encode(RankConfig({"tcp": {}}, FINGERPRINT, source=source))
     shape = GEOMETRY.cache_shape(WHOLE)
-    made = build_worker_connector(cache, shape, None, 0, "127.0.0.1", config, lambda _: None)
+    made = build_worker_connector(
+        [GroupCache(cache, shape)], None, 0, "127.0.0.1", config, lambda _: None
+    )
     try:
         yield made
     finally:
@@ -96,7 +97,7 @@ def test_a_source_announces_and_hashes_little_at_once() -> None:
     many = SHORT_NBYTES // block_nbytes() + 1
     with rank(source=False) as sink, rank(source=True) as made:
         piece = Piece(0, 0, WHOLE)
-        submit = Submit(SourceTransfer(ID, 1, ((piece, sink.info()),)))
+        submit = Submit(SourceTransfer(ID, 1, ((piece, sink.groups[0].endpoint),)))
         assert answer(made, submit).error is None
         assert answer(made, ready(many)) is None
         assert len(answer(made, ready(many - 1)).digests) == 1
@@ -111,9 +112,9 @@ def test_a_rank_ends_whose_connector_does_not_quiesce(monkeypatch: pytest.Monkey
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(worker_connector, "leave", leave)
+    monkeypatch.setattr(group_connector, "leave", leave)
     with rank(source=True) as made:
-        monkeypatch.setattr(made._connector, "quiesce", defect)
+        monkeypatch.setattr(made.groups[0]._connector, "quiesce", defect)
         with pytest.raises(SystemExit):
             made.handle(encode(Quiesce(ID)))
 
@@ -126,7 +127,7 @@ def test_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             inside.set()
             leave.wait(30.0)
 
-        monkeypatch.setattr(made._connector, "quiesce", quiesce)
+        monkeypatch.setattr(made.groups[0]._connector, "quiesce", quiesce)
         thread = threading.Thread(target=made.handle, args=(encode(Quiesce(ID)),))
         thread.start()
         assert inside.wait(30.0)

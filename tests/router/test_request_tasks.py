@@ -4,6 +4,7 @@ gRPC to nodes."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from fake_nodes import fake_cluster
 from fakes_pipeline import byte_level_folder, served_model
+from paths import ROOT
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.app_state import AppState
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
-from pdserve.router.requests import generation
 
-ROUTER = str(Path(generation.__file__).parents[1])
+ROUTER = str(ROOT / "router") + os.sep
 
 
 class Tasks:
@@ -32,9 +33,7 @@ class Tasks:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         code = getattr(coro, "cr_code", None)
-        ours = (
-            code is not None and "/router/" in code.co_filename and "tests" not in code.co_filename
-        )
+        ours = code is not None and os.path.realpath(code.co_filename).startswith(ROUTER)
         if ours and request_id_var.get() is not None:
             self.made.append(code.co_name)
         return asyncio.Task(coro, loop=loop, **options)

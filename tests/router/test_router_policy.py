@@ -407,6 +407,50 @@ async def test_least_load_is_that_of_a_replica(registry):
     assert least_load(nodes).info.node_id == "d0"
 
 
+async def test_what_other_routers_place_is_load(registry):
+    """By the node's report: its requests and prompt tokens count as this router's own do."""
+    for i, (others, tokens) in enumerate(((3, 0), (2, 0), (0, 50))):
+        add(registry, f"d{i}", others=others, others_tokens=tokens, routers=2)
+    nodes = usable(registry, pb.ROLE_DECODE)
+    assert least_load(nodes).info.node_id == "d1"
+    nodes[1].in_flight = 2
+    assert least_load(nodes).info.node_id == "d0"
+    nodes[0].prefill_tokens = 51
+    nodes[1].prefill_tokens = 51
+    assert least_load(nodes).info.node_id == "d2"
+    assert ClusterView(registry).placed_by_others() == (5, 2)
+
+
+async def test_slots_are_shared_with_other_routers():
+    """Each keeps an equal part; what others give back goes to whoever waits."""
+    admission = Admission(max_running=8, max_waiting=4, timeout=5)
+    admission.placed_by_others(8, 2)
+    release, held = asyncio.Event(), []
+
+    async def request(number):
+        async with admission.slot():
+            held.append(number)
+            await release.wait()
+
+    tasks = [asyncio.create_task(request(number)) for number in range(8)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(held) == 4 and admission.waiting == 4
+    with pytest.raises(Overloaded):
+        async with admission.slot():
+            pass
+    admission.placed_by_others(2, 2)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(held) == 6 and admission.waiting == 2
+    admission.placed_by_others(8, 1)  # the other one is gone, whatever a node has yet to free
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(held) == 8
+    release.set()
+    await asyncio.gather(*tasks)
+
+
 def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
     breaker = CircuitBreaker(max_failures=2, cooldown=3, now=clock)
     breaker.failed()

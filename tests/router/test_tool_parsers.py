@@ -16,6 +16,7 @@ from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser, M
 from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event
 from pdserve.router.api.parsers.reasoning import AnswerParser, ReasoningParser, begins_thinking
 from pdserve.router.api.parsers.tool_parser import BUILTIN, ArgumentKind, ToolParser, tool_parser
+from thinned import EXAMPLES
 
 FORMATS: list[type[ToolParser]] = [
     *dict.fromkeys(tool_parser(name) for name in BUILTIN), BareCallParser, NamedParser,
@@ -205,7 +206,7 @@ def answers(draw: st.DrawFn) -> tuple[type[ToolParser], str]:
     return kind, "".join(draw(st.lists(fragments, max_size=25)))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=4 * EXAMPLES, deadline=None)
 @given(answers(), st.randoms(use_true_random=False), st.sampled_from([None, True, False]))
 def test_the_cuts_do_not_matter_and_nothing_is_invented(
     answer: tuple[type[ToolParser], str], rng: random.Random, thinking: bool | None

@@ -237,12 +237,12 @@ int64_t choose_splits(int64_t items, int64_t longest, int64_t threads) {
 
 }  // namespace
 
-// out[row of sequence i] = attention of its one query over its `lengths[i]` tokens, its own
-// included, which is in the cache already. `query` has `query_stride` numbers from token to token,
+// out[row of sequence i] = attention of its one query over the last `window` of its `lengths[i]`
+// tokens, its own included, which is in the cache already. `query` has `query_stride` numbers from token to token,
 // `out` heads · dim.
 EXPORT void paged_decode(int64_t dtype, int64_t threads, int64_t sequences, int64_t heads,
-                         int64_t kv_heads, int64_t dim, int64_t block_size, double scale,
-                         const void* query, int64_t query_stride, const void* keys,
+                         int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window,
+                         double scale, const void* query, int64_t query_stride, const void* keys,
                          const void* values, const int32_t* rows, const int32_t* lengths,
                          const int32_t* tables, int64_t table_stride, void* out) {
     with_dtype(dtype, [&](auto zero) {
@@ -252,7 +252,7 @@ EXPORT void paged_decode(int64_t dtype, int64_t threads, int64_t sequences, int6
         const int64_t items = sequences * kv_heads * groups;
         if (items == 0) return;
         const int64_t longest = *std::max_element(lengths, lengths + sequences);
-        const int64_t splits = choose_splits(items, longest, threads);
+        const int64_t splits = choose_splits(items, std::min(longest, window), threads);
         std::vector<Heads<T>> parts(splits == 1 ? 0 : items * splits);
 
         auto place = [&](int64_t item, auto f) {
@@ -269,12 +269,14 @@ EXPORT void paged_decode(int64_t dtype, int64_t threads, int64_t sequences, int6
         for (int64_t work = 0; work < items * splits; work++) {
             place(work / splits, [&](int64_t sequence, int64_t kv_head, int64_t head, int count) {
                 const int64_t length = lengths[sequence], split = work % splits;
+                const int64_t seen = std::min(length, window), start = length - seen;
                 Heads<T> alone;
                 Heads<T>& part = splits == 1 ? alone : parts[work];
                 const T* q = (const T*)query + rows[sequence] * query_stride + head * dim;
                 with_dim(dim, [&](auto known) {
                     attend(part, cache, known, tables + sequence * table_stride, kv_head, q, count,
-                           length * split / splits, length * (split + 1) / splits, float(scale));
+                           start + seen * split / splits, start + seen * (split + 1) / splits,
+                           float(scale));
                 });
                 if (splits == 1)
                     for (int h = 0; h < count; h++)

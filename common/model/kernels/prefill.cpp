@@ -127,23 +127,24 @@ struct Rows {
           queries(BLOCK * depth), sums(BLOCK * padded), highest(BLOCK, -INFINITY), weight(BLOCK),
           keys(KEYS * depth), values(KEYS / NUMBERS<U> * padded) {}
 
-    // A tile for ROWS rows from `first` on; row r may see `visible[r]` of its keys.
-    void attend(int64_t first, const int64_t* visible, float scale) {
+    // A tile for ROWS rows from `first` on; row r may see its keys `from[r] … to[r]-1`.
+    void attend(int64_t first, const int64_t* from, const int64_t* to, float scale) {
         alignas(64) float scores[ROWS * KEYS] = {};
         alignas(64) U weights[ROWS * KEYS / NUMBERS<U>];
         for (int panel = 0; panel < KEYS / COLUMNS; panel++)
             multiply(&queries[first * depth], depth, &keys[panel * depth * COLUMNS], depth,
                      scores + panel * COLUMNS, KEYS);
         for (int r = 0; r < ROWS; r++)
-            softmax(first + r, visible[r], scale, scores + r * KEYS,
+            softmax(first + r, from[r], to[r], scale, scores + r * KEYS,
                     weights + r * KEYS / NUMBERS<U>);
         for (int64_t column = 0; column < padded; column += COLUMNS)
             multiply(weights, KEYS / NUMBERS<U>, &values[column * KEYS / NUMBERS<U>],
                      KEYS / NUMBERS<U>, &sums[first * padded + column], padded);
     }
 
-    void softmax(int64_t row, int64_t visible, float scale, float* scores, U* weights) {
-        for (int64_t k = std::max<int64_t>(visible, 0); k < KEYS; k++) scores[k] = -INFINITY;
+    void softmax(int64_t row, int64_t from, int64_t to, float scale, float* scores, U* weights) {
+        for (int64_t k = 0; k < std::min<int64_t>(from, KEYS); k++) scores[k] = -INFINITY;
+        for (int64_t k = std::max<int64_t>(to, 0); k < KEYS; k++) scores[k] = -INFINITY;
         Vec top = broadcast(highest[row]);
         for (int k = 0; k < KEYS; k += LANES) top = max(load(scores + k) * scale, top);
         const float new_highest = largest(top);
@@ -179,8 +180,8 @@ struct Work {
 // As `paged_decode`, for sequences that compute `counts[i]` tokens after `starts[i]` that are in
 // the cache; their rows begin at `rows[i]`. All their keys are in the cache. `dim` is even.
 EXPORT void paged_prefill(int64_t dtype, int64_t threads, int64_t sequences, int64_t heads,
-                          int64_t kv_heads, int64_t dim, int64_t block_size, double scale,
-                          const void* query, int64_t query_stride, const void* keys,
+                          int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window,
+                          double scale, const void* query, int64_t query_stride, const void* keys,
                           const void* values, const int32_t* rows, const int32_t* counts,
                           const int32_t* starts, const int32_t* tables, int64_t table_stride,
                           void* out) {
@@ -209,18 +210,23 @@ EXPORT void paged_prefill(int64_t dtype, int64_t threads, int64_t sequences, int
                              head(r) * dim,
                          dim, &part.queries[r * part.depth]);
             const int64_t end = start + token(work.count - 1) + 1;
-            for (int64_t tile = 0; tile < end; tile += KEYS) {
+            const int64_t begin = std::max<int64_t>(0, start + token(0) + 1 - window);
+            for (int64_t tile = begin; tile < end; tile += KEYS) {
                 const T* places[KEYS];
                 const int count = cache.rows(tables + work.chunk * table_stride, work.kv_head, tile,
                                              std::min(end, tile + KEYS), places);
                 pack_keys(places, count, dim, part.keys.data());
                 pack_values(places, count, cache.to_values, dim, part.values.data());
                 for (int64_t first = 0; first < work.count; first += ROWS) {
-                    int64_t visible[ROWS];
-                    for (int64_t r = 0; r < ROWS; r++)
-                        visible[r] = std::min<int64_t>(
-                            count, start + token(std::min(first + r, work.count - 1)) + 1 - tile);
-                    if (visible[ROWS - 1] > 0) part.attend(first, visible, float(scale));
+                    int64_t from[ROWS], to[ROWS];
+                    for (int64_t r = 0; r < ROWS; r++) {
+                        const int64_t past =
+                            start + token(std::min(first + r, work.count - 1)) + 1 - tile;
+                        from[r] = past - window;
+                        to[r] = std::min<int64_t>(count, past);
+                    }
+                    if (to[ROWS - 1] > 0 && from[0] < count)
+                        part.attend(first, from, to, float(scale));
                 }
             }
             for (int64_t r = 0; r < work.count; r++) {

@@ -69,7 +69,7 @@ class NodeInfo(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., takes_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks")
+    __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks", "others", "others_tokens", "routers")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,9 @@ class NodeLoad(_message.Message):
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MOST_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     free_blocks: int
@@ -86,7 +89,10 @@ class NodeLoad(_message.Message):
     healthy: bool
     reason: str
     most_free_blocks: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., healthy: _Optional[bool] = ..., reason: _Optional[str] = ..., most_free_blocks: _Optional[int] = ...) -> None: ...
+    others: int
+    others_tokens: int
+    routers: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., healthy: _Optional[bool] = ..., reason: _Optional[str] = ..., most_free_blocks: _Optional[int] = ..., others: _Optional[int] = ..., others_tokens: _Optional[int] = ..., routers: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("node", "load", "time_s")
@@ -99,10 +105,12 @@ class RegisterRequest(_message.Message):
     def __init__(self, node: _Optional[_Union[NodeInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., time_s: _Optional[float] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("heartbeat_interval_s",)
+    __slots__ = ("heartbeat_interval_s", "router")
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     heartbeat_interval_s: float
-    def __init__(self, heartbeat_interval_s: _Optional[float] = ...) -> None: ...
+    router: str
+    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., router: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("node_id", "load", "instance", "time_s")
@@ -164,7 +172,7 @@ class SetAdaptersResponse(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[str]] = ..., failures: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "adapter", "priority", "client", "timed")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "adapter", "priority", "client", "router", "timed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +181,7 @@ class Job(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     TIMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -182,8 +191,9 @@ class Job(_message.Message):
     adapter: str
     priority: int
     client: str
+    router: str
     timed: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., client: _Optional[str] = ..., timed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., client: _Optional[str] = ..., router: _Optional[str] = ..., timed: _Optional[bool] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "output_token_ids")
@@ -194,7 +204,7 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "block_size", "num_tokens", "first_block", "endpoints", "digests", "wait_s")
+    __slots__ = ("transfer_id", "epoch", "lease_s", "address", "fingerprint", "block_size", "num_tokens", "first_blocks", "endpoints", "digests", "wait_s")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -202,7 +212,7 @@ class Ticket(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -213,27 +223,29 @@ class Ticket(_message.Message):
     fingerprint: str
     block_size: int
     num_tokens: int
-    first_block: int
+    first_blocks: _containers.RepeatedScalarFieldContainer[int]
     endpoints: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
     digests: bool
     wait_s: float
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., digests: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_blocks: _Optional[_Iterable[int]] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., digests: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class RankEndpoint(_message.Message):
-    __slots__ = ("rank", "layer_start", "layer_end", "head_start", "head_end", "endpoint")
+    __slots__ = ("rank", "layer_start", "layer_end", "head_start", "head_end", "endpoint", "group")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     HEAD_START_FIELD_NUMBER: _ClassVar[int]
     HEAD_END_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     rank: int
     layer_start: int
     layer_end: int
     head_start: int
     head_end: int
     endpoint: bytes
-    def __init__(self, rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., endpoint: _Optional[bytes] = ...) -> None: ...
+    group: int
+    def __init__(self, rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., endpoint: _Optional[bytes] = ..., group: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("job", "ticket", "first_token")
@@ -421,8 +433,8 @@ class CommitRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[RunDigest, _Mapping]]] = ...) -> None: ...
 
 class RunDigest(_message.Message):
-    __slots__ = ("sink_rank", "layer_start", "layer_end", "head_start", "head_end", "first_block", "num_blocks", "digest")
-    SINK_RANK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sink", "layer_start", "layer_end", "head_start", "head_end", "first_block", "num_blocks", "digest")
+    SINK_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     HEAD_START_FIELD_NUMBER: _ClassVar[int]
@@ -430,7 +442,7 @@ class RunDigest(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    sink_rank: int
+    sink: int
     layer_start: int
     layer_end: int
     head_start: int
@@ -438,7 +450,7 @@ class RunDigest(_message.Message):
     first_block: int
     num_blocks: int
     digest: bytes
-    def __init__(self, sink_rank: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sink: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("bytes",)

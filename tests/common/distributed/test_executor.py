@@ -35,11 +35,11 @@ from toy_worker import specs
 
 
 @asynccontextmanager
-async def running(executor: Executor) -> AsyncIterator[list[bytes]]:
+async def running(executor: Executor, deadline: float = 5.0) -> AsyncIterator[list[bytes]]:
     try:
         yield list(await executor.start())
     finally:
-        await executor.shutdown(deadline=5.0)
+        await executor.shutdown(deadline)
 
 
 def in_process() -> Executor:
@@ -356,7 +356,7 @@ async def test_a_rank_that_sends_without_a_pause_starves_nobody() -> None:
     launcher = ThisRank()
     executor = fanout.FanOutExecutor(specs(1), launcher)
     turns, taken = 0, Counter[int]()  # of this task; events in each
-    async with running(executor):
+    async with running(executor, deadline=0.1):  # it does not end by itself
         executor.on_event(lambda rank, event: taken.update([turns]))
         for _ in range(many := 10 * fanout.MAX_BURST):
             launcher.send(wire.RankMessage.EVENT)

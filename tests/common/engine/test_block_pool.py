@@ -26,13 +26,14 @@ def test_a_freed_prefix_is_found_until_its_block_is_reused():
     for block, block_hash in zip(blocks, hashes, strict=False):
         pool.register(block, block_hash)
     pool.free(blocks)
-    assert pool.count_cached(hashes) == (2, 2)
-    assert pool.match(hashes) == blocks[:2] and pool.num_free == 2
+    assert pool.lookup(hashes) == blocks[:2] and pool.count_unheld(blocks[:2]) == 2
+    pool.hold(blocks[:2])
+    assert pool.count_unheld(blocks[:2]) == 0 and pool.num_free == 2
     pool.free(blocks[:2])
     # Unregistered blocks go first, then the tail of the prefix, then its head.
     assert set(pool.allocate(2)) == {3, blocks[2]}
     assert pool.allocate(1) == [blocks[1]]
-    assert pool.count_cached(hashes) == (1, 1)
+    assert pool.lookup(hashes) == blocks[:1] and hashes[1] not in pool
 
 
 def test_hashes_depend_on_every_token_before():
@@ -50,7 +51,8 @@ def test_random_use_never_loses_or_doubles_a_block():
             continue
         tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 12))]
         hashes = hash_blocks(tokens, 2)
-        blocks = pool.match(hashes)
+        blocks = pool.lookup(hashes)
+        pool.hold(blocks)
         blocks += pool.allocate(min(pool.num_free, pool.blocks_for(len(tokens)) - len(blocks)))
         for block, block_hash in zip(blocks, hashes, strict=False):
             pool.register(block, block_hash)

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from checksum_ranks import StepsAlone
+from one_group import one_group
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import InvalidRequest, NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.messages import ExpertLoad, StepDelta, StepOutput
 from pdserve.common.engine.scheduler import Scheduler
@@ -95,7 +95,7 @@ async def running(
 ) -> AsyncIterator[tuple[EngineCore, SlowExecutor, Log, asyncio.Task[None]]]:
     executor, log = SlowExecutor(), Log()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
-    scheduler = Scheduler(BlockPool(16, 4), config, (EOS,), micro_batches=stages)
+    scheduler = Scheduler(one_group(16, 4), config, (EOS,), micro_batches=stages)
     engine = EngineCore(executor, scheduler, log, max_model_len=64)
     task = asyncio.create_task(engine.run())
     yield engine, executor, log, task

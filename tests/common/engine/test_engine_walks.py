@@ -13,11 +13,13 @@ import pytest
 from checksum_ranks import BLOCK_SIZE, EOS, STOP, VOCAB, ChecksumRanks, generate, states, ticks
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.speculation import Speculation
+from pdserve.common.core.kv_groups import kv_groups
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.core import EngineCore
 from pdserve.common.engine.draft_model import DraftModel
+from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.messages import ExpertLoad
 from pdserve.common.engine.ngram import PromptLookup
 from pdserve.common.engine.scheduler import Scheduler
@@ -25,6 +27,7 @@ from pdserve.common.engine.sequence import Finish, Sequence, Status
 from pdserve.common.engine.speculation import Speculator
 
 WINDOW, NUM_BLOCKS, MAX_NUM_SEQS = 40, 13, 5
+MAX_TOKENS = 24  # of a step
 CLIENTS = 40
 
 
@@ -41,12 +44,16 @@ def speculator(guessing: str, drafts: BlockPool) -> Speculator | None:
 class Walk:
     """An engine, its listener and its clients."""
 
-    def __init__(self, seed: str, stages: int, guessing: str) -> None:
+    def __init__(
+        self, seed: str, stages: int, guessing: str, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         self.rng = random.Random(seed)
-        self.ranks = ChecksumRanks(self.rng)
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        groups = kv_groups(windows, 1, 1)
+        self.ranks = ChecksumRanks(self.rng, groups)
+        num_blocks = [NUM_BLOCKS - (3 if group.window else 0) for group in groups]
+        self.pool = KVPool(groups, num_blocks, BLOCK_SIZE, in_flight=stages * MAX_TOKENS)
         self.drafts = BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE)
-        config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=24)
+        config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS)
         guesses = speculator(guessing, self.drafts)
         self.scheduler = Scheduler(self.pool, config, (EOS,), stages, guesses)
         self.engine = EngineCore(self.ranks, self.scheduler, self, WINDOW)
@@ -88,8 +95,9 @@ class Walk:
 
     def _check_kv(self, sequence: Sequence) -> None:
         count = sequence.num_computed
-        found = self.ranks.cache.read(sequence.block_table, count)
-        assert found == states(sequence.token_ids[:count])
+        # The node of a prompt sends what the query after all its tokens reads.
+        query = sequence.num_tokens if sequence.status is Status.REMOTE else None
+        self.ranks.cache.check(sequence.block_tables, states(sequence.token_ids[:count]), query)
         assert self.scheduler.generation_tokens >= self._generated, "a counter that goes back"
         self._generated = self.scheduler.generation_tokens
 
@@ -184,30 +192,39 @@ class Walk:
 
     async def _land(self, sequence: Sequence, token: int) -> Finish | None:
         """Its KV comes from elsewhere."""
-        first, true = sequence.num_computed, states(sequence.token_ids)
-        for position in range(first, sequence.num_tokens):
-            self.ranks.cache.write(sequence.block_table, position, true[position])
-            await ticks(self.rng, 2)
+        true, end = states(sequence.token_ids), sequence.num_tokens
+        for cache, group, table in zip(
+            self.ranks.cache.caches, self.pool.groups, sequence.block_tables, strict=True
+        ):
+            needed = group.first_kept(end, BLOCK_SIZE) * BLOCK_SIZE
+            for position in range(max(sequence.num_computed, needed), end):
+                cache.write(table, position, true[position])
+                await ticks(self.rng, 2)
         return self.engine.activate(sequence, SampledToken(token))
 
 
 @pytest.mark.parametrize(
     ("stages", "guessing"), [(1, ""), (3, ""), (1, "ngram"), (2, "ngram"), (1, "draft")]
 )
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("windows", "seed"),
+    [((None,), 0), ((None,), 1), ((None, 6), 0), ((None, 1, 17), 1), ((9,), 0), ((3, 14), 1)],
+    ids=str,
+)
 async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
-    stages: int, guessing: str, seed: int
+    stages: int, guessing: str, windows: tuple[int | None, ...], seed: int
 ) -> None:
-    walk = Walk(f"{stages} {guessing} {seed}", stages, guessing)
+    walk = Walk(f"{stages} {guessing} {seed}", stages, guessing, windows)
     async with asyncio.TaskGroup() as group:
         engine = group.create_task(walk.engine.run())
         clients = [group.create_task(walk.client()) for _ in range(CLIENTS)]
         await asyncio.wait(clients)
         engine.cancel()
-    assert walk.pool.num_free == NUM_BLOCKS
+    assert all(each.num_free == each.num_blocks for each in walk.pool.pools)
     assert walk.ranks.num_known < 2 * MAX_NUM_SEQS, "they forget what has ended"
     assert walk.scheduler.generation_tokens == sum(map(len, walk.told.values()))
-    assert walk.scheduler.num_preemptions and walk.scheduler.cache_hits
+    assert walk.scheduler.num_preemptions or None not in windows, "windows alone hold little"
+    assert walk.scheduler.cache_hits
     assert walk.seen.keys() >= {"length", "stopped", "held", "given up", "in flight"}
     if (speculator := walk.scheduler.speculator) is not None:
         assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens

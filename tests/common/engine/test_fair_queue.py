@@ -9,9 +9,9 @@ from itertools import count
 import pytest
 from test_scheduler import land
 
+from one_group import one_group
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.fair_queue import ClientSlots
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence, Status
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self, seqs: int, blocks: int = 4096, tokens: int = 4096, stages: int = 1) -> None:
         config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=max(tokens, seqs))
-        pool = BlockPool(blocks, BLOCK, prefix_caching=False)
+        pool = one_group(blocks, BLOCK, prefix_caching=False)
         self.scheduler = Scheduler(pool, config, (0,), stages)
         self._ids = count()
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from one_group import one_group
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.fair_queue import share_budget
 from pdserve.common.engine.messages import StepDelta
 from pdserve.common.engine.scheduler import Scheduler
@@ -17,7 +17,7 @@ from pdserve.common.engine.sequence import Sequence, Status
 
 def make(num_blocks=16, block_size=4, seqs=4, tokens=16, caching=True, stages=1) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    pool = BlockPool(num_blocks, block_size, caching)
+    pool = one_group(num_blocks, block_size, caching)
     return Scheduler(pool, config, eos_token_ids=(0,), micro_batches=stages)
 
 
@@ -64,6 +64,19 @@ def test_admission_waits_for_blocks_and_keeps_the_order():
     assert scheduler.admit() == [small]
 
 
+def test_a_sequence_that_still_waits_is_released():
+    """Its client has left; it has no blocks, and no table of them."""
+    scheduler = make(num_blocks=4)
+    first, second = sequence(1, range(10)), sequence(2, range(20, 30))
+    for each in (first, second):
+        scheduler.add(each)
+    scheduler.admit()
+    assert second.status is Status.WAITING
+    scheduler.release(second)
+    scheduler.release(first)
+    assert scheduler.pool.num_free == 4 and not scheduler.waiting
+
+
 def test_a_lone_sequence_that_cannot_grow_preempts_itself_and_loses_nothing():
     scheduler = make(num_blocks=3, block_size=2, caching=False)
     lone, remote = sequence(0, [1]), sequence(1, [2, 3, 4, 5], remote=True)
@@ -71,7 +84,7 @@ def test_a_lone_sequence_that_cannot_grow_preempts_itself_and_loses_nothing():
     scheduler.admit()
     run_step(scheduler)
     run_step(scheduler)  # 3 tokens, 1 block: the next step needs another
-    scheduler.pool.allocate(2)
+    scheduler.pool.pools[0].allocate(2)
     scheduler.add(remote)
     assert scheduler.schedule() is None
     assert [s.seq_id for s in scheduler.waiting] == [0, 1]
@@ -89,7 +102,7 @@ def test_a_cached_prompt_computes_its_last_token_but_a_remote_one_may_be_cached_
     scheduler.add(remote)
     scheduler.admit()
     assert (local.num_cached, remote.num_cached) == (4, 8)
-    assert remote.block_table == scheduler.running[0].block_table[:2]
+    assert remote.block_tables[0] == scheduler.running[0].block_tables[0][:2]
     assert (scheduler.cache_queries, scheduler.cache_hits) == (24, 12)
 
 
@@ -130,7 +143,7 @@ def test_the_urgent_finds_a_block_before_the_step_takes_the_others():
     for each in (older, urgent):
         scheduler.add(each)
         assert scheduler.admit() == [each]
-    scheduler.pool.allocate(scheduler.pool.num_free)
+    scheduler.pool.pools[0].allocate(scheduler.pool.num_free)
     while urgent.num_output_tokens < 3:
         assert urgent.seq_id in run_step(scheduler)
     assert scheduler.num_preemptions == 1 and older.status is Status.WAITING
@@ -276,7 +289,7 @@ def test_what_is_in_flight_is_not_preempted():
     scheduler.add(sequence(1, range(10, 15)))
     scheduler.admit()
     run_step(scheduler)
-    scheduler.pool.allocate(scheduler.pool.num_free)  # others hold the rest
+    scheduler.pool.pools[0].allocate(scheduler.pool.num_free)  # others hold the rest
     first, second = scheduler.schedule(), scheduler.schedule()
     assert (list(shares(first)), list(shares(second))) == ([0], [1])
     land(scheduler, first)  # the older one needs a block now, and the younger one is in flight

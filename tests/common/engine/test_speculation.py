@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from one_group import one_group
 from pdserve.common.config.node import SchedulerConfig, WorkerNodeConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.config.speculation import Speculation
@@ -138,7 +139,7 @@ def make(num_blocks: int = 32, tokens: int = 64, seqs: int = 4, **speculation: A
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
     values = {**NGRAM, "prompt_lookup_min": 2, **speculation}
     speculator = PromptLookup(Speculation.read(values), max_model_len=64)
-    return Scheduler(BlockPool(num_blocks, 4), config, (0,), speculator=speculator)
+    return Scheduler(one_group(num_blocks, 4), config, (0,), speculator=speculator)
 
 
 def add(scheduler: Scheduler, seq_id: int = 0, prompt: list[int] = LOOP, **sampling: Any) -> Any:
@@ -174,7 +175,7 @@ def test_guesses_follow_the_pending_token_and_steps_go_on_where_they_were_right(
     sequence = add(scheduler)
     entry = only(scheduler)
     assert (entry.token_ids, entry.start, entry.drafts) == ((1,), 12, (2, 3, 4, 1))
-    assert len(sequence.block_table) * 4 >= sequence.num_tokens + 4
+    assert len(sequence.block_tables[0]) * 4 >= sequence.num_tokens + 4
     land(scheduler, sequence, entry, 2, 3, 9)
     assert (sequence.num_computed, sequence.num_scheduled, sequence.num_tokens) == (15, 15, 16)
     entry = only(scheduler)
@@ -219,7 +220,7 @@ def test_guesses_take_no_block_that_a_running_sequence_may_need() -> None:
     scheduler = make(num_blocks=4)
     sequence = add(scheduler)  # 13 tokens, for which it gets its fourth block now
     entry = only(scheduler)
-    assert len(entry.drafts) == 3 and len(sequence.block_table) == 4
+    assert len(entry.drafts) == 3 and len(sequence.block_tables[0]) == 4
     land(scheduler, sequence, entry, 9)
     assert sequence.num_tokens == 14 and scheduler.num_preemptions == 0
 
@@ -243,7 +244,7 @@ def drafted(num_blocks: int = 32, window: int = 64, chunk: int = 8) -> Scheduler
     speculation = Speculation.read({"model": "x", "num_speculative_tokens": 3})
     speculator = DraftModel(speculation, window, BlockPool(num_blocks, 4), chunk)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
-    return Scheduler(BlockPool(32, 4), config, (0,), speculator=speculator)
+    return Scheduler(one_group(32, 4), config, (0,), speculator=speculator)
 
 
 def step(scheduler: Scheduler, sequence: Sequence, *drawn: int) -> tuple[int, SequenceDelta | None]:
@@ -265,7 +266,7 @@ def test_a_draft_model_computes_the_prompt_itself_in_chunks_and_then_guesses() -
     num, chunk = step(scheduler, sequence, 30)
     assert num == 0 and chunk is not None
     assert (chunk.token_ids, chunk.start, chunk.samples) == (tuple(range(1, 9)), 0, False)
-    assert chunk.new is not None and chunk.new_block_ids == (0, 1)
+    assert chunk.new is not None and chunk.new_block_ids == ((0, 1),)
     num, chunk = step(scheduler, sequence, 31)
     assert num == 0 and chunk is not None and chunk.start == 8 and chunk.new is None
     num, last = step(scheduler, sequence, 32, 33, 34, 35)  # all right

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBackend, AttentionBatch, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention
@@ -65,8 +66,20 @@ class Step:
 
     @property
     def batch(self) -> AttentionBatch:
+        """What is before a window may be of another sequence by now."""
         queries, starts = zip(*self.sequences, strict=True)
-        return AttentionBatch(queries, starts, self.tables, self.block_size)
+        firsts = [self.first_block(start) for start in starts]
+        return AttentionBatch(
+            queries,
+            [start - first * self.block_size for start, first in zip(starts, firsts, strict=True)],
+            [table[first:] for table, first in zip(self.tables, firsts, strict=True)],
+            self.block_size,
+        )
+
+    def first_block(self, start: int) -> int:
+        shape = self.shape
+        group = KVGroup((0,), shape.num_kv_heads, shape.head_dim, shape.window)
+        return group.first_block(start, self.block_size)
 
     def keys_and_values(self, index: int) -> Tensor:
         """[2, length, kv_heads, D] of a sequence."""
@@ -85,7 +98,7 @@ class Step:
         for i, (_, start) in enumerate(self.sequences):
             if start % self.block_size:  # zeroed when its first slot was written
                 cache[0, :, self.tables[i][start // self.block_size]] = 0
-            self.write(cache, i, 0, start)
+            self.write(cache, i, self.first_block(start) * self.block_size, start)
         return cache
 
     def write(self, cache: Tensor, index: int, start: int, end: int) -> None:
@@ -108,7 +121,8 @@ class Step:
             group = self.shape.num_heads // self.shape.num_kv_heads
             keys, values = self.keys_and_values(i).double().repeat_interleave(group, dim=2)
             scores = torch.einsum("qhd,khd->hqk", own, keys) * self.shape.scale
-            hidden = torch.arange(len(keys)) > torch.arange(start, start + count)[:, None]
+            distances = torch.arange(start, start + count)[:, None] - torch.arange(len(keys))
+            hidden = (distances < 0) | (distances >= (self.shape.window or len(keys)))
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             parts.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(parts)
@@ -160,12 +174,24 @@ def test_block_sizes(kind: str, block_size: int) -> None:
     Step(AttentionShape(4, 2, 32), torch.float32, block_size, DECODES + CHUNKS).check(kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sequences", [DECODES, CHUNKS], ids=["decodes", "chunks"])
+@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("window", only([1, 15, 16, 64, 1000], [1, 64]))
+def test_windows(kind: str, sequences: list[tuple[int, int]], block_size: int, window: int) -> None:
+    more = [*sequences, (500, 0), (500, 70), (3, 1000)]
+    Step(AttentionShape(6, 2, 32, window), torch.float32, block_size, more).check(kind)
+
+
 @needs_compiler
+@pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_long_context_is_split_between_threads(dtype: torch.dtype) -> None:
+def test_a_long_context_is_split_between_threads(dtype: torch.dtype, window: int | None) -> None:
     for threads in (2, 5):
         torch.set_num_threads(threads)
-        step = Step(AttentionShape(4, 2, 64), dtype, 16, [(1, 1000), (1, 0), (1, 3), (1, 3000)])
+        step = Step(
+            AttentionShape(4, 2, 64, window), dtype, 16, [(1, 1000), (1, 0), (1, 3), (1, 3000)]
+        )
         step.check("native")
 
 

@@ -57,6 +57,6 @@ def test_a_fake_forward_stays_on_its_device(
         shape = spec.num_layers, 2, 20, spec.num_kv_heads, 16, spec.head_dim
         cache = torch.zeros(shape, dtype=torch.bfloat16, device=target)
         ids = torch.zeros(total, dtype=torch.int64, device=target)
-        hidden = model.forward(ids, ids, moved(context, target), cache)
+        hidden = model.forward(ids, ids, [moved(context, target)], [cache])
         logits = model.compute_logits(hidden)
     assert logits.shape == (total, spec.vocab_size) and logits.device.type == where

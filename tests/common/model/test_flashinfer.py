@@ -9,6 +9,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,16 @@ BATCHES = [
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def shape() -> AttentionShape:
+    return SHAPE
+
+
+@pytest.fixture
+def backend(shape: AttentionShape, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     module = importlib.import_module(MODULE)
-    yield module.FlashInferAttention(SHAPE, CPU, torch.float32)
+    yield module.FlashInferAttention(shape, CPU, torch.float32)
     del sys.modules[MODULE]
 
 
@@ -54,9 +60,10 @@ def attend(backend: Any, batch: AttentionBatch) -> torch.Tensor:
     return result
 
 
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, window=7)], ids=["all", "window"])
 @pytest.mark.parametrize("batch", BATCHES, ids=["decodes", "mixed"])
-def test_it_equals_torch(backend: Any, batch: AttentionBatch) -> None:
-    expected = attend(TorchAttention(SHAPE, CPU, torch.float32), batch)
+def test_it_equals_torch(backend: Any, shape: AttentionShape, batch: AttentionBatch) -> None:
+    expected = attend(TorchAttention(shape, CPU, torch.float32), batch)
     torch.testing.assert_close(attend(backend, batch), expected)
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,12 +44,14 @@ def logits(model: CausalLM, parts: list[list[int]], lora: LoRA | None) -> list[t
     batch = AttentionBatch(lengths, [0] * len(parts), tables, BLOCK_SIZE)
     tokens = torch.tensor([token for part in parts for token in part])
     positions = torch.tensor([i for length in lengths for i in range(length)])
-    context = model.attention.prepare(batch)
+    context = model.prepare([batch])
     hidden = model.forward(tokens, positions, context, new_cache(model), lora)
     return list(model.compute_logits(hidden).split(lengths))
 
 
 def of_peft(model: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
+    import peft  # not by each process that collects this file: it takes half a second
+
     with torch.inference_mode(False), torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         adapted = peft.PeftModel.from_pretrained(base, adapter).eval()

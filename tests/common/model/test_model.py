@@ -123,7 +123,8 @@ def test_sequences_in_one_step_do_not_touch_each_other(llama: CausalLM) -> None:
     though everything they do not own is NaN, and so was what they own: a block's last owner may
     have left that."""
     lengths, queries = [1, 5, 17, 33, 200, 40, 30], [1, 1, 1, 1, 1, 12, 30]
-    alone, together, sequences = [], new_cache(llama).fill_(float("nan")), []
+    alone, together, sequences = [], new_cache(llama), []
+    together[0].fill_(float("nan"))
     free = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist())
     for seed, (length, count) in enumerate(zip(lengths, queries, strict=True)):
         tokens = some_tokens(length, seed)
@@ -141,7 +142,7 @@ def test_sequences_in_one_step_do_not_touch_each_other(llama: CausalLM) -> None:
 def test_only_the_mapped_slots_are_written(llama: CausalLM) -> None:
     cache = new_cache(llama)
     step(llama, cache, [(some_tokens(18), 0, [3, 8])])
-    written = cache.ne(0).flatten(3, 3).any(-1).any(3).all(0).all(0)  # [block, slot]
+    written = cache[0].ne(0).flatten(3, 3).any(-1).any(3).all(0).all(0)  # [block, slot]
     expected = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
     expected[3], expected[8, :2] = True, True
     assert torch.equal(written, expected)

@@ -222,7 +222,7 @@ def test_experts_that_cannot_be_spread(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": None}, "num_local_experts or num_experts must be an integer"),
+        ({"num_experts": None}, "num_local_experts or num_experts or n_routed_experts must"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8"),
         ({"moe_intermediate_size": "48"}, "moe_intermediate_size must be an integer"),
     ],

@@ -59,7 +59,7 @@ async def test_a_step_that_runs_holds_up_neither_reservation_nor_landing() -> No
         step = engine.progress().step
         handed_over = run_job(channel, replace(JOB, request_id="there"), local_prefill=False)
         ticket = event(await anext(handed_over)).reserved
-        assert ticket.first_block == 4
+        assert ticket.first_blocks == [4]
         commit = pb.CommitRequest(transfer_id=ticket.transfer_id, epoch=1, first_token=FIRST)
         await pb_grpc.KVTransferStub(channel).Commit(commit)
         landed = event(await anext(handed_over)).landed

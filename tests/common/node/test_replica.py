@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from live_node import node_config
+from one_group import one_group
 from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, NodeError
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import WorkerSpec
-from pdserve.common.engine.block_pool import BlockPool, hash_blocks
-from pdserve.common.engine.messages import CacheShape
+from pdserve.common.engine.block_pool import hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node import ranks
 from pdserve.common.node.balance import Candidate, candidate, choose
-from pdserve.common.node.load import SchedulerCollector
+from pdserve.common.node.load import SchedulerCollector, node_load
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode
@@ -59,7 +61,7 @@ def test_least_work_before_the_first_token(changes: list[dict[str, Any]], chosen
 
 def scheduler(num_blocks: int = 16, max_num_seqs: int = 4) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=8)
-    return Scheduler(BlockPool(num_blocks, block_size=4), config, eos_token_ids=())
+    return Scheduler(one_group(num_blocks, block_size=4), config, eos_token_ids=())
 
 
 def sequence(num_tokens: int, first: int = 0, remote: bool = False) -> EngineSequence:
@@ -91,6 +93,27 @@ def test_an_offer_counts_what_is_still_to_be_computed_and_what_decodes_whole() -
     it.release(one)
     it.release(remote)
     assert candidate(0, it, 5, []) == Candidate(0, 0, 0, 5, num_sequences=0, fits=True)
+
+
+def test_each_router_hears_what_the_others_have_placed() -> None:
+    it, mine, theirs = scheduler(), sequence(10), sequence(7, first=50)
+    mine.router, theirs.router = "router-a", "router-b"
+    it.add(mine)
+    it.add(theirs)
+    it.add(remote := sequence(9, first=70, remote=True))
+    remote.router = "router-b"
+    it.admit()
+    compute(it, mine, 8)
+    replicas: Any = [SimpleNamespace(scheduler=it)]
+
+    def others(router: str) -> tuple[int, int]:
+        load = node_load(replicas, True, "ok", router)
+        assert load.running + load.waiting == 3
+        return load.others, load.others_tokens
+
+    assert others("router-a") == (2, 7), "what comes from another node is not computed here"
+    assert others("router-b") == (1, 2)
+    assert others("") == (3, 9), "one that has just come has placed nothing"
 
 
 def test_an_offer_leaves_out_what_is_cached() -> None:
@@ -153,9 +176,10 @@ def test_ranks_of_a_cpu_node_leave_memory(
 def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
     """Of a rank whose blocks of 16 tokens have 1 KiB."""
     unused: Any = None
-    engine, shape = EngineConfig(parallel=parallel), CacheShape(0, 1, 0, 1, 1, 16, 8, "float32")
+    engine = EngineConfig(parallel=parallel)
+    model: Any = SimpleNamespace(spec=SimpleNamespace(kv_groups=(KVGroup((0,), 1, 8),)))
     cpu = worker.torch.device("cpu")
-    return kv_cache.available_bytes(engine, unused, shape, max_model_len, cpu, unused)
+    return kv_cache.available_bytes(engine, model, unused, [1024], max_model_len, cpu, unused)
 
 
 def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:

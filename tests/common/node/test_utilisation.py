@@ -86,6 +86,7 @@ def test_options_are_taken_for_peaks_and_what_they_leave_is_measured() -> None:
     assert peaks_of(MachineConfig(), cpu, torch.bfloat16, 0).bandwidth > 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_a_node_counts_what_it_computes() -> None:
     async with (
         decode_node(replicas=2) as (node, _, _),

@@ -224,12 +224,13 @@ async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int
     url = f"http://127.0.0.1:{node.server._metrics.port}/ready"  # type: ignore[union-attr]
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         status, reason = response.status, (await response.json())["reason"]
-    assert node.load().healthy is (status == 200)
+    assert node.load("router-0").healthy is (status == 200)
     metric = node.metrics.registry.get_sample_value("pdserve_healthy")
     assert metric is not None
     return check.status == health_pb2.HealthCheckResponse.SERVING, status, reason, metric
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until_it_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -254,7 +255,7 @@ async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until
         assert two.scheduler.generation_tokens == 4
         serving, status, reason, metric = await health(node, channel)
         assert (serving, status, metric) == (True, 200, 1.0) and "replica 0: step" in reason
-        assert node.load().reason == reason
+        assert node.load("router-0").reason == reason
         assert [sample("pdserve_engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
 
         gates[1].open.clear()
@@ -272,8 +273,10 @@ async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until
         await eventually(lambda: "healthy again" in caplog.text and node.ready() == (True, "ok"))
         assert await health(node, channel) == (True, 200, "ok", 1.0)
         assert await generate(channel) == 4
-        await eventually(lambda: node.load().free_blocks == node.load().total_blocks == 512)
-        assert node.load().most_free_blocks == 256
+        await eventually(
+            lambda: node.load("router-0").free_blocks == node.load("router-0").total_blocks == 512
+        )
+        assert node.load("router-0").most_free_blocks == 256
 
 
 async def test_a_node_without_memory_says_so_and_recovers() -> None:
@@ -281,7 +284,7 @@ async def test_a_node_without_memory_says_so_and_recovers() -> None:
         decode_node(stall=STALL) as (node, _, _),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
-        pool = node.replicas[0].scheduler.pool
+        (pool,) = node.replicas[0].scheduler.pool.pools
         taken = pool.allocate(pool.num_blocks)
         waiting = asyncio.create_task(generate(channel))
         await eventually(lambda: not node.ready()[0])

@@ -44,6 +44,7 @@ from pdserve.common.worker.runner import ModelRunner, num_dummy_blocks
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from thinned import slow
 from tiny_engine import single_threaded_inference
+from windowed import make_windowed
 
 MODELS = ROOT / "tests" / "models"
 NAMES = ("llama-gqa", "mistral", "qwen2", "qwen3")
@@ -297,10 +298,10 @@ def peak_of_step(
     owners: Any = SimpleNamespace(rank=0, size=ep)
     model = CausalLM(spec, Sharding(group, CPU, getattr(torch, dtype), Replicated(owners)))
     blocks = num_dummy_blocks(tokens, sequences, block_size=16)
-    shape = (spec.num_layers, 2, blocks, model.attention.shape.num_kv_heads, 16, spec.head_dim)
+    shape = (spec.num_layers, 2, blocks, model.attentions[0].shape.num_kv_heads, 16, spec.head_dim)
     cache = torch.zeros(shape, dtype=model.dtype)
     with LiveBytes([cache, *(shard.target for shard in model.shards())]) as live:
-        ModelRunner(model, cache, CPU, samples=True).warm_up(tokens, sequences)
+        ModelRunner(model, [cache], CPU, samples=True).warm_up(tokens, sequences)
     return live.peak
 
 
@@ -329,9 +330,9 @@ async def test_blocks_are_those_of_a_node(
     decode = plan(config)[1]
     ranks = await start_node(setup(config, tiny(name), "decode").engine)
     assert decode.fits
-    assert {rank.cache.num_blocks for rank in ranks} == {decode.rank.num_blocks}
+    assert {cache.num_blocks for rank in ranks for cache in rank.caches} == {decode.rank.num_blocks}
     assert ranks[-1].weights_bytes == decode.rank.weights
-    layers = [rank.cache.layer_end - rank.cache.layer_start for rank in ranks]
+    layers = [cache.layer_end - cache.layer_start for rank in ranks for cache in rank.caches]
     assert (decode.rank.stage, layers) == (
         (1, [1, 3]) if "pipeline_partition" in parallel else (0, [4] * len(ranks))
     )
@@ -340,10 +341,37 @@ async def test_blocks_are_those_of_a_node(
         assert line in caplog.text or "pipeline_partition" in parallel
 
 
-async def start_node(engine: EngineConfig) -> list[RankReady]:
+async def test_groups_are_those_of_a_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two layers with windows of 24 tokens, of which eight sequences hold 8 blocks each."""
+    caplog.set_level("INFO")
+    folder = make_windowed("qwen3", tmp_path)
+    options = {"max_model_len": 1024, "kv_cache_memory": "8MiB", "dtype": "float32"}
+    options |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    config = PlanConfig(model=str(folder), gpu_memory="4GiB", **options)
+    decode = plan(config)[1]
+    (rank,) = await start_node(setup(config, ModelSpec.from_folder(folder), "decode").engine, 1024)
+    full, window = decode.rank.groups
+    assert [full.num_blocks, window.num_blocks] == [cache.num_blocks for cache in rank.caches]
+    assert (window.name, window.num_layers, window.num_blocks) == ("windows of 24 tokens", 2, 64)
+    assert full.num_blocks == (8 * 2**20 - window.nbytes) // (16 * full.kv_per_token)
+    assert decode.max_concurrent_sequences == min(8, full.num_blocks // 64)
+    assert decode.rank.kv_per_sequence == 16 * (64 * full.kv_per_token + 8 * window.kv_per_token)
+    for group in decode.rank.groups:
+        assert f"# KV blocks of {group.name}: {group.num_blocks} (=" in caplog.text
+    argv = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    assert main(["plan", f"--model={folder}", "--gpu-memory=4GiB", *argv]) == 0
+    rows = {
+        cells[0]: cells[1] for cells in map(cells_of, capsys.readouterr().out.splitlines()) if cells
+    }
+    assert rows["windows of 24 tokens"].startswith("64 blocks × 2 layers")
+
+
+async def start_node(engine: EngineConfig, max_model_len: int = 256) -> list[RankReady]:
     """What its ranks report once their caches are allocated."""
     parallel = replace(engine.parallel, device="cpu", cpu_threads=1)
-    model = replace(engine.model, max_model_len=256)
+    model = replace(engine.model, max_model_len=max_model_len)
     executor = make_executor(
         worker_specs(WorkerConfig(replace(engine, parallel=parallel, model=model)))
     )
@@ -374,7 +402,7 @@ def test_a_gpu_gives_nodes_what_the_plan_says(
     unused: Any = None
     stage = Stage.whole(spec.num_layers)
     model: Any = SimpleNamespace(spec=spec, dtype=torch.bfloat16, stage=stage)
-    room = kv_cache.available_bytes(engine, model, unused, 16384, cuda, unused, 0, memory)
+    room = kv_cache.available_bytes(engine, model, unused, unused, 16384, cuda, unused, memory)
     assert room == found.rank.left_for_kv
 
 

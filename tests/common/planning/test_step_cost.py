@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,6 +50,30 @@ def test_attention_multiplies_each_pair_twice_in_each_head() -> None:
     assert cost_of("llama-gqa").parts(shape)["attention"].flops == pairs * (
         counter.get_total_flops()
     )
+
+
+@pytest.mark.parametrize("window", [1, 4, 11, 1000])
+def test_a_window_s_pairs_and_tokens_are_counted_one_by_one(window: int) -> None:
+    decodes, chunks = [0, 2, 30], [(0, 3), (1, 9), (40, 7)]
+    shape = StepShape.empty([window])
+    shape.add_step(decodes, chunks, sampled=0)
+    cached = pairs = 0
+    for start, length in [*((start, 1) for start in decodes), *chunks]:
+        seen = [set(range(max(0, i - window + 1), i + 1)) for i in range(start, start + length)]
+        pairs += sum(map(len, seen))
+        cached += len(set().union(*seen) & set(range(start)))
+    assert shape.windows == {window: (cached, pairs)}
+    assert (shape - shape).windows == {window: (0, 0)}
+
+
+def test_layers_with_windows_cost_what_they_see() -> None:
+    """Two of four layers see 4 tokens."""
+    spec = replace(ModelSpec.from_folder(MODELS / "llama-gqa"), layer_windows=(None, 4, 4, None))
+    cost = StepCost.whole(Footprint(spec, "float32"))
+    windowed = cost.parts(StepShape.of([(100, 1)], 0, [4]))["attention"]
+    whole = cost_of("llama-gqa").parts(StepShape.of([(100, 1)], 0))["attention"]
+    assert windowed.flops == whole.flops / 2 * (101 + 4) / 101
+    assert windowed.bytes == whole.bytes / 2 * (100 + 3) / 100
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -29,7 +29,7 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.core.host import is_loopback
-from pdserve.common.node.server import Registration
+from pdserve.common.node.registration import Registration
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import auth
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
@@ -512,7 +512,7 @@ async def said(
     address: str, channels: Channels, caplog: pytest.LogCaptureFixture, **options: Any
 ) -> str:
     """The first thing a node that tries to register there says about it."""
-    registration = Registration(address, node("decode-1"), lambda: LOAD, channels, **options)
+    registration = Registration(address, node("decode-1"), lambda _: LOAD, channels, **options)
     task = asyncio.create_task(registration.run())
     caplog.clear()
     with caplog.at_level(logging.INFO):

@@ -26,9 +26,9 @@ def kv_bytes(memory: GpuMemory, utilization: float = SHARE) -> int:
     """What `available_bytes` leaves for KV; the step's peak is given."""
     engine, unused = EngineConfig(cache=CacheConfig(gpu_memory_utilization=utilization)), None
     model: Any = SimpleNamespace(spec=ModelSpec.from_folder(MODELS / "qwen3"), dtype=torch.bfloat16)
-    shape: Any = unused
+    shapes: Any = unused
     link: Any = unused
-    return kv_cache.available_bytes(engine, model, shape, 64, CUDA, link, 0, memory)
+    return kv_cache.available_bytes(engine, model, shapes, [], 64, CUDA, link, memory)
 
 
 @pytest.fixture

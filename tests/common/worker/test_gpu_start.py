@@ -95,14 +95,11 @@ def test_graphs_of_a_fake_gpu_end_before_its_communicators(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.append("steps"))
     model: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=8))
-    cache: Any = SimpleNamespace(
-        shape=SimpleNamespace(block_size=16), close=lambda: ended.append("cache")
-    )
-    runner = ModelRunner(model, torch.empty(0), CUDA, samples=False)
+    runner = ModelRunner(model, [torch.empty(1, 2, 1, 1, 16, 1)], CUDA, samples=False)
     runner.graphs = thing("graphs")
     unused: Any = None
     rank = worker.ModelWorker(
-        0, thing("communicators"), runner, cache, unused, None, thing("grammars")
+        0, thing("communicators"), runner, thing("cache"), unused, None, thing("grammars")
     )
     rank.close()
     assert ended == ["grammars", "graphs", "steps", "communicators", "cache"]

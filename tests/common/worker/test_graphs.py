@@ -7,6 +7,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from pdserve.common.worker.graphs import Compute, DecodeGraphs, kept_bytes, why_
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.runner import ModelRunner
 from tiny_engine import BLOCK_SIZE, CPU, load, new_cache, some_tokens
+from windowed import make_windowed
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -46,7 +48,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[CausalLM]:
     monkeypatch.delitem(sys.modules, FLASHINFER, raising=False)
     found = load(MODELS / "llama-gqa", kernels="torch")
     module = importlib.import_module(FLASHINFER)
-    found.attention = module.FlashInferAttention(found.attention.shape, CPU, torch.float32)
+    (shape,) = [each.shape for each in found.attentions]
+    found.attentions = [module.FlashInferAttention(shape, CPU, torch.float32)]
     yield found
     del sys.modules[FLASHINFER]
 
@@ -69,7 +72,8 @@ class Recorder:
 
 
 def steps(runner: ModelRunner, counts: list[int]) -> list[dict[int, int]]:
-    """Prompts, then one step for each of `counts`, of so many of the sequences."""
+    """Prompts, then one step for each of `counts`, of so many of the sequences. KV groups use the
+    same blocks of their caches."""
     tokens = [[*some_tokens(length, seed=i)] for i, (length, _) in enumerate(PROMPTS)]
     found = []
     for count in [len(PROMPTS), *counts]:
@@ -77,7 +81,8 @@ def steps(runner: ModelRunner, counts: list[int]) -> list[dict[int, int]]:
         for seq_id in range(count):
             start = 0 if not found else len(tokens[seq_id]) - 1
             new = tuple(tokens[seq_id][start:])
-            rows.append(StepSequence(seq_id, new, start, tuple(PROMPTS[seq_id][1]), GREEDY))
+            tables = (tuple(PROMPTS[seq_id][1]),) * len(runner.caches)
+            rows.append(StepSequence(seq_id, new, start, tables, GREEDY))
         output = runner.run(StepBatch(1, tuple(rows)))
         found.append({seq_id: token.token_id for seq_id, token in output.tokens})
         for seq_id, token in found[-1].items():
@@ -91,14 +96,36 @@ def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:
     eager = ModelRunner(model, caches[0], CPU, samples=True)
     captured = ModelRunner(model, caches[1], CPU, samples=True)
     recorder = Recorder()
-    captured.graphs = DecodeGraphs(model, caches[1], SIZES, 3, recorder)
-    for cache in caches:  # what was there before must not matter
+    captured.graphs = DecodeGraphs(model, caches[1], SIZES, [3], recorder)
+    for (cache,) in caches:  # what was there before must not matter
         cache.fill_(torch.nan)
     expected = steps(eager, counts)
     assert steps(captured, counts) == expected
     assert recorder.replayed == [2, 2, 4, 4, 4, 2, 4]
     used = sorted({block for _, table in PROMPTS for block in table})
-    torch.testing.assert_close(caches[1][:, :, used], caches[0][:, :, used], equal_nan=True)
+    torch.testing.assert_close(caches[1][0][:, :, used], caches[0][0][:, :, used], equal_nan=True)
+
+
+def test_windows_are_captured_each_with_its_blocks(model: CausalLM, tmp_path: Path) -> None:
+    """Sequences of 30 tokens and more see a window of 24 in every other layer."""
+    windowed = load(make_windowed("qwen3", tmp_path), kernels="torch")
+    backend = type(model.attentions[0])
+    windowed.attentions = [backend(each.shape, CPU, torch.float32) for each in windowed.attentions]
+    caches = [new_cache(windowed), new_cache(windowed)]
+    expected = steps(ModelRunner(windowed, caches[0], CPU, samples=True), [4, 3, 5, 2])
+    captured = ModelRunner(windowed, caches[1], CPU, samples=True)
+    sizes = (2, 8)
+    captured.graphs = DecodeGraphs(windowed, caches[1], sizes, [3, 3], recorder := Recorder())
+    assert steps(captured, [4, 3, 5, 2]) == expected
+    assert recorder.replayed == [8, 8, 8, 2]
+    windowed.attentions = [backend(each.shape, CPU, torch.float32) for each in windowed.attentions]
+    known = storages([windowed, caches[1]])
+    graphs = DecodeGraphs(windowed, caches[1], sizes, [3, 2], once)
+    for context in (context for graph in graphs._graphs for context in graph.contexts):
+        context.wrapper.calls.clear()  # what only the fake keeps
+        context.wrapper.forget_plan()
+    kept = {each: size for each, size in storages(graphs).items() if each not in known}
+    assert sum(kept.values()) == kept_bytes(windowed, sizes, [3, 2])
 
 
 def test_mixtures_are_captured_where_a_kernel_counts(
@@ -106,14 +133,16 @@ def test_mixtures_are_captured_where_a_kernel_counts(
 ) -> None:
     """torch's grouped product, as a CPU computes it, stands for the kernel of a GPU."""
     mixture = load(MODELS / "mixtral", kernels="torch")
-    mixture.attention = type(model.attention)(mixture.attention.shape, CPU, torch.float32)
+    mixture.attentions = [
+        type(model.attentions[0])(each.shape, CPU, torch.float32) for each in mixture.attentions
+    ]
     caches = [new_cache(mixture), new_cache(mixture)]
     eager = ModelRunner(mixture, caches[0], CPU, samples=True)
     expected, loads = steps(eager, [2, 3, 4]), mixture.expert_loads()
     monkeypatch.setattr(moe, "_has_kernel", lambda weight: True)
     assert why_eager(mixture) == ""
     captured = ModelRunner(mixture, caches[1], CPU, samples=True)
-    captured.graphs = DecodeGraphs(mixture, caches[1], SIZES, 3, recorder := Recorder())
+    captured.graphs = DecodeGraphs(mixture, caches[1], SIZES, [3], recorder := Recorder())
     assert steps(captured, [2, 3, 4]) == expected
     assert recorder.replayed == [2, 4, 4]
     assert torch.equal(mixture.expert_loads(), loads)  # no rows were filled up in the last step
@@ -123,15 +152,15 @@ def test_mixtures_are_captured_where_a_kernel_counts(
 def test_what_graphs_keep_is_what_is_counted(model: CausalLM, stage: Stage | None) -> None:
     """Of all tensors that live after capture: one buffer of logits, however many graphs."""
     part = load(MODELS / "llama-gqa", kernels="torch", stage=stage)
-    part.attention = model.attention
+    part.attentions = model.attentions
     cache = new_cache(part)
     known = storages([part, cache])
-    graphs = DecodeGraphs(part, cache, (2, 4, 8), 3, once)
+    graphs = DecodeGraphs(part, cache, (2, 4, 8), [3], once)
     for graph in graphs._graphs:  # what only the fake keeps
-        graph.context.wrapper.calls.clear()
-        graph.context.wrapper.forget_plan()
+        graph.contexts[0].wrapper.calls.clear()
+        graph.contexts[0].wrapper.forget_plan()
     kept = {each: size for each, size in storages(graphs).items() if each not in known}
-    assert sum(kept.values()) == kept_bytes(part, (2, 4, 8), 3)
+    assert sum(kept.values()) == kept_bytes(part, (2, 4, 8), [3])
 
 
 def once(compute: Compute) -> Callable[[], object]:
@@ -165,20 +194,20 @@ def again(compute: Compute) -> Callable[[], object]:
 
 def test_stages_of_a_pipeline_have_graphs_of_their_own(model: CausalLM) -> None:
     rows = AttentionBatch([1, 1, 1], [0, 16, 5], [[9], [7, 12], [1]], BLOCK_SIZE)
-    whole = DecodeGraphs(model, new_cache(model), [4], 2, again)
-    expected = whole.run([5, 6, 7], rows, None).clone()
+    whole = DecodeGraphs(model, new_cache(model), [4], [2], again)
+    expected = whole.run([5, 6, 7], rows.starts, [rows], None).clone()
     hidden = None
     for stage in (Stage(0, 1, last=False), Stage(1, model.spec.num_layers, first=False)):
         part = load(MODELS / "llama-gqa", kernels="torch", stage=stage)
-        part.attention = model.attention
-        graphs = DecodeGraphs(part, new_cache(part), [4], 2, again)
-        hidden = graphs.run([5, 6, 7], rows, hidden)
+        part.attentions = model.attentions
+        graphs = DecodeGraphs(part, new_cache(part), [4], [2], again)
+        hidden = graphs.run([5, 6, 7], rows.starts, [rows], hidden)
     torch.testing.assert_close(hidden, expected)
 
 
 @pytest.mark.parametrize(("queries", "sampled"), [([1, 2], 2), ([1, 1], 1), ([1] * 5, 5)], ids=str)
 def test_other_steps_are_no_graph_s(model: CausalLM, queries: list[int], sampled: int) -> None:
-    graphs = DecodeGraphs(model, new_cache(model), SIZES, 2, again)
+    graphs = DecodeGraphs(model, new_cache(model), SIZES, [2], again)
     tables = [[0, 1]] * len(queries)
     batch = AttentionBatch(queries, [3] * len(queries), tables, BLOCK_SIZE)
     assert not graphs.take(batch, sampled)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
+from one_group import one_group
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence
@@ -36,13 +36,13 @@ def test_words_are_completed_by_the_output_alone() -> None:
     words.add((9, 9, 4, 5))
     assert set(words.banned()) == {1, 6, 7}
     new = NewSequence(SamplingParams(bad_words_token_ids=((2, 9), (3, 4))), 2, 0, (), (1, 2, 3))
-    delta = SequenceDelta(0, (1, 2, 3), 0, 0, (3,), True, new)
+    delta = SequenceDelta(0, (1, 2, 3), 0, (0,), ((3,),), True, new)
     assert rank().apply(StepDelta(1, (delta,))).sequences[0].banned_token_ids == (4,)
 
 
 def test_only_the_rank_that_samples_counts_tokens() -> None:
     new = NewSequence(SamplingParams(**PENALTIES), 2, 0, (), (1, 2))
-    delta = StepDelta(1, (SequenceDelta(0, (1, 2), 0, 0, (3,), True, new),))
+    delta = StepDelta(1, (SequenceDelta(0, (1, 2), 0, (0,), ((3,),), True, new),))
     assert rank(samples=True).apply(delta).sequences[0].counts is not None
     assert rank(samples=False).apply(delta).sequences[0].counts is None
 
@@ -62,18 +62,18 @@ def test_a_rank_that_missed_a_step_or_got_one_twice_knows_it(number: int) -> Non
 
 
 NEW, COUNTED = (NewSequence(SamplingParams(**given), 4, 0) for given in ({}, PENALTIES))
-FIRST = SequenceDelta(0, (1, 2, 3, 4), 0, 0, (7,), True, NEW)
+FIRST = SequenceDelta(0, (1, 2, 3, 4), 0, (0,), ((7,),), True, NEW)
 
 
 @pytest.mark.parametrize(
     ("wrong", "clue"),
     [
-        (SequenceDelta(1, (5,), 4, 1, (8,), True), "sequence 1 was never begun"),
-        (SequenceDelta(0, (5,), 5, 1, (8,), True), "begins at 5, the last ended at 4"),
-        (SequenceDelta(0, (5,), 3, 1, (8,), True), "begins at 3, the last ended at 4"),
-        (SequenceDelta(0, (5,), 4, 2, (8,), True), "it has 2 blocks, 1 are known"),
-        (SequenceDelta(0, (5,), 4, 1, (), True), "1 blocks do not hold 5 tokens"),
-        (SequenceDelta(0, (5,), 4, 0, (1, 2), True, COUNTED), "came without it"),
+        (SequenceDelta(1, (5,), 4, (1,), ((8,),), True), "sequence 1 was never begun"),
+        (SequenceDelta(0, (5,), 5, (1,), ((8,),), True), "begins at 5, the last ended at 4"),
+        (SequenceDelta(0, (5,), 3, (1,), ((8,),), True), "begins at 3, the last ended at 4"),
+        (SequenceDelta(0, (5,), 4, (2,), ((8,),), True), "it has 2 blocks, 1 are known"),
+        (SequenceDelta(0, (5,), 4, (1,), ((),), True), "1 blocks do not hold 5 tokens"),
+        (SequenceDelta(0, (5,), 4, (0,), ((1, 2),), True, COUNTED), "came without it"),
     ],
 )
 def test_what_does_not_continue_is_refused(wrong: SequenceDelta, clue: str) -> None:
@@ -88,19 +88,19 @@ def test_a_step_goes_on_where_drafts_were_right_and_no_further() -> None:
     for start, good in ((5, True), (7, True), (4, False), (8, False)):
         known = rank()
         known.apply(StepDelta(1, (FIRST,)))
-        guessed = SequenceDelta(0, (5,), 4, 1, (8, 9), True, drafts=(6, 7), num_drafts=2)
+        guessed = SequenceDelta(0, (5,), 4, (1,), ((8, 9),), True, drafts=(6, 7), num_drafts=2)
         (verified,) = known.apply(StepDelta(2, (guessed,))).sequences
         assert [row.token_ids for row in verified.rows] == [(5,), (5, 6), (5, 6, 7)]
         assert [row.drafts for row in verified.rows] == [(6, 7), (7,), ()]
         with nullcontext() if good else pytest.raises(NodeError, match="the last ended at 5"):
-            known.apply(StepDelta(3, (SequenceDelta(0, (9,), start, 3, (), True),)))
+            known.apply(StepDelta(3, (SequenceDelta(0, (9,), start, (3,), ((),), True),)))
 
 
 def test_what_has_ended_is_not_continued() -> None:
     known = rank()
     known.apply(StepDelta(1, (FIRST,)))
     with pytest.raises(NodeError, match="never begun"):
-        known.apply(StepDelta(2, (SequenceDelta(0, (5,), 4, 1, (8,), True),), ended=(0,)))
+        known.apply(StepDelta(2, (SequenceDelta(0, (5,), 4, (1,), ((8,),), True),), ended=(0,)))
     assert len(known) == 0
 
 
@@ -112,7 +112,7 @@ def test_a_step_s_message_is_as_large_as_what_is_new() -> None:
     bytes a token."""
     length = 128 * 1024
     config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512)
-    scheduler = Scheduler(BlockPool(16 * (length // 16 + 2), 16, False), config, (EOS,))
+    scheduler = Scheduler(one_group(16 * (length // 16 + 2), 16, False), config, (EOS,))
     for seq_id in range(16):
         params = SamplingParams(
             **PENALTIES, min_tokens=99, logit_bias=dict.fromkeys(range(300), 1.0),

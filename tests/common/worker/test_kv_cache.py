@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.engine.messages import CacheShape
-from pdserve.common.planning.kv_budget import check_num_blocks, parse_bytes, plan_num_blocks
+from pdserve.common.planning.kv_budget import (
+    check_num_blocks,
+    parse_bytes,
+    plan_num_blocks,
+    split_blocks,
+)
 from pdserve.common.worker.kv_cache import KVCache, cache_bytes
 
 SHAPE = CacheShape(
@@ -21,6 +28,8 @@ SHAPE = CacheShape(
 
 
 CPU = torch.device("cpu")
+FULL = (KVGroup((0, 1), 1, 8),)
+MIXED = (KVGroup((0,), 1, 8), KVGroup((1, 2), 1, 8, window=32))
 
 
 def engine(**cache: object) -> EngineConfig:
@@ -51,7 +60,7 @@ def test_parse_bytes() -> None:
 def test_so_many_blocks_of_a_kib(
     cache: dict[str, object], device: str, available: int, blocks: int
 ) -> None:
-    found = plan_num_blocks(engine(**cache), 1024, 100, available_bytes=available, device=device)
+    found = plan_num_blocks(engine(**cache), FULL, [1024], 100, available, device)
     assert found == blocks
 
 
@@ -64,26 +73,54 @@ def test_so_many_blocks_of_a_kib(
     ],
 )
 def test_one_sequence_must_fit(cache: dict[str, object], flag: str) -> None:
-    check_num_blocks(engine(**cache), 7, max_model_len=100)
+    check_num_blocks(engine(**cache), FULL, 7, max_model_len=100)
     with pytest.raises(ConfigError, match=flag):
-        check_num_blocks(engine(**cache), 6, max_model_len=100)
+        check_num_blocks(engine(**cache), FULL, 6, max_model_len=100)
 
 
-def test_cpu_cache_is_shared_through_its_descriptor() -> None:
-    cache = KVCache.allocate(SHAPE, CPU)
+def test_a_window_takes_what_it_can_use_and_full_attention_the_rest() -> None:
+    """Four sequences hold 100 tokens in 7 blocks, and of a window of 32 with chunks of 16 five."""
+    small = replace(engine(), scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16))
+    assert split_blocks(small, MIXED, 10, 100) == (10, 10)
+    assert split_blocks(small, MIXED, 30, 100) == (30, 20)
+
+    def blocks(available: int, device: str = "cuda") -> int:
+        return plan_num_blocks(small, MIXED, [1024, 2048], 100, available, device)
+
+    assert blocks(3 * 1024 * 10) == 10
+    assert blocks(1024 * (25 + 2 * 20)) == 25
+    assert blocks(1024 * (25 + 2 * 20) - 1) == 24
+    assert blocks(2**40, "cpu") == 28
+    # A stage of a pipeline may have layers of one group alone.
+    assert plan_num_blocks(small, MIXED, [0, 2048], 100, 2048 * 20, "cuda") == 28
+    assert plan_num_blocks(small, MIXED, [0, 2048], 100, 2048 * 9, "cuda") == 9
+    # If all layers have windows, the longest ones take all.
+    windows = (KVGroup((0,), 1, 8, window=32),)
+    assert plan_num_blocks(small, windows, [1024], 100, 1024 * 99, "cuda") == 99
+    check_num_blocks(small, windows, 5, max_model_len=10**6)
+    with pytest.raises(ConfigError, match="needs 5"):
+        check_num_blocks(small, windows, 4, max_model_len=10**6)
+
+
+def test_cpu_caches_are_shared_through_one_descriptor() -> None:
+    other_shape = replace(SHAPE, layer_end=1, num_blocks=3)
+    cache = KVCache.allocate([SHAPE, other_shape], CPU)
     assert cache.fd is not None
     size = os.fstat(cache.fd).st_size
-    assert size == cache_bytes(SHAPE) == cache.tensor.nbytes
+    first, second = cache.groups
+    assert [first.offset, second.offset] == [0, cache_bytes(SHAPE)]
+    assert size == cache_bytes(SHAPE) + cache_bytes(other_shape)
+    assert (first.tensor.nbytes, second.tensor.nbytes) == (second.offset, size - second.offset)
     with mmap.mmap(cache.fd, size) as other:
-        cache.tensor.view(torch.uint8).view(-1)[-1] = 42
+        second.tensor.view(torch.uint8).view(-1)[-1] = 42
         assert other[size - 1] == 42
-        other[0] = 7
-        assert int(cache.tensor.view(torch.uint8).view(-1)[0]) == 7
+        other[0], other[second.offset] = 7, 8
+        assert [int(each.tensor.view(torch.uint8).view(-1)[0]) for each in cache.groups] == [7, 8]
     cache.close()
 
 
 def test_nobody_can_resize_the_shared_memory() -> None:
-    cache = KVCache.allocate(SHAPE, CPU)
+    cache = KVCache.allocate([SHAPE], CPU)
     assert cache.fd is not None
     for size in (0, cache_bytes(SHAPE) + 4096):
         with pytest.raises(PermissionError):

@@ -100,7 +100,7 @@ def test_what_nobody_waits_for_is_not_compiled(tokens: GrammarTokens) -> None:
         NewSequence(SamplingParams(grammar=regex(each)), 1, seed=0, history=(5,))
         for each in patterns
     ]
-    begin = [SequenceDelta(i, (5,), 0, 0, (i,), True, each) for i, each in enumerate(new)]
+    begin = [SequenceDelta(i, (5,), 0, (0,), ((i,),), True, each) for i, each in enumerate(new)]
     batch.apply(StepDelta(1, tuple(begin)))
     assert at_work.wait(30)  # what has begun is not taken back
     (again,) = batch.apply(

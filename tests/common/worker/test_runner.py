@@ -45,8 +45,8 @@ async def test_ranks_draw_what_a_model_alone_says_for_any_chunking(size: int) ->
     executor = make_executor(worker_specs(config(size)))
     try:
         ready = [msgspec.msgpack.decode(r, type=RankReady) for r in await executor.start()]
-        assert [r.cache.num_blocks for r in ready] == [16] * size
-        assert [(r.cache.head_start, r.cache.head_end) for r in ready] == (
+        assert [r.caches[0].num_blocks for r in ready] == [16] * size
+        assert [(r.caches[0].head_start, r.caches[0].head_end) for r in ready] == (
             [(0, 2)] if size == 1 else [(0, 1), (1, 2)]
         )
         assert [r.extension_info for r in ready] == [b"%d \x00\xff" % r for r in range(size)]

@@ -226,7 +226,7 @@ def outcomes(cases: list[Case]) -> list[int | None]:
             seq_id=i,
             token_ids=(1,) * case.chunk,
             start=case.position - case.chunk,
-            block_table=(0,),
+            block_tables=((0,),),
             sampling=case.params,
             counts=TokenCounts.of(case.prompt, case.output, len(case.logits))
             if case.params.penalised

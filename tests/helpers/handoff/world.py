@@ -29,10 +29,11 @@ from pdserve.kv_transfer.commands import (
 )
 from pdserve.kv_transfer.connector import BlockRun, Failed, Landed
 from pdserve.kv_transfer.control.protocol import SinkState
+from pdserve.kv_transfer.control.recv_transfer import GroupBlocks
 from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.source import KVSource
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
-from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.layout import Rect, Share
 
 # What a budget limits: damaged data; parties that die; messages that come twice, are lost, or all
 # of them from then on; renewals; and ends that somebody chooses or that come early.
@@ -141,7 +142,7 @@ class World:
         whole = Rect(0, self.setting.ranks, 0, 1)
         self.sources = {
             name: KVSource(
-                [whole],
+                [Share(0, whole)],
                 call=lambda _, message, name=name: self._source_rank(name, message),  # type: ignore[misc]
                 sink=SourceClient(self, name),  # type: ignore[arg-type]
                 **common,
@@ -367,7 +368,7 @@ class World:
         first = NUM_BLOCKS - len(blocks)
         try:
             ticket, landing = await self.sink.reserve(
-                NUM_BLOCKS * BLOCK_SIZE, first, blocks, self._freed
+                NUM_BLOCKS * BLOCK_SIZE, [GroupBlocks(first, tuple(blocks))], self._freed
             )
             self.ticket = ticket
             self._tell_router(ticket, self.asked)
@@ -412,7 +413,7 @@ class World:
             self._broken(Promise.CANCEL_ENDS_IT, state[0])
 
     async def _sink_rank(self, number: int, message: bytes) -> bytes:
-        rank, command = self.ranks[number], decode_command(message)
+        rank, command = self.ranks[number], decode_command(message)[1]
         answer: asyncio.Future[Reply] = self.loop.create_future()
         if isinstance(command, Accept):
             self.opened = max(self.opened, command.transfer.epoch)
@@ -446,7 +447,7 @@ class World:
     def _landed(self, rank: SinkRank) -> None:
         assert self.sink._live
         (transfer_id,) = self.sink._live
-        event = encode_event(Landed(transfer_id, rank.accepted, 8))
+        event = encode_event(0, Landed(transfer_id, rank.accepted, 8))
         label = f"D hears that rank {rank.number} has all of epoch {rank.accepted}"
         self.pending.append(Option(label, lambda: self.sink.on_event(rank.number, event), "D"))
 
@@ -455,7 +456,7 @@ class World:
         lost = Failed(
             self.ticket.transfer_id, self.ranks[0].accepted, "PEER_LOST", "prefill", True, ""
         )
-        self.sink.on_event(0, encode_event(lost))
+        self.sink.on_event(0, encode_event(0, lost))
 
     # ---- the router ---------------------------------------------------------------------------
 
@@ -527,7 +528,7 @@ class World:
             self._broken(Promise.ONE_REPULL, name)
 
     async def _source_rank(self, name: str, message: bytes) -> bytes:
-        rank, command = self.source_ranks[name], decode_command(message)
+        rank, command = self.source_ranks[name], decode_command(message)[1]
         answer: asyncio.Future[Reply] = self.loop.create_future()
 
         def do() -> None:
@@ -573,7 +574,7 @@ class World:
             source = self.sources[name]
             ((transfer_id, live),) = source._live.items()
             lost = Failed(transfer_id, live.ticket.epoch, "PEER_LOST", "decode", True, "")
-            source.on_event(0, encode_event(lost))
+            source.on_event(0, encode_event(0, lost))
 
         return fail
 

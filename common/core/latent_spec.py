@@ -1,0 +1,65 @@
+"""Reads multi-head latent attention from a checkpoint's `config.json`. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.common.core.moe_spec import required_int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434).
+
+    A layer keeps one latent of `size` numbers a token, from which all heads' keys and values follow
+    by a matrix: `kv_rank` numbers, and `rope_dim` that are rotated and shared by all heads. A key
+    has `nope_dim` numbers of its own, then those.
+    """
+
+    query_rank: int | None  # of the queries' own latent; None: they are projected directly
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool  # whether rotated pairs are neighbours, instead of halves
+    scale: float  # of the scores
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], rope: Mapping[str, Any]) -> LatentSpec:
+        """Reads the config and its rotary settings; raises ConfigError if a key is missing."""
+        nope, rotated = (
+            required_int(config, "qk_nope_head_dim"),
+            required_int(config, "qk_rope_head_dim"),
+        )
+        query_rank: int | None = config.get("q_lora_rank")
+        return cls(
+            query_rank=query_rank,
+            kv_rank=required_int(config, "kv_lora_rank"),
+            nope_dim=nope,
+            rope_dim=rotated,
+            value_dim=required_int(config, "v_head_dim"),
+            interleaved=bool(config.get("rope_interleave", True)),
+            scale=(nope + rotated) ** -0.5 * _yarn_scale(rope) ** 2,
+        )
+
+    @property
+    def size(self) -> int:
+        """The numbers that a layer keeps of a token."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float:
+    """Returns the factor that YaRN (arXiv:2309.00071) puts on queries and on keys each, where the
+    model takes it with the scores instead of with the rotation."""
+    all_dims, factor = rope.get("mscale_all_dim") or 0, float(rope.get("factor") or 1.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default" or not all_dims or factor <= 1:
+        return 1.0
+    return 0.1 * all_dims * math.log(factor) + 1.0

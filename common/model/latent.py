@@ -1,0 +1,230 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) over a paged cache of latents.
+
+The cache is `[layers, 1, num_blocks, 1, block_size, size]`; every tensor-parallel rank has all of
+it, and its own heads. Keys and values of head h are `c Wᵏₕᵀ` and `c Wᵛₕᵀ` of a latent c, so
+
+    scores  = q · (c Wᵏᵀ) = (q Wᵏ) · c           "absorbed": no key is ever computed
+    outputs = Σ p (c Wᵛᵀ) = (Σ p c) Wᵛᵀ
+
+Few queries are absorbed, which reads each latent once for all heads. For many it costs more FLOPs
+than to compute the keys and values of the context, which are then attended to as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.common.core.latent_spec import LatentSpec
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
+from pdserve.common.model.attention_torch import Chunk, Decodes, TorchAttention, TorchContext
+from pdserve.common.model.layers import (
+    ColumnParallelLinear,
+    Linear,
+    LoRA,
+    RMSNorm,
+    RowParallelLinear,
+)
+from pdserve.common.model.rotary import Angles, apply_rotary
+from pdserve.common.model.sharding import Shard, Sharding, shards_of
+from pdserve.common.model.weights import MatrixPart
+
+NORM_EPS = 1e-6  # of the latents' norms, whatever the config's `rms_norm_eps`
+
+
+class LatentAttention:
+    """A layer's attention: this rank's heads, and the latents of all."""
+
+    def __init__(
+        self, prefix: str, spec: ModelSpec, latent: LatentSpec, sharding: Sharding
+    ) -> None:
+        self.spec, self.group = latent, sharding.group
+        self.num_heads = spec.num_heads // sharding.group.size
+        hidden, rank = spec.hidden_size, latent.query_rank
+        down = [_whole(f"{prefix}.kv_a_proj_with_mqa", latent.size, hidden)]
+        self.query_norm: RMSNorm | None = None
+        if rank is not None:
+            down.insert(0, _whole(f"{prefix}.q_a_proj", rank, hidden))
+            self.query_norm = RMSNorm(f"{prefix}.q_a_layernorm", rank, NORM_EPS, sharding)
+        self.down_proj = ColumnParallelLinear(down, spec.qkv_bias, sharding)
+        name, inputs = ("q_proj", hidden) if rank is None else ("q_b_proj", rank)
+        outputs = spec.num_heads * latent.key_dim
+        rows, columns = sharding.split(outputs), slice(0, inputs)
+        query = MatrixPart(f"{prefix}.{name}", (outputs, inputs), rows, columns)
+        self.query_proj = ColumnParallelLinear([query], False, sharding)
+        self.norm = RMSNorm(f"{prefix}.kv_a_layernorm", latent.kv_rank, NORM_EPS, sharding)
+        self.up_proj = LatentUpProjection(f"{prefix}.kv_b_proj", spec.num_heads, latent, sharding)
+        self.o_proj = RowParallelLinear(
+            f"{prefix}.o_proj", spec.num_heads * latent.value_dim, hidden, spec.o_bias, sharding
+        )
+
+    def __call__(
+        self,
+        layer: int,
+        x: Tensor,
+        angles: Angles,
+        backend: AttentionBackend,
+        kv_cache: Tensor,
+        context: AttentionContext,
+        lora: LoRA | None = None,
+    ) -> Tensor:
+        """Attends from normed `[T, hidden]`, writes the latents, and returns `[T, hidden]`."""
+        assert isinstance(backend, LatentBackend)
+        spec, down = self.spec, self.down_proj(x, lora)
+        query, latent, shared = down.split(
+            (down.shape[1] - spec.size, spec.kv_rank, spec.rope_dim), dim=1
+        )
+        query = self.query_proj(x if self.query_norm is None else self.query_norm(query), lora)
+        query = query.view(len(x), self.num_heads, spec.key_dim)
+        own, turned = query.split((spec.nope_dim, spec.rope_dim), dim=2)
+        latents = torch.cat((self.norm(latent)[:, None], self._turn(shared[:, None], angles)), -1)
+        attended = backend.attend_latents(
+            layer, own, self._turn(turned, angles), latents, self.up_proj, kv_cache, context
+        )
+        return self.o_proj(attended.flatten(1), lora)
+
+    def _turn(self, x: Tensor, angles: Angles) -> Tensor:
+        if self.spec.interleaved:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+        return apply_rotary(x, angles)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The layers that adapters may change."""
+        return self.down_proj, self.query_proj, self.o_proj
+
+    def shards(self) -> Iterator[Shard]:
+        norms = () if self.query_norm is None else (self.query_norm,)
+        return shards_of(*self.linears, *norms, self.norm, self.up_proj)
+
+
+def _whole(name: str, rows: int, columns: int) -> MatrixPart:
+    return MatrixPart(name, (rows, columns), slice(0, rows), slice(0, columns))
+
+
+class LatentUpProjection:
+    """Computes this rank's heads' keys and values of latents."""
+
+    def __init__(self, name: str, heads: int, spec: LatentSpec, sharding: Sharding) -> None:
+        self.name, self.spec = name, spec
+        self._rows = sharding.split(heads * (spec.nope_dim + spec.value_dim))
+        self.shape = (heads * (spec.nope_dim + spec.value_dim), spec.kv_rank)
+        heads //= sharding.group.size
+        self.weight = sharding.zeros(heads, spec.nope_dim + spec.value_dim, spec.kv_rank)
+
+    @property
+    def keys(self) -> Tensor:
+        """`[heads, nope_dim, kv_rank]`."""
+        return self.weight[:, : self.spec.nope_dim]
+
+    @property
+    def values(self) -> Tensor:
+        """`[heads, value_dim, kv_rank]`."""
+        return self.weight[:, self.spec.nope_dim :]
+
+    def shards(self) -> Iterator[Shard]:
+        index = (self._rows, slice(None))
+        yield Shard(f"{self.name}.weight", self.shape, index, self.weight.flatten(0, 1))
+
+
+class LatentBackend(TorchAttention):
+    """Attends to latents, in plain torch on CPUs and GPUs."""
+
+    def __init__(
+        self, spec: LatentSpec, num_heads: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(AttentionShape(num_heads, 1, spec.size), device, dtype)
+        self.spec = spec
+
+    def attend_latents(
+        self,
+        layer: int,
+        own: Tensor,
+        turned: Tensor,
+        latents: Tensor,
+        up: LatentUpProjection,
+        kv_cache: Tensor,
+        context: TorchContext,
+    ) -> Tensor:
+        """Writes `latents` `[T, 1, size]` and attends with queries `own` `[T, heads, nope_dim]` and
+        `turned` `[T, heads, rope_dim]`; returns `[T, heads, value_dim]`."""
+        cache = kv_cache[layer]
+        context.slots.write(cache, latents)
+        out = own.new_empty(len(own), own.shape[1], self.spec.value_dim)
+        for group in context.decodes:
+            absorbed = self._absorb(own[group.rows], turned[group.rows], up)
+            out[group.rows] = self._decode(absorbed, up, cache, group)
+        for chunk in context.chunks:
+            rows = slice(chunk.start, chunk.end)
+            past = latents[rows, 0] if chunk.gather is None else self._context(cache, chunk)
+            out[rows] = self._attend(own[rows], turned[rows], past, up, chunk)
+        return out
+
+    def _context(self, cache: Tensor, chunk: Chunk) -> Tensor:
+        """Returns a chunk's latents, `[length, size]`."""
+        assert chunk.gather is not None
+        return self.read(cache[0], chunk.gather, chunk.length)[0, 0]
+
+    def _absorb(self, own: Tensor, turned: Tensor, up: LatentUpProjection) -> Tensor:
+        """Returns queries of latents, `[T, heads, size]`."""
+        products = torch.bmm(own.transpose(0, 1), up.keys).transpose(0, 1)
+        return torch.cat((products, turned), dim=-1)
+
+    def _decode(
+        self, absorbed: Tensor, up: LatentUpProjection, cache: Tensor, group: Decodes
+    ) -> Tensor:
+        past = self.read(cache[0], group.gather, group.length)  # [B, 1, length, size]
+        sums = F.scaled_dot_product_attention(
+            absorbed[:, None],
+            past,
+            past[..., : self.spec.kv_rank],
+            attn_mask=group.mask,
+            scale=self.spec.scale,
+        )
+        return _outputs(sums[:, 0], up)
+
+    def _attend(
+        self, own: Tensor, turned: Tensor, past: Tensor, up: LatentUpProjection, chunk: Chunk
+    ) -> Tensor:
+        if self._absorbs(len(own)):
+            absorbed = self._absorb(own, turned, up).transpose(0, 1)
+            keys, values = past[None], past[None, :, : self.spec.kv_rank]
+            sums = self._masked(absorbed, keys, values, chunk)
+            return _outputs(sums.transpose(0, 1), up)
+        latents, shared = past.split((self.spec.kv_rank, self.spec.rope_dim), dim=1)
+        heads = own.shape[1]
+        keys = torch.cat((latents @ up.keys.transpose(1, 2), shared.expand(heads, -1, -1)), dim=-1)
+        values = latents @ up.values.transpose(1, 2)
+        # CPU kernels that do not keep all scores need values of the keys' size.
+        values = F.pad(values, (0, keys.shape[2] - values.shape[2]))
+        queries = torch.cat((own, turned), dim=-1).transpose(0, 1)
+        return self._masked(queries, keys, values, chunk).transpose(0, 1)[
+            ..., : self.spec.value_dim
+        ]
+
+    def _absorbs(self, queries: int) -> bool:
+        """Returns whether absorbing costs fewer FLOPs: its scores and sums are longer, but it
+        computes no keys and values."""
+        spec = self.spec
+        longer = spec.size + spec.kv_rank - spec.key_dim - spec.value_dim
+        return queries * longer < spec.kv_rank * (spec.nope_dim + spec.value_dim)
+
+    def _masked(self, queries: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries[None],
+            keys[None],
+            values[None],
+            attn_mask=chunk.mask,
+            is_causal=chunk.gather is None,
+            scale=self.spec.scale,
+            enable_gqa=len(keys) != len(queries),
+        )[0]
+
+
+def _outputs(sums: Tensor, up: LatentUpProjection) -> Tensor:
+    """Returns values `[T, heads, value_dim]` of summed latents `[T, heads, kv_rank]`."""
+    return torch.bmm(sums.transpose(0, 1), up.values.transpose(1, 2)).transpose(0, 1)

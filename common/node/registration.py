@@ -1,0 +1,210 @@
+"""The registration of a node with its routers, each for itself: one that dies, hangs or does not
+know the cluster key is no trouble for the others."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import math
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+
+import grpc
+
+from pdserve.common.rpc.channels import Channels
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.common.rpc.tls import tls_mismatch
+
+logger = logging.getLogger(__name__)
+
+_RPC_TIMEOUT = 2.0  # seconds
+_RETRY_DELAY = 0.3
+_PATIENCE = 3.0  # seconds without a router after which a warning is logged
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_LOOK_UP_PERIOD = 5.0  # seconds between two look-ups of the routers' names
+_LOOK_UP_TIMEOUT = 2.0
+
+Load = Callable[[str], pb.NodeLoad]
+"""Makes the load report for the router of this id."""
+
+
+class Registrations:
+    """Keeps a node registered with every router of --router, until `deregister`.
+
+    A name that has several addresses stands for a router at each. Names are looked up again and
+    again: a router that is new there is registered with, and one that has left the name is kept
+    as long as it answers, so that a name server's failure takes nothing away.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        info: pb.NodeInfo,
+        load: Load,
+        channels: Channels,
+        *,
+        over_tls: bool = False,
+    ) -> None:
+        """`routers`: HOST:PORT each."""
+        self._info, self._load = info, load
+        self._channels, self._over_tls = channels, over_tls
+        self._found: dict[str, list[str]] = {router: [router] for router in routers}
+        self._kept: dict[str, Registration] = {}  # by address
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.gather(*map(self._look_up, self._found))
+                for router, addresses in self._found.items():
+                    for address in addresses:
+                        if address not in self._kept:
+                            self._kept[address] = self._registration(router, address)
+                            group.create_task(self._keep(address))
+                await asyncio.sleep(_LOOK_UP_PERIOD)
+
+    async def deregister(self) -> None:
+        """Asks all routers to send no more jobs; unreachable ones are ignored."""
+        await asyncio.gather(*(each.deregister() for each in self._kept.values()))
+
+    def _registration(self, router: str, address: str) -> Registration:
+        if address != router:  # its certificate has the name, not the address
+            self._channels.name(address, router.rpartition(":")[0])
+        return Registration(
+            address, self._info, self._load_for, self._channels, over_tls=self._over_tls
+        )
+
+    def _load_for(self, router: str) -> pb.NodeLoad:
+        load = self._load(router)
+        # By their ids: one that two addresses lead to is one.
+        load.routers = len({each.router_id for each in self._kept.values() if each.registered})
+        return load
+
+    async def _keep(self, address: str) -> None:
+        await self._kept[address].run(lambda: self._is_named(address))
+        del self._kept[address]
+        await self._channels.drop([address])
+        logger.info("router %s is no longer one of --router, and is given up", address)
+
+    def _is_named(self, address: str) -> bool:
+        return any(address in addresses for addresses in self._found.values())
+
+    async def _look_up(self, router: str) -> None:
+        """A name that cannot be looked up keeps the addresses that it had."""
+        host, _, port = router.rpartition(":")
+        if _is_ip(host):
+            return
+        try:
+            async with asyncio.timeout(_LOOK_UP_TIMEOUT):
+                found = await asyncio.get_running_loop().getaddrinfo(
+                    host, int(port), type=socket.SOCK_STREAM
+                )
+        except (OSError, UnicodeError) as error:
+            logger.debug("router %s: %s", router, error)
+            return
+        hosts = several(str(address[0]) for *_, address in found)
+        self._found[router] = [_joined(each, port) for each in hosts] or [router]
+
+
+def several(hosts: Iterable[str]) -> list[str]:
+    """Returns the IP addresses of the family that has most of them, in their order; none if there
+    is no second one: a name with one address of each family is one host, which is dialled by its
+    name."""
+    families: defaultdict[int, dict[str, None]] = defaultdict(dict)
+    for host in hosts:
+        families[ipaddress.ip_address(host.partition("%")[0]).version][host] = None
+    most = max(families.values(), key=len, default={})
+    return list(most) if len(most) > 1 else []
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _joined(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Registration:
+    """Keeps one node registered with one router until `deregister`, by heartbeats with its load.
+
+    Router and node may start in any order, and the router may restart: whenever the router does not
+    know the node, the node registers again. It also retries after a refusal, which may be about a
+    node of the same id that has just died.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        info: pb.NodeInfo,
+        load: Load,
+        channels: Channels,
+        *,
+        over_tls: bool = False,
+    ) -> None:
+        self._router = router
+        self._stub = pb_grpc.RegistryStub(channels.get(router))
+        self._info = info
+        self._load = load
+        self._over_tls = over_tls
+        self._interval = 1.0
+        self.registered = False
+        self.router_id = ""  # once it has been registered
+
+    async def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Retries as long as the router is `wanted`, or answers. One that answered a moment ago
+        may be restarting, or stopping with this node, so its absence is not logged at once."""
+        reported, last_contact = "", -math.inf
+        while True:
+            try:
+                await self._beat()
+                reported, last_contact = "", monotonic()
+            except grpc.aio.AioRpcError as error:
+                self.registered = False
+                if not wanted():
+                    return
+                reason = error.details() or error.code().name
+                if error.code() not in _AWAY and reason != reported:
+                    logger.warning("router %s: %s; trying again", self._router, reason)
+                    reported = reason
+                elif not reported and monotonic() - last_contact > _PATIENCE:
+                    mismatch = await tls_mismatch(self._router, self._over_tls)
+                    logger.warning("router %s: %s; trying again", self._router, mismatch or reason)
+                    reported = reason
+            await asyncio.sleep(self._interval if self.registered else _RETRY_DELAY)
+
+    async def _beat(self) -> None:
+        node_id, instance = self._info.node_id, self._info.instance
+        if self.registered:
+            beat = pb.HeartbeatRequest(
+                node_id=node_id,
+                load=self._load(self.router_id),
+                instance=instance,
+                time_s=time.time(),
+            )
+            self.registered = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
+        if not self.registered:
+            load = self._load(self.router_id)
+            request = pb.RegisterRequest(node=self._info, load=load, time_s=time.time())
+            response = await self._stub.Register(request, timeout=_RPC_TIMEOUT)
+            self._interval, self.router_id = response.heartbeat_interval_s, response.router
+            self.registered = True
+            logger.info("registered with router %s as %s", self._router, self._info.node_id)
+
+    async def deregister(self) -> None:
+        """Asks the router to send no more jobs; an unreachable router is ignored."""
+        self.registered = False
+        try:
+            request = pb.DeregisterRequest(node_id=self._info.node_id, instance=self._info.instance)
+            await self._stub.Deregister(request, timeout=_RPC_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            logger.info("router %s is away: %s", self._router, error.details())

@@ -1,0 +1,210 @@
+"""A node and its routers: all that --router names, each for itself, looked up again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.cli import certs
+from pdserve.common.config.node import NodeConfig
+from pdserve.common.config.shared import AuthConfig, TLSConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.node import registration
+from pdserve.common.node.registration import Registrations, several
+from pdserve.common.rpc.channels import Channels, Credentials
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from waiting import eventually
+
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+
+
+class Router(pb_grpc.RegistryServicer):
+    """Notes who registers. One that hangs answers nothing."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.present: set[str] = set()
+        self.beats = 0
+        self.id = token_hex(4)
+        self.load = pb.NodeLoad()  # the last
+
+    async def Register(self, request: pb.RegisterRequest, _: Any) -> pb.RegisterResponse:
+        await self._hang()
+        self.present.add(request.node.node_id)
+        return pb.RegisterResponse(heartbeat_interval_s=0.02, router=self.id)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, _: Any) -> pb.HeartbeatResponse:
+        await self._hang()
+        self.beats += 1
+        self.load = request.load
+        return pb.HeartbeatResponse(known=request.node_id in self.present)
+
+    async def Deregister(self, request: pb.DeregisterRequest, _: Any) -> pb.DeregisterResponse:
+        await self._hang()
+        self.present.discard(request.node_id)
+        return pb.DeregisterResponse()
+
+    async def _hang(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving(
+    host: str, port: int = 0, credentials: grpc.ServerCredentials | None = None
+) -> AsyncIterator[tuple[Router, int]]:
+    router, server = Router(), grpc.aio.server()
+    pb_grpc.add_RegistryServicer_to_server(router, server)
+    address = f"{host}:{port}"
+    port = (
+        server.add_secure_port(address, credentials)
+        if credentials
+        else server.add_insecure_port(address)
+    )
+    await server.start()
+    try:
+        yield router, port
+    finally:
+        await server.stop(0)
+
+
+def load(router: str) -> pb.NodeLoad:
+    """What is told to each router differs."""
+    return pb.NodeLoad(reason=router)
+
+
+@asynccontextmanager
+async def node(*routers: str, channels: Channels | None = None) -> AsyncIterator[Registrations]:
+    """A node that keeps itself registered there."""
+    channels = Channels() if channels is None else channels
+    made = Registrations(routers, pb.NodeInfo(node_id="decode-1"), load, channels)
+    task = asyncio.create_task(made.run())
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+        await channels.close()
+
+
+@contextmanager
+def names(monkeypatch: pytest.MonkeyPatch, known: dict[str, list[str]]) -> Iterator[None]:
+    """Names that the event loop looks up here; one without addresses is a name server's failure."""
+
+    async def look_up(self: object, host: str, port: int, **_: object) -> list[Any]:
+        if not known[host]:
+            raise socket.gaierror("no answer")
+        return [(None, None, 0, "", (address, port)) for address in known[host]]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
+        patched.setattr(registration, "_LOOK_UP_PERIOD", 0.02)
+        yield
+
+
+async def test_a_router_that_hangs_or_is_away_is_no_trouble_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.2)
+    monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
+    async with serving(HOSTS[0]) as (good, port), serving(HOSTS[1]) as (bad, other):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            away = f"127.0.0.1:{probe.getsockname()[1]}"
+            async with node(f"{HOSTS[0]}:{port}", f"{HOSTS[1]}:{other}", away) as here:
+                await eventually(lambda: good.load.routers == bad.load.routers == 2)
+                assert (good.load.reason, bad.load.reason) == (good.id, bad.id)
+                bad.hangs = True
+                before = good.beats
+                await eventually(lambda: good.beats > before + 10 and good.load.routers == 1)
+                bad.hangs = False
+                bad.present.clear()  # as if it had been started again
+                await eventually(lambda: bad.present)
+                await here.deregister()
+                assert not good.present and not bad.present
+
+
+async def test_a_name_stands_for_a_router_at_each_of_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they come and go: one that has left the name is kept while it answers."""
+    monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
+    known = {"routers": list(HOSTS[:2])}
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.5)
+    with names(monkeypatch, known):
+        async with (
+            serving(HOSTS[0]) as (first, port),
+            serving(HOSTS[1], port) as (second, _),
+            serving(HOSTS[2], port) as (third, _),
+            node(f"routers:{port}") as here,
+        ):
+            await eventually(lambda: first.present and second.present)
+            assert not third.present
+            known["routers"] = []  # nothing is concluded from that
+            beats = first.beats, second.beats
+            await eventually(lambda: first.beats > beats[0] and second.beats > beats[1])
+            known["routers"] = [HOSTS[0], HOSTS[2]]
+            await eventually(lambda: third.present)
+            beats = first.beats, second.beats
+            await eventually(lambda: second.beats > beats[1])
+            second.hangs = True
+            await eventually(lambda: f"{HOSTS[1]}:{port}" not in here._kept)
+            assert here._kept.keys() == {f"{HOSTS[0]}:{port}", f"{HOSTS[2]}:{port}"}
+
+
+async def test_the_certificate_of_a_router_names_the_name_not_the_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certs.write(tmp_path, ["routers"])
+    files = {name: (tmp_path / f"{name}.pem").read_bytes() for name in ("key", "cert", "ca")}
+    secured = grpc.ssl_server_credentials(
+        [(files["key"], files["cert"])], files["ca"], require_client_auth=True
+    )
+    paths = {f"tls_{name}": str(tmp_path / f"{name}.pem") for name in files}
+    own = Credentials.load("decode", "decode-1", TLSConfig(**paths), AuthConfig(), ())
+    with names(monkeypatch, {"routers": list(HOSTS[:2])}):
+        async with (
+            serving(HOSTS[0], credentials=secured) as (first, port),
+            serving(HOSTS[1], port, secured) as (second, _),
+            node(f"routers:{port}", channels=own.channels()),
+        ):
+            await eventually(lambda: first.present and second.present)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "found"),
+    [
+        (["::1", "127.0.0.1"], []),  # localhost: one host, dialled by its name
+        (["10.0.0.1"], []),
+        (["10.0.0.2", "10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.1"]),
+        (["fd00::1", "10.0.0.1", "fd00::2"], ["fd00::1", "fd00::2"]),
+    ],
+)
+def test_several_addresses_of_one_family_are_several_routers(
+    addresses: list[str], found: list[str]
+) -> None:
+    assert all(map(ipaddress.ip_address, addresses))
+    assert several(addresses) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("a:8002,", "nothing must be HOST:PORT"),
+        ("a:8002,b", "b must be HOST:PORT"),
+        ("a:8002, a:8002", "names a router twice"),
+    ],
+)
+def test_routers_that_cannot_be(given: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        NodeConfig(router=given)

@@ -1,0 +1,108 @@
+"""Models whose layers keep different parts of the KV: windows and latents, in clusters (of windows
+in one node there is more in `tests/common/node/test_windows.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reference
+from cluster import node_metrics
+from exact import Asker, check_prompt_logprobs
+from pdserve.common.core.model_spec import ModelSpec
+from thinned import slow
+from tiny_engine import some_tokens
+from warm import WarmCluster
+from windowed import make_windowed
+
+LENGTHS = (30, 90, 150, 220, 300)
+PROMPTS = [tuple(some_tokens(length, seed=length)) for length in LENGTHS]
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def model(name: str) -> Path:
+        if name not in made:
+            made[name] = make_windowed(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return model
+
+
+def check(cluster: WarmCluster, model: Path) -> None:
+    asker = Asker(cluster)
+    for prompt in PROMPTS * 2:  # cold and from the cache
+        assert tuple(asker.ids(prompt)) == reference.greedy(model, prompt, 17)
+    check_prompt_logprobs(cluster, PROMPTS[2], n=2)
+
+
+def test_a_node_of_both_roles_serves_the_full_context(models: Any) -> None:
+    model = models("qwen3")
+    with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
+        cluster.start_node("both", tensor_parallel_size=2)
+        cluster.wait_nodes()
+        check(cluster, model)
+
+
+TP1, TP2 = {"tensor_parallel_size": 1}, {"tensor_parallel_size": 2}
+PP2 = {"pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "connector", "prefill", "decode"),
+    [
+        ("qwen3", "tcp", TP2, TP1),
+        ("deepseek", "shm", PP2, TP2),
+        slow("qwen3", "shm", PP2, TP2),
+        slow("qwen2", "shm", TP1, PP2),
+        slow("mistral", "tcp", TP2, TP1),
+        slow("deepseek", "tcp", TP2, TP1),
+        slow("deepseek", "shm", TP1, {**TP2, "expert_parallel_size": 2}),
+    ],
+)
+def test_a_hand_over(
+    models: Any, name: str, connector: str, prefill: dict[str, int], decode: dict[str, int]
+) -> None:
+    """Of a window the blocks that the next tokens read are moved, of a latent one number for all
+    heads; no more."""
+    model = models(name)
+    with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
+        cluster.start_node("prefill", kv_connector=connector, **prefill)
+        cluster.start_node("decode", kv_connector=connector, **decode)
+        cluster.wait_nodes()
+        asker = Asker(cluster)
+        for prompt in PROMPTS:
+            assert tuple(asker.ids(prompt)) == reference.greedy(model, prompt, 17)
+        copies = 2 if name == "deepseek" and decode.get("tensor_parallel_size") == 2 else 1
+        expected = copies * sum(kv_bytes(model, length) for length in LENGTHS)
+        for node in cluster.nodes("decode"):
+            assert node_metrics(node)["pdserve_kv_transfer_bytes_total"] == expected
+        check(cluster, model)
+
+
+def kv_bytes(model: Path, length: int) -> int:
+    """The float32 KV that a decode node needs of a prompt."""
+    total = 0
+    for group in ModelSpec.from_folder(model).kv_groups:
+        blocks = -(-length // BLOCK_SIZE) - group.first_kept(length, BLOCK_SIZE)
+        token = len(group.layers) * group.planes * group.num_kv_heads * group.head_dim
+        total += blocks * BLOCK_SIZE * token * 4
+    return total
+
+
+@pytest.mark.parametrize("name", ["qwen3", slow("deepseek"), slow("mistral")])
+def test_a_decode_node_dies_beyond_the_window(models: Any, name: str) -> None:
+    model, prompt, count = models(name), PROMPTS[3], 500  # it must still be at it
+    with WarmCluster(model, prefill=1, decode=2, max_model_len=1024) as cluster:
+        texts = []
+        for event in cluster.stream(list(prompt), max_tokens=count, ignore_eos=True):
+            texts.append(event["choices"][0]["text"])
+            if len(texts) == 10:
+                cluster.kill(cluster.busy("decode"))
+        expected = reference.greedy(model, prompt, count)
+        assert "".join(texts) == reference.decode(model, expected)

@@ -1,0 +1,77 @@
+"""Small models with sliding windows or latents, and random weights, so that every token depends on
+all it sees: of what trained models see too much or too little hardly shows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MinistralConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from paths import MODELS
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "mistral": MistralConfig(**SIZES, sliding_window=40),
+    "ministral": MinistralConfig(
+        **SIZES,
+        head_dim=16,
+        sliding_window=33,
+        layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    ),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3": Qwen3Config(
+        **SIZES,
+        head_dim=32,
+        use_sliding_window=True,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+}
+"""All layers have a window; two of four; three; every other one."""
+LATENTS = {
+    "deepseek": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+    ),
+}
+
+
+def make_windowed(name: str, folder: Path) -> Path:
+    """Writes a model of `CONFIGS` or `LATENTS` in float32, with the tokenizer of the tiny ones."""
+    torch.manual_seed(1)
+    with torch.inference_mode(False), torch.no_grad():
+        model = AutoModelForCausalLM.from_config((CONFIGS | LATENTS)[name], dtype=torch.float32)
+        model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "qwen3" / file, folder)
+    return folder

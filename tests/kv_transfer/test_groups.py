@@ -1,0 +1,235 @@
+"""The hand-off of a model whose layers keep different parts of the KV, over real connectors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kv_fakes import FINGERPRINT, FakeSinkClient, Geometry, shared_cache
+from pdserve.common.core.errors import TransferError
+from pdserve.common.worker.kv_cache import GroupCache
+from pdserve.kv_transfer.commands import Verify, decode_command, decode_endpoints, encode_command
+from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.control.recv_transfer import GroupBlocks
+from pdserve.kv_transfer.control.sink import KVSink
+from pdserve.kv_transfer.control.source import KVSource, SendTransfer
+from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
+from pdserve.kv_transfer.layout import Rect, Share
+from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector
+from pdserve.kv_transfer.selection import RankConfig
+from transfers import awake_time
+
+# A group with all tokens, and one of a window with other head sizes: 3 and 2 layers, 2 heads.
+GEOMETRIES = (Geometry(layers=3), Geometry(layers=2, head_dim=6, num_blocks=9))
+WHOLE = [[Rect(0, 3, 0, 2), Rect(0, 2, 0, 2)]]
+STAGES = [[Rect(0, 2, 0, 2), Rect(0, 0, 0, 2)], [Rect(2, 3, 0, 2), Rect(0, 2, 0, 2)]]
+HEADS = [[Rect(0, 3, head, head + 1), Rect(0, 2, head, head + 1)] for head in (0, 1)]
+LAYOUTS = [(WHOLE, WHOLE), (STAGES, HEADS), (HEADS, STAGES), (HEADS, WHOLE)]
+
+TOKENS = 18  # five blocks of four
+SOURCE_IDS = ((9, 3, 4, 5, 12), (-1, -1, 8, 1, 0))  # -1: before the window
+SINK_IDS = (GroupBlocks(1, (3, 11, 0, 7)), GroupBlocks(3, (2, 6)))
+
+
+class Node:
+    """The ranks of one node. `ranks`: the rectangle of each group in each rank."""
+
+    def __init__(self, connector: str, ranks: Sequence[Sequence[Rect]], source: bool) -> None:
+        self.on_event: Any = None
+        self.caches: list[list[torch.Tensor]] = []
+        self.ranks: list[WorkerConnector] = []
+        self._fds: list[int] = []
+        loop = asyncio.get_running_loop()
+        config = msgspec.msgpack.encode(RankConfig({connector: {}}, FINGERPRINT, source=source))
+        for number, rects in enumerate(ranks):
+            shapes = [each.shape(rect) for each, rect in zip(GEOMETRIES, rects, strict=True)]
+            counts = [torch.Size(shape).numel() for shape in shapes]
+            memory, fd = shared_cache((sum(counts),), torch.float32)
+            tensors = [
+                part.view(shape) for part, shape in zip(memory.split(counts), shapes, strict=True)
+            ]
+            caches = [
+                GroupCache(tensor, geometry.cache_shape(rect), 4 * sum(counts[:group]))
+                for group, (tensor, geometry, rect) in enumerate(
+                    zip(tensors, GEOMETRIES, rects, strict=True)
+                )
+            ]
+
+            def emit(message: bytes, number: int = number) -> None:
+                loop.call_soon_threadsafe(self.on_event, number, message)
+
+            self._fds.append(fd)
+            self.caches.append(tensors)
+            self.ranks.append(build_worker_connector(caches, fd, number, "127.0.0.1", config, emit))
+
+    async def call(self, rank: int, message: bytes) -> bytes:
+        return await asyncio.to_thread(self.ranks[rank].handle, message)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close(5.0)
+        for fd in self._fds:
+            os.close(fd)
+
+
+class Handover:
+    """A source and a sink over real connectors; `models[g]` is the whole cache of the source."""
+
+    def __init__(self, connector: str, sources: Any, sinks: Any) -> None:
+        self.freed = 0
+        self.rects = sinks
+        self.source_node, self.sink_node = (
+            Node(connector, sources, source=True),
+            Node(connector, sinks, source=False),
+        )
+        common: Any = {"fingerprint": FINGERPRINT, "block_size": 4, "lease_s": 60.0}
+        endpoints = [
+            RankEndpoint(number, sinks[number][group], endpoint, group)
+            for number, rank in enumerate(self.sink_node.ranks)
+            for group, endpoint in decode_endpoints(rank.info()).items()
+        ]
+        self.sink = KVSink(endpoints, address="test:0", call=self.sink_node.call, **common)
+        shares = [
+            Share(number, rect, group)
+            for number, rects in enumerate(sources)
+            for group, rect in enumerate(rects)
+            if rect.area
+        ]
+        self.source = KVSource(
+            shares, call=self.source_node.call, sink=FakeSinkClient(self.sink), **common
+        )
+        self.source_node.on_event = self.source.on_event
+        self.sink_node.on_event = self.sink.on_event
+        generator = torch.Generator().manual_seed(1)
+        self.models = []
+        for group, geometry in enumerate(GEOMETRIES):
+            whole = Rect(0, geometry.layers, 0, geometry.heads)
+            full = torch.randn(geometry.shape(whole), generator=generator)
+            self.models.append(full)
+            for number, rects in enumerate(sources):
+                self.source_node.caches[number][group].copy_(part(full, rects[group]))
+
+    async def begin(self) -> tuple[Ticket, SendTransfer, asyncio.Future[Any]]:
+        ticket, arrival = await self.sink.reserve(TOKENS, SINK_IDS, self._free)
+        return ticket, self.source.begin(ticket), arrival
+
+    def _free(self) -> None:
+        self.freed += 1
+
+    def assert_landed(self) -> None:
+        for rects, caches in zip(self.rects, self.sink_node.caches, strict=True):
+            for group, cache in enumerate(caches):
+                wanted = SINK_IDS[group]
+                expected = torch.zeros_like(cache)
+                sent = list(SOURCE_IDS[group][wanted.first :])
+                expected[:, :, list(wanted.ids)] = part(self.models[group], rects[group])[
+                    :, :, sent
+                ]
+                assert torch.equal(cache, expected)
+
+
+def part(full: torch.Tensor, rect: Rect) -> torch.Tensor:
+    return full[rect.layer_start : rect.layer_end, :, :, rect.head_start : rect.head_end]
+
+
+def announce(transfer: SendTransfer, firsts: Sequence[int] = (0, 2)) -> None:
+    """As a prefill node does after chunks of 2 and 3 blocks."""
+    for start, end in ((0, 2), (2, 5)):
+        for group, first in enumerate(firsts):
+            begin = max(start, first)
+            ids = SOURCE_IDS[group][begin:end]
+            transfer.ready(BlockRun(begin, len(ids)), ids, last=end == 5, group=group)
+
+
+@asynccontextmanager
+async def handover(connector: str, sources: Any = WHOLE, sinks: Any = WHOLE) -> AsyncIterator[Any]:
+    with awake_time():
+        made = Handover(connector, sources, sinks)
+        try:
+            yield made
+        finally:
+            await made.source.close()
+            await made.sink.close()
+            made.source_node.close()
+            made.sink_node.close()
+
+
+@pytest.mark.parametrize("connector", ["tcp", "shm"])
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)))
+async def test_each_group_lands_where_it_belongs(connector: str, layout: int) -> None:
+    """Nothing before the window is sent, and nothing beside the blocks is written."""
+    async with handover(connector, *LAYOUTS[layout]) as made:
+        _, transfer, arrival = await made.begin()
+        announce(transfer)
+        sent = await transfer.commit(7)
+        landed = await arrival
+        block = [each.block_size * each.head_dim * 4 * 2 for each in GEOMETRIES]
+        assert landed.nbytes == sent.nbytes == 4 * 3 * 2 * block[0] + 2 * 2 * 2 * block[1]
+        assert landed.first_token == 7 and not made.freed
+        made.assert_landed()
+
+
+async def test_a_damaged_block_of_the_window_is_sent_again() -> None:
+    async with handover("tcp", *LAYOUTS[1]) as made:
+        call, spoilt = made.sink.ranks.call, []
+
+        async def spoil(rank: int, message: bytes) -> bytes:
+            group, command = decode_command(message)
+            if isinstance(command, Verify) and group == 1 and not spoilt:
+                spoilt.append(rank)
+                made.sink_node.caches[rank][1][0, 0, 2].view(torch.uint8)[0, 0, 0] ^= 1
+            return await call(rank, message)
+
+        made.sink.ranks.call = spoil
+        ticket, transfer, arrival = await made.begin()
+        announce(transfer)
+        await asyncio.gather(transfer.commit(7), arrival)
+        assert spoilt and made.source.counts["repulled"] == 1
+        assert transfer.ticket.epoch == ticket.epoch + 1
+        made.assert_landed()
+
+
+async def test_a_block_that_left_its_window_is_never_sent() -> None:
+    """The sink asks for one that the source has freed: a defect, which must not become KV."""
+    async with handover("tcp") as made:
+        early = (SINK_IDS[0], GroupBlocks(1, (2, 6, 4, 5)))
+        ticket, arrival = await made.sink.reserve(TOKENS, early, made._free)
+        transfer = made.source.begin(ticket)
+        announce(transfer, firsts=(0, 0))
+        with pytest.raises(TransferError, match="before its window"):
+            await transfer.outcome
+        await made.sink.cancel(ticket.transfer_id)
+        with pytest.raises(TransferError):
+            await arrival
+        assert made.freed == 1
+
+
+async def test_tickets_with_other_groups_are_refused() -> None:
+    async with handover("tcp") as made:
+        ticket, arrival = await made.sink.reserve(TOKENS, SINK_IDS, made._free)
+        only = tuple(each for each in ticket.endpoints if each.group == 0)
+        for wrong in (
+            replace(ticket, first_blocks=(1,), endpoints=only),
+            replace(ticket, first_blocks=(1, 3, 0)),
+        ):
+            with pytest.raises(TransferError, match="KV groups") as error:
+                made.source.begin(wrong)
+            assert error.value.code == "LAYOUT_MISMATCH"
+        await made.sink.cancel(ticket.transfer_id)
+        with pytest.raises(TransferError):
+            await arrival
+
+
+async def test_a_rank_refuses_commands_for_a_group_it_has_not() -> None:
+    async with handover("tcp", STAGES, WHOLE) as made:
+        assert list(made.source_node.ranks[0].groups) == [0]
+        message = encode_command(1, Verify(bytes(16), 1, ()))
+        assert b"no layer of KV group 1" in made.source_node.ranks[0].handle(message)
