@@ -281,11 +281,13 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     given = dict(overrides)
     if any(given.get(place, {}) is None for place in ("rope_scaling", "rope_parameters")):
         raise ConfigError('rotary scaling is turned off by {"rope_type": "default"}, not by null')
-    rope = {key: value for key, value in rope_settings(given).items() if value is not None}
+    rope = rope_settings(given)
+    rope.pop("type", None)  # "rope_type" says the same
+    if rope["rope_theta"] is None:
+        del rope["rope_theta"]
     for place in ("rope_scaling", "rope_parameters", "rope_theta"):
         given.pop(place, None)
     if rope:
-        rope.pop("type", None)  # "rope_type" says the same
         given["rope_parameters"] = rope
     return _merged(config, given)
 

@@ -58,11 +58,14 @@ class RopeSpec:
         if kind in ("llama3", "yarn", "longrope"):
             inside = _number(settings, ORIGINAL, longest)
             original = int(_number(config, ORIGINAL, inside))  # this order is transformers'
+        theta = _number(settings, "rope_theta", 10000.0)
+        if theta <= 1 or original <= 1:
+            raise ConfigError("config.json: the rope's theta and context must be more than 1")
         needed = kind in ("linear", "llama3", "yarn", "dynamic")
         factor = _number(settings, "factor", None if needed else longest / original)
         return cls(
             kind=kind,
-            theta=_number(settings, "rope_theta", 10000.0),
+            theta=theta,
             factor=factor,
             low_freq_factor=_number(settings, "low_freq_factor", 1.0),
             high_freq_factor=_number(settings, "high_freq_factor", 4.0),

@@ -137,6 +137,8 @@ def test_settings_are_read_in_both_forms() -> None:
         ({"type": "mrope", "mrope_section": [2, 3, 3]}, "mrope.*images.*checkpoint of a text"),
         ({"rope_type": "default", "mrope_section": [2, 3, 3]}, "mrope.*images"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**YARN, "rope_theta": 1.0}, "theta and context must be more than 1"),
+        ({**LONGROPE, "original_max_position_embeddings": 1}, "theta and context must be more"),
         ([4.0], "rope_parameters must be an object"),
     ],
 )
@@ -172,6 +174,11 @@ def test_the_context_is_what_is_computed_exactly(settings: Any, context: int) ->
     [
         ({"a": 1, "b": {"c": 1, "d": 2}}, {"b": {"c": 3}}, {"a": 1, "b": {"c": 3, "d": 2}}),
         ({"a": {"b": 1}}, {"a": None}, {"a": None}),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7}},
+            {"rope_scaling": {"attention_factor": None}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": None}},
+        ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
