@@ -110,6 +110,7 @@ class RouterServer:
             priorities=routing.scheduling_policy == "priority",
             tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
             workers=self._workers,
+            event_keys=key.derive("event ids") if (key := self._credentials.key) else (),
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)
         cors, root_path, limit = CORS.of(server), server.root_path or "", server.max_body_size

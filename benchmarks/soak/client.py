@@ -7,7 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,8 @@ import aiohttp
 import grpc
 
 from benchmarks.soak.asks import Ask
+from pdserve.client.resuming import AsyncResumingClient
+from pdserve.common.core.errors import PdserveError
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
@@ -89,8 +91,11 @@ class Client:
         url: str,
         channel: grpc.aio.Channel,
         key: Mapping[str, str],
+        resuming: AsyncResumingClient | None = None,
     ) -> None:
-        """`key` is the API key as a header."""
+        """`key` is the API key as a header. `resuming`, if given, does what is streamed over
+        HTTP, through whichever router."""
+        self._resuming = resuming
         self._session = session
         self._key = dict(key)
         self._url = f"{url}/v1/completions"
@@ -102,12 +107,15 @@ class Client:
         Raises:
             Lost: an error came instead, or before its end.
         """
-        send = {"streamed": self._streamed, "whole": self._whole, "grpc": self._grpc}[ask.way]
+        streamed = self._streamed if self._resuming is None else self._resumed
+        send = {"streamed": streamed, "whole": self._whole, "grpc": self._grpc}[ask.way]
         answer = Answer()
         try:
             await send(ask, answer)
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Lost(f"{ask.way}: {error!r}", broken=True) from error
+        except PdserveError as error:
+            raise Lost(f"{ask.way}: {error}") from error
         except grpc.aio.AioRpcError as error:
             codes = {key for key, _ in error.trailing_metadata() or ()}
             raise Lost(
@@ -129,6 +137,18 @@ class Client:
                 elif line == b"data: [DONE]\n":
                     return
         raise Lost("streamed: it ended without [DONE]", broken=True)
+
+    async def _resumed(self, ask: Ask, answer: Answer) -> None:
+        """Raises Lost, not broken: no router's death excuses it."""
+        assert self._resuming is not None
+        body = {"prompt": ask.prompt, **ask.options, "timeline": True}
+        body["stream_options"] = {"include_usage": True}
+        try:
+            async with aclosing(self._resuming.stream("/v1/completions", body)) as chunks:
+                async for chunk in chunks:
+                    _note(answer, chunk)
+        except (aiohttp.ClientError, OSError) as error:
+            raise Lost(f"resumed: {error!r}") from error
 
     @asynccontextmanager
     async def _post(self, ask: Ask, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:

@@ -19,6 +19,7 @@ import grpc
 from benchmarks.fleet import LOAD, Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
+from pdserve.client.resuming import AsyncResumingClient
 
 TIMEOUT = 120.0  # seconds after which a request hangs, which is as good as lost
 LAST_LOOK = 1.0  # seconds from then until its client leaves: processes may say what they are at
@@ -164,7 +165,8 @@ class Load:
 async def clients(
     fleet: Fleet, asks: Sequence[Ask], routers: Sequence[str] = ("router",)
 ) -> AsyncIterator[Load]:
-    """Clients of a fleet's routers of these names, who have not learnt the answers yet."""
+    """Clients of a fleet's routers of these names, who have not learnt the answers yet. Those of
+    several, which need a cluster key, lose no stream over HTTP when one dies."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     key = fleet.api_key(LOAD)
@@ -172,11 +174,17 @@ async def clients(
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20)
         )
+        urls = {name: f"http://127.0.0.1:{fleet.routers[name]['http']}" for name in routers}
+        resuming = None
+        if len(routers) > 1:
+            token = key.get("authorization", "").removeprefix("Bearer ")
+            client = AsyncResumingClient([*urls.values()], token, TIMEOUT)
+            resuming = await stack.enter_async_context(client)
         made: dict[str, Client] = {}
-        for name in routers:
-            ports = fleet.routers[name]
-            channel = await stack.enter_async_context(_channel(fleet, ports["grpc"]))
-            made[name] = Client(session, f"http://127.0.0.1:{ports['http']}", channel, key)
+        for name, url in urls.items():
+            grpc_port = fleet.routers[name]["grpc"]
+            channel = await stack.enter_async_context(_channel(fleet, grpc_port))
+            made[name] = Client(session, url, channel, key, resuming)
         yield Load(made, asks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import (
@@ -133,6 +134,9 @@ class PlanConfig:
     decode_ep: int | None = option(None, "EP of decode nodes (default: --ep)", minimum=1)
     pipeline_partition: str | None = same_option(ParallelConfig, "pipeline_partition")
     max_model_len: int | None = same_option(ModelConfig, "max_model_len")
+    hf_overrides: dict[str, Any] = same_option(ModelConfig, "hf_overrides")
+    rope_scaling: dict[str, Any] = same_option(ModelConfig, "rope_scaling")
+    rope_theta: float | None = same_option(ModelConfig, "rope_theta")
     dtype: str = same_option(ModelConfig, "dtype", "compute and KV dtype; auto: the checkpoint's")
     quantization: str | None = option(
         None,

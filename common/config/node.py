@@ -19,6 +19,7 @@ from pdserve.common.config.shared import (
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_address
+from pdserve.common.core.model_spec import overridden
 from pdserve.common.core.parameters import MAX_LOGPROBS
 
 CPU_SEQS, CPU_TOKENS = 64, 512
@@ -59,6 +60,17 @@ class ModelConfig:
     max_model_len: int | None = option(
         None, "context window in tokens (default: the model's)", minimum=1
     )
+    hf_overrides: dict[str, Any] = option(
+        {},
+        "changes to config.json, as JSON that is merged into it before anything reads it: "
+        '{"max_position_embeddings": 65536}',
+    )
+    rope_scaling: dict[str, Any] = option(
+        {},
+        "rotary scaling, as JSON that is merged into config.json's: "
+        '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}',
+    )
+    rope_theta: float | None = option(None, "rotary base (default: config.json's)", minimum=1.0)
     max_logprobs: int = option(
         MAX_LOGPROBS,
         "highest number of logprobs per token that a request may ask for",
@@ -96,6 +108,19 @@ class ModelConfig:
         "exists; vllm: OpenAI's defaults; or a folder with another generation_config.json",
         metavar="FOLDER",
     )
+
+    def __post_init__(self) -> None:
+        if "eos_token_id" in self.hf_overrides:
+            raise ConfigError(
+                "--hf-overrides: eos_token_id is the tokenizer's too and stays; send "
+                "stop_token_ids with the request"
+            )
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The changes to config.json of all options; the short forms win over --hf-overrides."""
+        rope = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta}
+        return overridden(self.hf_overrides, {key: value for key, value in rope.items() if value})
 
     @property
     def served_name(self) -> str:

@@ -7,7 +7,7 @@ environment and YAML: the field `max_model_len` is the flag `--max-model-len`, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from pdserve.common.core.errors import ConfigError
@@ -26,7 +26,9 @@ def option(default: Any, help: str, **extra: Any) -> Any:
 def same_option(owner: type, name: str, help: str | None = None) -> Any:
     """Declares the same option as `owner.name`, optionally with another help text."""
     (found,) = (each for each in fields(owner) if each.name == name)
-    return option(found.default, **{**found.metadata, **({"help": help} if help else {})})
+    made = found.default_factory
+    default = found.default if made is MISSING else made()
+    return option(default, **{**found.metadata, **({"help": help} if help else {})})
 
 
 PORT = {"minimum": 0, "maximum": 65535}

@@ -1,7 +1,6 @@
 """Reads a checkpoint's `config.json` into `ModelSpec`. Standard library only.
 
-The format is Hugging Face transformers'. Both places of the rotary settings are supported:
-`rope_parameters` (version 5), and `rope_theta` with `rope_scaling` (older versions).
+The format is Hugging Face transformers'.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from pdserve.common.core.moe_spec import (
     required_int,
 )
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
+from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, RopeSpec, rope_settings
 
 MAX_SHOWN = 20  # folder names that an error suggests
 DTYPES = ("float32", "bfloat16", "float16")
@@ -94,22 +94,6 @@ FAMILIES: dict[str, Family] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding. `kind` is "default", "linear" (Chen et al. 2023: positions
-    divided by `factor`) or "llama3" (scales only wavelengths beyond the original context)."""
-
-    kind: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-ROPE_KINDS = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only model. Sizes are of the whole model, not of a rank."""
 
@@ -139,8 +123,11 @@ class ModelSpec:
     num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> ModelSpec:
-        """Reads `config.json` and, for the end tokens, `generation_config.json` if present.
+    def from_folder(
+        cls, folder: str | Path, overrides: Mapping[str, Any] | None = None
+    ) -> ModelSpec:
+        """Reads `config.json`, with `overrides` merged into it (see `overridden`), and, for the end
+        tokens, `generation_config.json` if present.
 
         Raises:
             ConfigError: a file or key is missing, or the model is not supported.
@@ -149,14 +136,14 @@ class ModelSpec:
         check_folder(folder)
         generation = folder / "generation_config.json"
         return cls.from_config(
-            _read_json(folder / "config.json"),
+            overridden(_read_json(folder / "config.json"), overrides or {}),
             _read_json(generation) if generation.is_file() else {},
         )
 
     @classmethod
-    def from_file(cls, path: str | Path) -> ModelSpec:
+    def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
         """Like `from_folder`, from a single `config.json` file of any name."""
-        return cls.from_config(_read_json(Path(path)))
+        return cls.from_config(overridden(_read_json(Path(path)), overrides or {}))
 
     @classmethod
     def from_config(
@@ -169,8 +156,10 @@ class ModelSpec:
             required_int(config, "num_attention_heads"),
             required_int(config, "hidden_size"),
         )
+        head_dim = config.get("head_dim") or hidden // heads
         attention_bias = bool(config.get("attention_bias", False))
-        latent = LatentSpec.from_config(config, _rope_settings(config)) if family.latent else None
+        latent = LatentSpec.from_config(config, rope_settings(config)) if family.latent else None
+        rope = RopeSpec.from_config(config, latent.rope_dim if latent else head_dim)
         return cls(
             architecture=architecture,
             family=family.name,
@@ -178,12 +167,12 @@ class ModelSpec:
             num_layers=required_int(config, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=1 if latent else config.get("num_key_value_heads") or heads,
-            head_dim=latent.size if latent else config.get("head_dim") or hidden // heads,
+            head_dim=latent.size if latent else head_dim,
             intermediate_size=required_int(config, "intermediate_size"),
             vocab_size=required_int(config, "vocab_size"),
-            max_position_embeddings=required_int(config, "max_position_embeddings"),
+            max_position_embeddings=rope.context(required_int(config, "max_position_embeddings")),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope_of(config),
+            rope=rope,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=(
                 attention_bias
@@ -221,11 +210,16 @@ class ModelSpec:
 
     def check_max_model_len(self, max_model_len: int) -> None:
         """Raises ConfigError if the model cannot serve that many tokens exactly."""
-        if max_model_len > self.max_position_embeddings:
+        if max_model_len <= self.max_position_embeddings:
+            return
+        exceeds = f"--max-model-len {max_model_len} exceeds the model's "
+        if self.rope.kind in LENGTH_DEPENDENT:
             raise ConfigError(
-                f"--max-model-len {max_model_len} exceeds the model's "
-                f"{self.max_position_embeddings} positions"
+                f"{exceeds}original context of {self.max_position_embeddings} tokens: beyond it "
+                f"rope type {self.rope.kind!r} turns all keys anew, also those in the cache, which "
+                "pdserve does not do"
             )
+        raise ConfigError(f"{exceeds}{self.max_position_embeddings} positions")
 
     def validate_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError if the model cannot be split over `size` ranks. KV heads are
@@ -270,6 +264,37 @@ class ModelSpec:
             return rank * count, (rank + 1) * count
         start = rank * self.num_kv_heads // size
         return start, start + 1
+
+
+def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config with `overrides` merged into it; nested objects merge key by key. Rotary
+    settings may be given in either of their places, wherever the config has its own.
+
+    Raises:
+        ConfigError: `rope_scaling` or `rope_parameters` is not an object.
+    """
+    given = dict(overrides)
+    if any(given.get(place, {}) is None for place in ("rope_scaling", "rope_parameters")):
+        raise ConfigError('rotary scaling is turned off by {"rope_type": "default"}, not by null')
+    rope = rope_settings(given)
+    rope.pop("type", None)  # "rope_type" says the same
+    if rope["rope_theta"] is None:
+        del rope["rope_theta"]
+    for place in ("rope_scaling", "rope_parameters", "rope_theta"):
+        given.pop(place, None)
+    if rope:
+        given["rope_parameters"] = rope
+    return _merged(config, given)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        result[key] = value
+    return result
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -348,38 +373,6 @@ def _quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     if config.get("num_experts") or config.get("num_local_experts"):
         raise ConfigError("a mixture of experts with quantized weights is not supported")
     return Quantization.from_config(settings)
-
-
-def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_scaling") or {}),
-        **(config.get("rope_parameters") or {}),
-    }
-
-
-def _rope_of(config: Mapping[str, Any]) -> RopeSpec:
-    settings = _rope_settings(config)
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise ConfigError(
-            f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
-        )
-    if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported")
-    if kind != "default" and "factor" not in settings:
-        raise ConfigError(f"config.json: rope type {kind!r} needs a factor")
-    return RopeSpec(
-        kind=kind,
-        theta=float(settings["rope_theta"] or 10000.0),
-        factor=float(settings.get("factor") or 1.0),
-        low_freq_factor=float(settings.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(settings.get("high_freq_factor", 4.0)),
-        original_max_position_embeddings=int(
-            settings.get("original_max_position_embeddings")
-            or required_int(config, "max_position_embeddings")
-        ),
-    )
 
 
 def _windows_of(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -66,15 +67,22 @@ _headers = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _tensors = msgspec.json.Decoder(_Tensor)
 
 
-def weights_revision(folder: Path, load_format: str = "auto", seed: int = 0) -> str:
-    """Returns 16 hex digits over `config.json`, each weight file's header (names, shapes, dtypes)
-    and a page of every tensor: fine-tunes of one base differ only in the data, and merged adapters
-    only in some tensors. Dummy weights are identified by their seed.
+def weights_revision(
+    folder: Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns 16 hex digits over `config.json` and its `overrides`, each weight file's header
+    (names, shapes, dtypes) and a page of every tensor: fine-tunes of one base differ only in the
+    data, and merged adapters only in some tensors. Dummy weights are identified by their seed.
 
     Raises:
         ConfigError: a file is missing or not safetensors.
     """
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    if overrides:
+        digest.update(json.dumps(overrides, sort_keys=True).encode())
     if load_format == "dummy":
         digest.update(f"dummy {seed}".encode())
         return digest.hexdigest()

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pdserve.common.core.model_spec import RopeSpec
+from pdserve.common.core.rope_spec import RopeSpec
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin `[T, 1, head_dim/2]` of a step's positions."""
@@ -18,12 +18,13 @@ class RotaryEmbedding:
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
         self.inverse_frequencies = _inverse_frequencies(spec, head_dim).to(device)
+        self._factor = spec.attention_factor
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """Returns cos and sin of positions `[T]`, once per step for all layers. Computed in
-        float32: bfloat16 cannot represent large positions."""
+        """Returns cos and sin of positions `[T]`, times the spec's `attention_factor`, once per
+        step for all layers. Computed in float32: bfloat16 cannot represent large positions."""
         angles = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
 
 
 def apply_rotary(x: Tensor, angles: Angles) -> Tensor:
@@ -40,7 +41,11 @@ def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
         return frequencies / spec.factor
     if spec.kind == "llama3":
         return _stretch_llama3(frequencies, spec)
-    return frequencies
+    if spec.kind == "yarn":
+        return _stretch_yarn(frequencies, spec, head_dim)
+    if spec.kind == "longrope":
+        return 1.0 / (torch.tensor(spec.short_factors) * spec.theta**exponents)
+    return frequencies  # "dynamic" too: it scales nothing within the original context
 
 
 def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
@@ -51,3 +56,23 @@ def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
     low, high = spec.low_freq_factor, spec.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / spec.factor
+
+
+def _stretch_yarn(frequencies: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
+    """Applies YaRN's scaling (arXiv:2309.00071, section 3.2): dimensions that turn more than
+    `beta_fast` times over the original context stay, those that turn less than `beta_slow` times
+    are scaled by `factor`, and between them a ramp over the dimensions interpolates."""
+    first = _dimension_of(spec.beta_fast, spec, head_dim)
+    last = _dimension_of(spec.beta_slow, spec, head_dim)
+    if spec.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = (last - first) or 0.001  # transformers' own way out of a ramp without length
+    scaled = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return frequencies / spec.factor * scaled + frequencies * (1 - scaled)
+
+
+def _dimension_of(turns: float, spec: RopeSpec, head_dim: int) -> float:
+    """Returns the dimension, as a fraction, that turns so often over the original context."""
+    context = spec.original_max_position_embeddings
+    return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))

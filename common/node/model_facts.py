@@ -35,7 +35,7 @@ class ModelFacts:
         config = engine.model
         assert config.model is not None, "call resolve_model first"
         folder = Path(config.model)
-        spec = ModelSpec.from_folder(folder).quantized(config.quantization)
+        spec = ModelSpec.from_folder(folder, config.overrides).quantized(config.quantization)
         max_model_len = config.max_model_len or spec.max_position_embeddings
         spec.check_max_model_len(max_model_len)
         parallel = engine.parallel
@@ -48,7 +48,7 @@ class ModelFacts:
             name=config.served_name,
             spec=spec,
             max_model_len=max_model_len,
-            revision=weights_revision(folder, config.load_format, config.seed),
+            revision=weights_revision(folder, config.load_format, config.seed, config.overrides),
             dtype=dtype_name(dtype),
             device=device,
             draft=_draft(engine, spec),

@@ -281,7 +281,7 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
             f"host {socket.gethostname()} has no folder {engine.model.model}: every host of a node "
             "needs the model at the same path"
         )
-    spec = ModelSpec.from_folder(engine.model.model)
+    spec = ModelSpec.from_folder(engine.model.model, engine.model.overrides)
     max_model_len = engine.model.max_model_len or spec.max_position_embeddings
     spec.check_max_model_len(max_model_len)
     return spec, max_model_len

@@ -63,7 +63,7 @@ def plan(config: PlanConfig) -> list[RolePlan]:
         ConfigError: the model is not supported, an option is missing, or a node would refuse
             these options whatever its memory.
     """
-    spec = _read_spec(config.model)
+    spec = _read_spec(_model_config(config))
     return [plan_role(role, setup(config, spec, role)) for role in ROLES]
 
 
@@ -110,7 +110,7 @@ def as_json(
 
 def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=config.model, dtype=config.dtype),
+        model=_model_config(config),
         parallel=parallel,
         cache=CacheConfig(
             block_size=config.block_size,
@@ -129,9 +129,20 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
     )
 
 
-def _read_spec(model: str | None) -> ModelSpec:
-    path = Path(model or "")
-    return ModelSpec.from_file(path) if path.is_file() else ModelSpec.from_folder(path)
+def _model_config(config: PlanConfig) -> ModelConfig:
+    return ModelConfig(
+        model=config.model,
+        dtype=config.dtype,
+        hf_overrides=config.hf_overrides,
+        rope_scaling=config.rope_scaling,
+        rope_theta=config.rope_theta,
+    )
+
+
+def _read_spec(config: ModelConfig) -> ModelSpec:
+    path = Path(config.model or "")
+    read = ModelSpec.from_file if path.is_file() else ModelSpec.from_folder
+    return read(path, config.overrides)
 
 
 # ---- tables ----

@@ -85,6 +85,7 @@ class AppState:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     cache_epoch: CacheEpoch = field(default_factory=CacheEpoch)
+    event_keys: tuple[bytes, ...] = ()  # for the ids of events; none: no stream can be resumed
     grammar: GrammarCompiler = field(init=False)
     threads: FairExecutor = field(
         init=False, default_factory=lambda: FairExecutor(THREADS, MAX_WAITING)

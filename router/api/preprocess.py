@@ -110,6 +110,15 @@ class Preprocessed(Generic[BodyT]):
     grammar: str = ""  # the compiled constraint
 
 
+# Fields of bodies that become token ids, text, or a constraint.
+CONSUMED_FIELDS = frozenset({
+    "prompt", "messages", "input", "instructions", "system", "tokens",
+    "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_whitespace_pattern",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Preprocessor:
     """Preprocesses bodies for one model, with the server's settings for chats."""

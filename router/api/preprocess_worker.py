@@ -37,7 +37,7 @@ from pdserve.common.obs.process import dump_stacks_on_signal
 from pdserve.router.api.conversation import CostlyTemplate, Templates
 from pdserve.router.api.fork_server import LENGTH, serve
 from pdserve.router.api.grammar_compiler import Compiled, compile_apart
-from pdserve.router.api.preprocess import Preprocessed, Preprocessor, failed
+from pdserve.router.api.preprocess import CONSUMED_FIELDS, Preprocessed, Preprocessor, failed
 from pdserve.router.api.tools import AnswerPlan
 from pdserve.router.cluster.served_model import load_served_model
 
@@ -46,12 +46,7 @@ MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more ends this proces
 NICENESS = 5  # so that small requests, and nodes on this host, do not wait for a large body
 KEEP_MEMORY = 512 * 2**20  # bytes at the peak, above which the process ends after its reply
 MAX_FIELDS = 64 * 1024  # bytes of JSON beside prompt, messages and template
-_CONSUMED = {
-    "prompt", "messages", "input", "instructions", "system", "tokens",
-    "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_whitespace_pattern",
-}  # fmt: skip
+MAX_RESUME = 2**20  # bytes of JSON of `resume`
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "completion": {"prompt": ""},
     "chat": {"messages": []},
@@ -181,10 +176,10 @@ def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Rep
 
 def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
     """JSON of the body's other fields, without those that no schema has."""
-    known = set(type(preprocessed.body).model_fields) - _CONSUMED
+    known = set(type(preprocessed.body).model_fields) - CONSUMED_FIELDS
     rest = preprocessed.body.model_dump(mode="json", include=known, exclude_none=True)
     fields = msgspec.json.encode({**rest, **_PLACEHOLDERS.get(kind, {})})
-    if len(fields) > MAX_FIELDS:
+    if len(fields) > MAX_FIELDS + (MAX_RESUME if rest.get("resume") else 0):
         raise InvalidRequest(f"the parameters take more than {MAX_FIELDS} bytes")
     return fields
 

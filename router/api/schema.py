@@ -110,6 +110,8 @@ class GenerationBody(TableBody):
     """The parameters that completions and chat share: the table of `common/core/parameters.py`."""
 
     stream_options: StreamOptions | None = None
+    resumable: bool | None = None  # the events of the stream have ids, for `resume`
+    resume: Texts | None = None  # ids of the events that came, of a stream that broke off
 
     def given(self, **renamed: Any) -> dict[str, Any]:
         """The parameters by name, as `AppState.make_request` takes them; `renamed` are those that

@@ -139,7 +139,7 @@ class AdapterSync:
             for each in (CONFIG_FILE, WEIGHTS_FILE):
                 if not (path / each).resolve().is_relative_to(self._folder):
                     raise ConfigError(f"{each} is a link out of the folder of --runtime-lora-dir")
-            spec = ModelSpec.from_folder(self._model.root)
+            spec = ModelSpec.from_folder(self._model.root, self._model.overrides)
             file = read_adapter(path, spec, self._config.max_lora_rank)
         except ConfigError as error:
             message = error.message.replace(str(path), given)

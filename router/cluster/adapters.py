@@ -120,6 +120,7 @@ def read_adapters(config: LoRAConfig, model: ServedModel) -> ServedAdapters:
         if name in model.names:
             raise ConfigError(f"--lora-modules {name}: the model itself has this name")
         path = str(Path(path).resolve())
-        file = read_adapter(path, ModelSpec.from_folder(model.root), config.max_lora_rank)
+        spec = ModelSpec.from_folder(model.root, model.overrides)
+        file = read_adapter(path, spec, config.max_lora_rank)
         found.append(Adapter(name, path, file.digest))
     return ServedAdapters(found)

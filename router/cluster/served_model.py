@@ -37,6 +37,7 @@ class ServedModel:
     max_logprobs: int = MAX_LOGPROBS
     # Sampling parameters by name.
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of config.json
 
     @property
     def name(self) -> str:
@@ -140,7 +141,7 @@ def load_served_model(config: ModelConfig) -> ServedModel:
     """Loads name, window and tokenizer of the model, and no weights."""
     assert config.model is not None, "main resolves the embedded model"
     folder = Path(config.model)
-    spec = ModelSpec.from_folder(folder)
+    spec = ModelSpec.from_folder(folder, config.overrides)
     max_model_len = config.max_model_len or spec.max_position_embeddings
     spec.check_max_model_len(max_model_len)
     return ServedModel(
@@ -152,6 +153,7 @@ def load_served_model(config: ModelConfig) -> ServedModel:
         tokenizer=_load_tokenizer(config, folder, spec),
         max_logprobs=config.max_logprobs,
         defaults=_load_defaults(config, folder),
+        overrides=config.overrides,
     )
 
 

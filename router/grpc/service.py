@@ -33,6 +33,7 @@ from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    TextDelta,
     coalesced,
 )
 from pdserve.router.requests.stages import RequestArrival, arrival_var
@@ -94,7 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                                 await write(response)
                         elif isinstance(update, GenerationStats):
                             await write(_last_response(public_id, update))
-                        else:
+                        elif isinstance(update, TextDelta):
                             await write(answer(public_id, update, choices))
 
     @asynccontextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -22,13 +22,16 @@ from aiohttp import web
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.http.connection import connection_of
+from pdserve.router.api.preprocess import Preprocessed
 from pdserve.router.api.schema import GenerationBody
 from pdserve.router.http.encoding import as_typed, error_body, json_response, stopping
 from pdserve.router.http.logprobs import logprob_of
 from pdserve.router.http.request import STATE
+from pdserve.router.http.resume import Drawn, EventIds, resumable
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    Replayed,
     TextDelta,
     Updates,
     coalesced,
@@ -108,7 +111,7 @@ async def _collect(
                 answer.stats[prompt] = update
             elif isinstance(update, PromptLogprobs):
                 answer.prompts[prompt] = update
-            else:
+            elif isinstance(update, TextDelta):
                 index = prompt * generations[prompt].n + update.choice
                 answer.deltas.setdefault(index, []).append(update)
     return answer
@@ -192,10 +195,23 @@ class OpenAIWriter:
     last: bytes = b"data: [DONE]\n\n"
     num_tokens: int = 0  # streamed so far
     stats: dict[int, GenerationStats] = field(default_factory=dict)
+    ids: EventIds | None = None  # of a stream's events, if they have some
 
     @property
     def stream(self) -> bool:
         return bool(self.body.stream)
+
+    async def resumable(
+        self, request: web.Request, asked: Preprocessed[Any]
+    ) -> Sequence[GenerationRequest]:
+        """Returns the generations, which go on where the client is if the body resumes a stream.
+        Raises as `resume.resumable`."""
+        seeds = [each.sampling.seed for each in self.generations]
+        drawn = Drawn(self.id, self.created, seeds)
+        if (found := await resumable(request, asked, self.generations, drawn)) is None:
+            return self.generations
+        self.ids, self.id, self.created = found.ids, found.drawn.id, found.drawn.created
+        return found.generations
 
     @cached_property
     def include_usage(self) -> bool:
@@ -251,11 +267,26 @@ class OpenAIWriter:
             if isinstance(update, GenerationStats):
                 self.stats[prompt] = update
             elif isinstance(update, TextDelta):
-                self.num_tokens += len(update.tokens)
-                index = prompt * self.generations[prompt].n + update.choice
-                for choice in self.choices.chunks(index, update):
-                    chunks.append(b"%b%b%b" % (self._chunk_head, encode(choice), self._tail()))
+                chunks += self._chunks(prompt, update)
+            elif isinstance(update, Replayed):
+                for delta in update.deltas:
+                    list(self._chunks_of(prompt, delta))  # the client has these
         return _events_of(chunks)
+
+    def _chunks(self, prompt: int, delta: TextDelta) -> list[bytes]:
+        """The last chunk of a delta has the id, which stands for all of them."""
+        chunks = list(self._chunks_of(prompt, delta))
+        if self.ids is not None:
+            self.ids.add(prompt, delta)
+            if chunks:
+                chunks[-1] += b"\nid: " + self.ids.next()
+        return chunks
+
+    def _chunks_of(self, prompt: int, delta: TextDelta) -> Iterator[bytes]:
+        self.num_tokens += len(delta.tokens)
+        index = prompt * self.generations[prompt].n + delta.choice
+        for choice in self.choices.chunks(index, delta):
+            yield b"%b%b%b" % (self._chunk_head, encode(choice), self._tail())
 
     def end(self) -> bytes:
         more = timeline_of(self.stats.values())

@@ -29,6 +29,16 @@ MAX_JOINED, MAX_JOINED_TEXT = 64, 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """Tokens of a choice that the client has, from another router."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    version: str  # as `TextDelta.version`
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt and its `n` choices; validated, so it fits the model and its window."""
 
@@ -45,6 +55,7 @@ class GenerationRequest:
     batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
     # The client wants no token, only what is computed of the prompt, which comes with the first.
     prompt_only: bool = False
+    past: tuple[Past, ...] = ()  # what the client has already, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,14 @@ class TextDelta:
     tokens: tuple[SampledToken, ...]  # the tokens drawn, whether or not their text is out yet
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the id in stop_token_ids
+    version: str = field(default="", compare=False)  # fingerprint of the node that made it
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The deltas of `GenerationRequest.past`, which bring a writer to where the client is."""
+
+    deltas: tuple[TextDelta, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +95,9 @@ class GenerationStats:
         return replace(self.timeline, total_seconds=total, stages=self.stages.stages(end))
 
 
-Update = PromptLogprobs | TextDelta | GenerationStats
-"""A generation yields these: first what is wanted of its prompt, if anything is."""
+Update = PromptLogprobs | Replayed | TextDelta | GenerationStats
+"""A generation yields these: first what is wanted of its prompt, or what is replayed, if anything
+is."""
 
 
 Updates = list[tuple[int, Update]]
@@ -198,7 +218,8 @@ def coalesced(updates: Updates) -> Updates:
     rest: Updates = []
     for index, update in updates:
         if not isinstance(update, TextDelta):
-            (prompts if isinstance(update, PromptLogprobs) else rest).append((index, update))
+            first = isinstance(update, PromptLogprobs | Replayed)
+            (prompts if first else rest).append((index, update))
             continue
         part = growing.get((index, update.choice), [])
         if not part or len(part) == MAX_JOINED or len(part[-1].text) > MAX_JOINED_TEXT:
@@ -218,4 +239,5 @@ def join(deltas: Sequence[TextDelta]) -> TextDelta:
         tokens=tuple([token for delta in deltas for token in delta.tokens]),
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
+        version=deltas[-1].version,
     )

@@ -22,6 +22,7 @@ from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
     Put,
+    Replayed,
     TextDelta,
 )
 from pdserve.router.requests.retry import Deadline, Retries
@@ -73,6 +74,23 @@ class RequestState:
             )
             for choice in range(request.n)
         }
+        if request.past:
+            self._replay()
+
+    def _replay(self) -> None:
+        """Takes the tokens that the client has, from another router."""
+        deltas: list[TextDelta] = []
+        for each in self.request.past:
+            if each.choice in self._open:
+                self.version = each.version
+                tokens = tuple(map(SampledToken, each.token_ids))
+                event = TokenEvent(each.choice, tokens, each.finish_reason)
+                deltas.append(self._delta(self._open[each.choice], event))
+        self._put(Replayed(tuple(deltas)))
+        # They were not drawn now.
+        self._timeline.clear()
+        self._last_token.clear()
+        self.token_gaps.clear()
 
     @property
     def request_id(self) -> str:
@@ -232,7 +250,8 @@ class RequestState:
             return TextDelta(event.choice, "", (), reason and FinishReason.LENGTH)
         stop_reason = output.stopped_by if output.stopped_by is not None else event.stop_token_id
         tokens = event.tokens[: output.num_tokens]
-        return TextDelta(event.choice, output.text, tokens, reason, stop_reason)
+        version = self.version or ""
+        return TextDelta(event.choice, output.text, tokens, reason, stop_reason, version)
 
     def stats(self) -> GenerationStats:
         line = self._timeline

@@ -80,6 +80,8 @@ def test_every_role_says_which_option_it_refuses(tmp_path: Path) -> None:
             ("decode", "--kv-connector=shared", "shared was removed: use shm, or .* --both"),
             ("router", f"--port={port}", f"cannot listen on 127.0.0.1:{port}: .*in use"),
             ("router", f"--grpc-port={port}", f"{port} for gRPC: .*use: choose another --grpc-p"),
+            ("router", '--hf-overrides={"rope_scaling": null}', "default.*, not by null"),
+            ("decode", '--rope-scaling={"type": "su"}', "rope type 'su' is not supported; .*yarn"),
             ("router", "--ports-file=/no/such/p", "/no/such/p.*: No such .*: create it first"),
         ]
         commands = [[MODULES[role], *arguments(role, flag)] for role, flag, _ in cases]

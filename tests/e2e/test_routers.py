@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ from benchmarks.fleet import FAST
 from benchmarks.soak.asks import make_asks
 from benchmarks.soak.load import clients
 from callers import KINDS, call, fresh_prompt
+from pdserve.client.resuming import AsyncResumingClient, ResumingClient
+from thinned import thinned
 from warm import WarmCluster, slowness
 
 MODEL = "llama-gqa"
@@ -22,13 +26,14 @@ ASKS = make_asks(21, seed=0, max_tokens=(6, 20), vocab_size=512)
 IN_FLIGHT = 16
 PLACES, QUEUE = 16, 32
 OTHER = "router-2"
+KEY = {"cluster_key": "k" * 32}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
     places = {"max_concurrent_requests": PLACES, "max_queued_requests": QUEUE}
-    router = {**places, "max_client_share": 1}
-    with WarmCluster(MODEL, routers=2, decode=0, router=router, **NODE_OPTIONS) as made:
+    router = {**places, "max_client_share": 1, **KEY}
+    with WarmCluster(MODEL, routers=2, decode=0, router=router, **NODE_OPTIONS, **KEY) as made:
         made.start_held("decode")
         made.wait_nodes()
         yield made
@@ -122,10 +127,112 @@ def test_a_node_that_drains_leaves_both(cluster: WarmCluster) -> None:
 
 
 def test_routers_die_in_a_soak(cluster: WarmCluster) -> None:
-    """Only what a killed router was serving ends with it; its clients go to the other."""
+    """Streams over HTTP go on elsewhere; of the rest, what a killed router served ends with it."""
     kill = ("router-kill",)
     soak = Soak(2.0, IN_FLIGHT, len(ASKS), (6, 20), 0.0, kill, period=0.5, longest=0.5)
     report = asyncio.run(learn_and_run(cluster, soak, ASKS))
     assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
     assert report.faults.keys() == {"router-kill router"}, report
     assert report.completed > IN_FLIGHT
+
+
+# ---- streams that outlive their router ----
+
+WAYS = ("/v1/completions", "/v1/chat/completions")
+
+
+def bodies(path: str, **options: Any) -> dict[str, Any]:
+    """A request whose answer takes a while."""
+    body = {"max_tokens": 300, "ignore_eos": True, **options}
+    if path == WAYS[0]:
+        return {"prompt": fresh_prompt(20), **body}
+    return {"messages": [{"role": "user", "content": "a b c"}], **body}
+
+
+STYLES: list[tuple[str, dict[str, Any]]] = [
+    (WAYS[0], {"temperature": 0}),
+    (WAYS[0], {"temperature": 1, "seed": 5, "n": 2, "presence_penalty": 0.5}),
+    (WAYS[0], {"temperature": 1, "seed": 6, "logprobs": 2, "return_token_ids": True}),
+    (
+        WAYS[1],  # text that begins a stop string is held back for a while
+        {
+            "temperature": 1,
+            "seed": 7,
+            "stop": ["softly on the moon", "zz"],
+            "stream_options": {"include_usage": True},
+        },
+    ),
+]
+
+
+def gathered(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of a stream: all of each choice, and what must be the same throughout."""
+    found: dict[str, Any] = {"ids": set(), "usage": None}
+    for chunk in chunks:
+        found["ids"].add((chunk["id"], chunk["created"]))
+        if usage := chunk.get("usage"):
+            found["usage"] = usage["prompt_tokens"], usage["completion_tokens"]
+        for each in chunk["choices"]:
+            choice = found.setdefault(each["index"], {"text": "", "tokens": [], "finish": []})
+            choice["text"] += each.get("text") or each.get("delta", {}).get("content") or ""
+            choice["tokens"] += each.get("token_ids") or []
+            choice["finish"] += [each["finish_reason"]] if each["finish_reason"] else []
+            logprobs = each.get("logprobs") or {}
+            choice.setdefault("offsets", []).extend(logprobs.get("text_offset", []))
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    assert len(one["ids"]) == len(other["ids"]) == 1, "one answer"
+    return {**one, "ids": 0} == {**other, "ids": 0}
+
+
+@pytest.mark.parametrize(("path", "options"), thinned(STYLES, 2, first=1))
+def test_a_stream_outlives_its_router(
+    cluster: WarmCluster, path: str, options: dict[str, Any]
+) -> None:
+    """It goes on at the next token, of another router, and so does the next one when that dies."""
+    urls = [cluster.url, cluster.at(OTHER).url]
+    client, body = ResumingClient(urls), bodies(path, **options)
+    expected = gathered(client.stream(path, body))
+    chunks: list[dict[str, Any]] = []
+    stream = client.stream(path, body)
+    for turn, name in enumerate(cluster.routers):
+        while client._turn < turn and (chunk := next(stream, None)):
+            chunks.append(chunk)  # the last of the router before this one
+        chunks += islice(stream, 5)
+        with cluster.standing_still("decode"):
+            cluster.kill(name)
+            cluster.start_router(name=name)
+            cluster.wait_nodes()
+    chunks += stream
+    assert client._turn, "it broke off"
+    assert same(gathered(chunks), expected), (gathered(chunks), expected)
+    cluster.wait_idle()
+
+
+async def test_an_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> None:
+    """Changed, left out, moved, or of another body, it is refused; and by any router."""
+    body = bodies(WAYS[0], max_tokens=4, stream=True, resumable=True)
+    response = cluster.post(WAYS[0], **body)
+    ids = [line[4:] for line in response.text.splitlines() if line.startswith("id: ")]
+    assert response.status_code == 200 and len(ids) >= 3
+    other = cluster.at(OTHER)
+    again = other.post(WAYS[0], **body, resume=ids)
+    assert again.status_code == 200 and again.text.endswith("data: [DONE]\n\n")
+    forged = ids[1][:-2] + ("AA" if ids[1][-2:] != "AA" else "BB")
+    for wrong in (["x"], ids[1:], [ids[0], ids[2]], [ids[0], forged], [ids[1], ids[0]]):
+        refused = other.post(WAYS[0], **body, resume=wrong)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_event_id")
+    refused = other.post(WAYS[0], **body | {"max_tokens": 5}, resume=ids)
+    assert refused.status_code == 403
+    for bad, why in (
+        ({"resumable": None}, "`resume` needs"),
+        ({"stream": False}, "`stream`"),
+        ({"echo": True}, "echo"),
+    ):
+        refused = other.post(WAYS[0], **body | bad, resume=ids)
+        assert refused.status_code == 400 and why in refused.text
+    async with AsyncResumingClient([cluster.url]) as client:
+        chunks = [chunk async for chunk in client.stream(WAYS[0], body)]
+    assert gathered(chunks)[0]["finish"] == ["length"]

@@ -52,34 +52,12 @@ def spec_of(**changes: Any) -> ModelSpec:
 
 # ---- config.json ----
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_type": "llama3",
-}
-
-
-def test_rope_settings_are_read_in_both_forms() -> None:
-    old = spec_of(rope_theta=5e5, rope_scaling=LLAMA3)
-    new = spec_of(rope_parameters={"rope_theta": 5e5, **LLAMA3})
-    assert old.rope == new.rope
-    assert (new.rope.kind, new.rope.theta, new.rope.factor) == ("llama3", 5e5, 8.0)
-    assert new.rope.original_max_position_embeddings == 64
-
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM.*Qwen3"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "yarn.*default, linear, llama3",
-        ),
-        ({"rope_scaling": {"rope_type": "linear"}}, "needs a factor"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8.*AWQ.*GPTQ.*int8"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn.*float32, bfloat16, float16"),
         ({"vocab_size": None}, "vocab_size must be an integer"),

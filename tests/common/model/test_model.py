@@ -58,6 +58,19 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, kernels: str) -> N
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0],
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
 
 
 SMALL = {
@@ -75,12 +88,22 @@ SMALL = {
     "config",
     [
         LlamaConfig(**SMALL, rope_parameters=LINEAR),
+        LlamaConfig(**SMALL, rope_parameters=YARN),
+        LlamaConfig(**SMALL, rope_parameters=LONGROPE),
         LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
         LlamaConfig(**SMALL, head_dim=48, tie_word_embeddings=True),
         LlamaConfig(**{**SMALL, "num_key_value_heads": 1}),
         Qwen3Config(**SMALL, head_dim=32),
     ],
-    ids=["linear-rope", "biases", "wide-heads-tied", "multi-query", "head-norms"],
+    ids=[
+        "linear-rope",
+        "yarn",
+        "longrope",
+        "biases",
+        "wide-heads-tied",
+        "multi-query",
+        "head-norms",
+    ],
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_logits_equal_those_of_transformers(config: Any, kernels: str, tmp_path: Path) -> None:

@@ -434,6 +434,16 @@ def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")] if "│" in line else []
 
 
+def test_overrides_of_config_json_are_planned_with(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = '--rope-scaling={"rope_type": "yarn", "factor": 4.0}'
+    longer = '--hf-overrides={"max_position_embeddings": 4096}'
+    assert main(["plan", f"--model={qwen}", "--gpu-memory=80GiB", rope, longer]) == 0
+    rows = dict(cells_of(line)[:2] for line in capsys.readouterr().out.splitlines() if "│" in line)
+    assert rows["KV of longest sequence, GPU"] == "3.00 GiB"  # 4 × 4096 tokens of 192 KiB
+
+
 def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"--model={qwen}", "--gpu-memory=24GiB", "--max-model-len=16384"]) == 1
     text = capsys.readouterr().out

@@ -1,0 +1,224 @@
+"""Clients of several routers of one cluster, whose streams outlive the router that serves them.
+
+    client = ResumingClient(["http://10.0.0.1:8000", "http://10.0.0.9:8000"], api_key)
+    for chunk in client.stream("/v1/completions", {"model": "m", "prompt": "Once"}):
+        print(chunk["choices"][0]["text"], end="")
+
+The chunks are those of one stream that nothing happened to. The stream's events have ids; when it
+breaks off, the client sends the same body with the ids that it has got to the next router, which
+streams what follows (`router/http/resume.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from http.client import HTTPException
+from typing import Any, Self
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import aiohttp
+
+from pdserve.client.server import Answer, client_session, encode
+from pdserve.common.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
+
+Chunk = dict[str, Any]
+
+PATIENCE = 30.0  # seconds without a new event after which a stream is given up
+PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two tries
+SILENCE = 60.0  # seconds without a byte after which a router counts as dead
+
+
+class Progress:
+    """What has come of one stream, and what to ask for next; without I/O."""
+
+    def __init__(self, body: Mapping[str, Any], patience: float) -> None:
+        self._body = {**body, "stream": True, "resumable": True}
+        self._patience = patience
+        self._ids: list[str] = []
+        self._since = time.monotonic()
+        self.done = False
+        self.begin()
+
+    def begin(self) -> bytes:
+        """Returns the body of the next request; what came without an id is dropped."""
+        self._held: list[Chunk] = []
+        self._chunk: Chunk | None = None
+        self._id: str | None = None
+        return encode({**self._body, "resume": self._ids} if self._ids else self._body)
+
+    def take(self, line: bytes) -> list[Chunk]:
+        """Takes a line of the stream; returns the chunks that cannot come again.
+
+        Raises:
+            PdserveError: the router says that the stream has failed.
+        """
+        name, _, value = line.rstrip(b"\r\n").partition(b": ")
+        if name == b"id":
+            self._id = value.decode()
+        elif name == b"data":
+            self.done = value == b"[DONE]"
+            self._chunk = None if self.done else json.loads(value)
+            if self._chunk is not None and "error" in self._chunk:
+                raise _error(self._chunk)
+        elif not name:
+            return self._event()
+        return []
+
+    def _event(self) -> list[Chunk]:
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            self._held.append(chunk)
+        if self._id is None and not self.done:
+            return []
+        if self._id is not None:
+            self._ids.append(self._id)
+            self._id = None
+        self._since = time.monotonic()
+        held, self._held = self._held, []
+        return held
+
+    def failed(self, error: Exception) -> float:
+        """Returns the seconds to wait before the next try.
+
+        Raises:
+            Exception: `error`, because another try would not help, or too much time has passed.
+        """
+        typed = error if isinstance(error, PdserveError) else None
+        final = typed is not None and not isinstance(typed, Overloaded | Unavailable)
+        if final or time.monotonic() - self._since > self._patience:
+            raise error
+        return min((typed and typed.retry_after) or PAUSE, LONGEST_PAUSE)
+
+
+class ResumingClient:
+    """For threads; each stream has connections of its own."""
+
+    def __init__(
+        self, urls: Sequence[str], api_key: str | None = None, patience: float = PATIENCE
+    ) -> None:
+        """`urls`: of the routers, without /v1. A stream without a new event for `patience` seconds
+        fails."""
+        self._urls = _checked(urls)
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._patience = patience
+        self._turn = 0
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Chunk]:
+        """Yields the chunks of `/v1/completions` or `/v1/chat/completions`.
+
+        Raises:
+            PdserveError: a router refuses the request, or says that it has failed.
+            OSError, HTTPException: no router has answered for as long as `patience`.
+        """
+        progress = Progress(body, self._patience)
+        while not progress.done:
+            turn = self._turn
+            try:
+                yield from self._once(self._urls[turn % len(self._urls)], path, progress)
+            except (OSError, HTTPException, PdserveError) as error:
+                pause = progress.failed(error)
+                if self._turn == turn:  # else another stream has met this router's death
+                    self._turn += 1
+                time.sleep(pause)
+
+    def _once(self, url: str, path: str, progress: Progress) -> Iterator[Chunk]:
+        request = Request(url + path, progress.begin(), self._headers)
+        try:
+            response = urlopen(request, timeout=SILENCE)
+        except HTTPError as error:
+            with error:
+                after = error.headers.get("Retry-After")
+                raise _refusal(error.code, error.read(), after) from None
+        with response:
+            for line in response:
+                yield from progress.take(line)
+        if not progress.done:
+            raise ConnectionError(f"{url} broke off its answer")
+
+
+class AsyncResumingClient:
+    """For an event loop. Use as a context manager."""
+
+    def __init__(
+        self, urls: Sequence[str], api_key: str | None = None, patience: float = PATIENCE
+    ) -> None:
+        """As `ResumingClient`."""
+        self._urls = _checked(urls)
+        self._api_key = api_key
+        self._patience = patience
+        self._turn = 0
+
+    async def __aenter__(self) -> Self:
+        self._session = client_session(self._api_key)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """Yields the chunks as `ResumingClient.stream` does.
+
+        Raises:
+            PdserveError: a router refuses the request, or says that it has failed.
+            aiohttp.ClientError, OSError: no router has answered for as long as `patience`.
+        """
+        progress = Progress(body, self._patience)
+        while not progress.done:
+            turn = self._turn
+            try:
+                url = self._urls[turn % len(self._urls)]
+                async with aclosing(self._once(url, path, progress)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            except (aiohttp.ClientError, OSError, PdserveError) as error:
+                pause = progress.failed(error)
+                if self._turn == turn:
+                    self._turn += 1
+                await asyncio.sleep(pause)
+
+    async def _once(self, url: str, path: str, progress: Progress) -> AsyncGenerator[Chunk, None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE)
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(
+            url + path, data=progress.begin(), headers=headers, timeout=timeout
+        ) as response:
+            if response.status >= 400:
+                after = response.headers.get("Retry-After")
+                raise _refusal(response.status, await response.read(), after)
+            rest = b""
+            async for piece in response.content.iter_any():  # its lines have a bound
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    for chunk in progress.take(line):
+                        yield chunk
+        if not progress.done:
+            raise ConnectionError(f"{url} broke off its answer")
+
+
+def _checked(urls: Sequence[str]) -> list[str]:
+    if isinstance(urls, str) or not urls:
+        raise ConfigError("urls: give a list of the routers' URLs, one at least")
+    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+
+def _refusal(status: int, body: bytes, retry_after: str | None) -> PdserveError:
+    try:
+        found: Any = json.loads(body)
+    except ValueError:
+        found = body.decode(errors="replace")
+    seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
+    return Answer(status, found, "", seconds).error()
+
+
+def _error(event: Chunk) -> PdserveError:
+    """A router that stops may have a successor; what else it says is the request's end."""
+    found: Any = event["error"]
+    code = found.get("code") if isinstance(found, dict) else None
+    return Answer(503 if code == "shutting_down" else 500, event, "").error()
