@@ -24,7 +24,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     model, name = state.response_model(chat.body.model), chat.generation.request_id
     choices = ChatChoiceWriter(state.model.tokenizer, chat)
     writer = OpenAIWriter(name, model, chat.body, choices, [chat.generation])
-    return await respond(request, writer.resumable(request, asked), writer)
+    return await respond(request, await writer.resumable(request, asked), writer)
 
 
 class ChatChoiceWriter:

@@ -60,7 +60,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     choices = CompletionChoiceWriter(state.model.tokenizer, body, asked.texts, prompts)
     model = state.response_model(body.model)
     writer = OpenAIWriter(response_id, model, body, choices, generations, best)
-    return await respond(request, writer.resumable(request, asked), writer)
+    return await respond(request, await writer.resumable(request, asked), writer)
 
 
 class CompletionChoiceWriter:

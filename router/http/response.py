@@ -201,14 +201,14 @@ class OpenAIWriter:
     def stream(self) -> bool:
         return bool(self.body.stream)
 
-    def resumable(
+    async def resumable(
         self, request: web.Request, asked: Preprocessed[Any]
     ) -> Sequence[GenerationRequest]:
         """Returns the generations, which go on where the client is if the body resumes a stream.
         Raises as `resume.resumable`."""
         seeds = [each.sampling.seed for each in self.generations]
         drawn = Drawn(self.id, self.created, seeds)
-        if (found := resumable(request, asked, self.generations, drawn)) is None:
+        if (found := await resumable(request, asked, self.generations, drawn)) is None:
             return self.generations
         self.ids, self.id, self.created = found.ids, found.drawn.id, found.drawn.created
         return found.generations
