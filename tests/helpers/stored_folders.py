@@ -16,7 +16,8 @@ from torch import Tensor
 from benchmarks.quantized_folder import MODULES, load_weights
 
 FP8 = torch.float8_e4m3fn
-EXPERTS = ("w1", "w2", "w3")  # Mixtral's
+EXPERTS = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def folders(source: Path, target: Path, settings: Mapping[str, Any], quantize: Q
     for seed, (name, tensor) in enumerate(load_weights(source).items()):
         module = name.removesuffix(".weight")
         dense[name] = tensor.float()
-        if module.endswith((*MODULES, *EXPERTS)):
+        if module.endswith((*MODULES, *EXPERTS, *LATENT)):
             parts, dense[name] = quantize(tensor.float(), seed)
             stored |= {f"{module}.{part}": each for part, each in parts.items()}
         else:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from test_model import split_logits
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from benchmarks.quantized_folder import Scheme, load_weights, quantize_matrix
@@ -65,6 +65,26 @@ def test_fp8_and_int8(kind: str, source: Path, tmp_path: Path) -> None:
     for ours, right in zip(model.shards(), dense.shards(), strict=True):
         assert torch.equal(ours.target, right.target), ours.name
     check_logits(made)
+
+
+def test_deepseek_in_blocks(tmp_path: Path) -> None:
+    """Latent attention and experts, stored as DeepSeek does."""
+    config = DeepseekV3Config(
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, n_group=2, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, initializer_range=0.2,
+        vocab_size=512, max_position_embeddings=256,
+    )  # fmt: skip
+    with torch.inference_mode(False):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    kind = SCALED["blocks"]
+    check_logits(
+        folders(
+            tmp_path / "plain", tmp_path / "a", kind, lambda matrix, _: scaled(matrix, "blocks")
+        )
+    )
 
 
 @pytest.mark.parametrize(
