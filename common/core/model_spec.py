@@ -28,6 +28,7 @@ from pdserve.common.core.moe_spec import (
 )
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, RopeSpec, rope_settings
+from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 
 MAX_SHOWN = 20  # folder names that an error suggests
 DTYPES = ("float32", "bfloat16", "float16")
@@ -118,7 +119,8 @@ class ModelSpec:
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
-    quantization: Quantization | None = None
+    quantization: Quantization | None = None  # of weights in memory
+    stored: StoredWeights | None = None  # of weights that are dequantized while they are loaded
     latent: LatentSpec | None = None
     num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
@@ -160,6 +162,8 @@ class ModelSpec:
         )
         head_dim = config.get("head_dim") or hidden // heads
         attention_bias = bool(config.get("attention_bias", False))
+        settings, moe = config.get("quantization_config"), family.moe
+        quantization, stored = weight_formats(settings, has_experts=moe is not None)
         latent = LatentSpec.from_config(config, rope_settings(config)) if family.latent else None
         rope = RopeSpec.from_config(config, latent.rope_dim if latent else head_dim)
         return cls(
@@ -187,8 +191,9 @@ class ModelSpec:
             layer_windows=_windows_of(config, family),
             dtype=dtype_of(config),
             eos_token_ids=eos_of({**config, **(generation or {})}),
-            moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
-            quantization=_quantization_of(config),
+            moe=None if moe is None else MoESpec.from_config(config, moe),
+            quantization=quantization,
+            stored=stored,
             latent=latent,
             num_extra_layers=config.get("num_nextn_predict_layers") or 0,
         )
@@ -387,15 +392,6 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings that transformers supports and this decoder does not."""
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
-
-
-def _quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    settings = config.get("quantization_config")
-    if not settings:
-        return None
-    if config.get("num_experts") or config.get("num_local_experts"):
-        raise ConfigError("a mixture of experts with quantized weights is not supported")
-    return Quantization.from_config(settings)
 
 
 def _windows_of(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:

@@ -2,11 +2,13 @@
 
 Checkpoints describe it under `quantization_config` in `config.json`, in the format of Hugging Face
 transformers: AWQ (arXiv:2306.00978) as AutoAWQ writes it, GPTQ (arXiv:2210.17323) as AutoGPTQ and
-GPTQModel do.
+GPTQModel do, and pack-quantized as compressed-tensors does. `stored_weights.py` reads the formats
+that are dequantized while they are loaded.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,11 @@ from pdserve.common.core.errors import ConfigError
 
 SUPPORTED = (
     "AWQ checkpoints (version gemm, 4 bits, zero_point), GPTQ checkpoints (4 or 8 bits, "
-    "checkpoint_format gptq or gptq_v2), or --quantization int8 with an unquantized one"
+    "checkpoint_format gptq or gptq_v2), FP8 (fp8, fbgemm_fp8, modelopt), compressed-tensors "
+    "(pack-quantized of 4 or 8 bits, float-quantized, int-quantized), MXFP4, or "
+    "--quantization int8 with an unquantized one"
 )
+REGEX = "re:"  # begins a path that is a regular expression, from the module's first letter on
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +30,16 @@ class Quantization:
     except that `int8` also covers the head and an embedding tied to it.
 
     `int8` quantizes weights while they are loaded, with a scale per output channel and no zero
-    points. In `awq` and `gptq`, every `group_size` inputs of an output channel share a scale and a
-    zero point.
+    points. In the others, every `group_size` inputs of an output channel share a scale and a zero
+    point; `symmetric` files store no zero points, and all are `zero_offset`.
     """
 
-    method: str  # "int8", "awq" or "gptq"
+    method: str  # "int8", "awq", "gptq" or "compressed-tensors"
     bits: int
     group_size: int | None = None  # None: all inputs
     desc_act: bool = False  # the tensor `g_idx` assigns inputs to groups, not their order
     zero_offset: int = 0  # added to stored zero points
+    symmetric: bool = False  # whether no zero points are stored
     excluded: tuple[str, ...] = ()  # (parts of) paths of modules that keep the dtype
     included: tuple[str, ...] = ()  # (parts of) paths of quantized modules; empty: all others
 
@@ -45,9 +51,10 @@ class Quantization:
             ConfigError: the format is not supported.
         """
         method = config.get("quant_method")
-        reader = {"awq": _awq, "gptq": _gptq}.get(str(method))
+        readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _pack_quantized}
+        reader = readers.get(str(method))
         if reader is None:
-            raise _unsupported("quant_method", method)
+            raise unsupported("quant_method", method)
         return reader(config)
 
     def covers(self, module: str) -> bool:
@@ -76,7 +83,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
     _check(config, "zero_point", True)
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise _unsupported("awq version", version)
+        raise unsupported("awq version", version)
     return Quantization(
         method="awq",
         bits=4,
@@ -90,8 +97,10 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
     _check(config, "checkpoint_format", "gptq", "gptq_v2", None)
     _check(config, "pack_dtype", "int32", None)
     _check(config, "lm_head", False, None)
-    if config.get("dynamic"):
-        raise _unsupported("gptq dynamic", config["dynamic"])
+    rules = config.get("dynamic") or {}
+    if not all(rule.startswith("-:") for rule in rules):
+        raise unsupported("gptq dynamic", rules)
+    unchanged = tuple(REGEX + rule.removeprefix("-:") for rule in rules)
     blocks = config.get("modules_in_block_to_quantize") or ()
     return Quantization(
         method="gptq",
@@ -100,27 +109,67 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
         desc_act=bool(config.get("desc_act", False)),
         # The format `gptq` stores zero points minus one.
         zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1,
-        excluded=tuple(config.get("modules_to_not_convert") or ()),
+        excluded=tuple(config.get("modules_to_not_convert") or ()) + unchanged,
         included=tuple(name for names in blocks for name in names),
     )
+
+
+def _pack_quantized(config: Mapping[str, Any]) -> Quantization:
+    weights = compressed_weights(config)
+    bits, symmetric, strategy = (weights.get(k) for k in ("num_bits", "symmetric", "strategy"))
+    if bits not in (4, 8) or weights.get("type", "int") != "int":
+        raise unsupported("pack-quantized num_bits", bits)
+    if strategy not in ("group", "channel"):
+        raise unsupported("pack-quantized strategy", strategy)
+    return Quantization(
+        method="compressed-tensors",
+        bits=bits,
+        group_size=_group_size(weights) if strategy == "group" else None,
+        desc_act=weights.get("actorder") in ("group", "dynamic"),
+        zero_offset=2 ** (bits - 1) if symmetric else 0,
+        symmetric=bool(symmetric),
+        excluded=tuple(config.get("ignore") or ()),
+        included=_targets(config),
+    )
+
+
+def compressed_weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what compressed-tensors says of weights, alike for all modules it quantizes."""
+    groups = list((config.get("config_groups") or {}).values())
+    kinds = [group.get("weights") or {} for group in groups]
+    if not kinds or any(kind != kinds[0] for kind in kinds):
+        raise unsupported("compressed-tensors config_groups", config.get("config_groups"))
+    return dict(kinds[0])
+
+
+def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    targets = [name for group in config["config_groups"].values() for name in group["targets"]]
+    return () if "Linear" in targets else tuple(targets)
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
     size = config.get("group_size")
     if isinstance(size, int) and (size == -1 or size > 0):
         return None if size == -1 else size
-    raise _unsupported("group_size", size)
+    raise unsupported("group_size", size)
 
 
 def _check(config: Mapping[str, Any], key: str, *values: Any) -> None:
     if config.get(key) not in values:
-        raise _unsupported(f"{config['quant_method']} {key}", config.get(key))
+        raise unsupported(f"{config['quant_method']} {key}", config.get(key))
 
 
-def _unsupported(what: str, value: Any) -> ConfigError:
+def unsupported(what: str, value: Any) -> ConfigError:
+    """Returns the error for a setting of `quantization_config`."""
     return ConfigError(f"quantization_config: {what} {value!r} is not supported; use {SUPPORTED}")
 
 
 def _names(paths: Iterable[str], module: str) -> bool:
-    """Returns whether one of the paths is a sequence of whole components of `module`."""
-    return any(f".{path}." in f".{module}." for path in paths)
+    """Returns whether one of the paths is a sequence of whole components of `module`, or a regular
+    expression that fits its beginning."""
+    return any(
+        re.match(path.removeprefix(REGEX), module) is not None
+        if path.startswith(REGEX)
+        else f".{path}." in f".{module}."
+        for path in paths
+    )

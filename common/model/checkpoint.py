@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
 
@@ -21,6 +22,22 @@ INDEX_FILE = "model.safetensors.index.json"
 _PAGE = 4096  # bytes per tensor that the revision reads
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 _MAX_HEADER = 100_000_000  # the format's own limit
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint; what is not read takes no memory."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str:
+        """Returns the name that safetensors gives it: "F32", "BF16", "F8_E4M3" …"""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Reads a part: a tuple of slices, of which missing ones are whole."""
+
+
+Checkpoint = Mapping[str, StoredTensor]
+"""Tensors by name. Views wrap one to read its tensors in another way."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -42,9 +59,9 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, Any]:
+def open_checkpoint(folder: Path, stack: ExitStack) -> Checkpoint:
     """Returns tensor name → lazy slice; the files stay open until `stack` closes."""
-    checkpoint: dict[str, Any] = {}
+    checkpoint: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))

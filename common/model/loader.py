@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -18,8 +18,9 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import usable_cores
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model.checkpoint import open_checkpoint
+from pdserve.common.model.checkpoint import Checkpoint, open_checkpoint
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.dequantize import dequantized
 from pdserve.common.model.sharding import Shard, Sharding
 from pdserve.common.model.stages import Stage
 
@@ -51,7 +52,7 @@ def load_model(
     if config.model is None:
         raise ConfigError("--model must name a checkpoint folder")
     with ExitStack() as stack:
-        checkpoint = open_checkpoint(Path(config.model), stack)
+        checkpoint = dequantized(open_checkpoint(Path(config.model), stack), spec.stored)
         _check(checkpoint, spec)
         parts = ((shard, checkpoint[shard.name][shard.index]) for shard in shards)
         _copy(parts, shards, on_progress)
@@ -72,7 +73,7 @@ def _copy(
         shard.finish()
 
 
-def _check(checkpoint: Mapping[str, Any], spec: ModelSpec) -> None:
+def _check(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Raises ConfigError unless the checkpoint's tensors are exactly the model's."""
     whole = CausalLM(spec, Sharding(GroupCoordinator(), torch.device("meta"), torch.float32))
     expected = {shard.name: list(shard.shape) for shard in whole.shards()}
@@ -101,7 +102,9 @@ def _harmless(name: str, part: Any, spec: ModelSpec) -> bool:
     if name.startswith(tuple(f"model.layers.{layer}." for layer in extra)):
         return True
     tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or name.endswith("rotary_emb.inv_freq") or _gptq_extra(name, part, spec)
+    shape = name.endswith(".weight_shape")  # of compressed-tensors
+    unused = tied_head or shape or name.endswith("rotary_emb.inv_freq")
+    return unused or _gptq_extra(name, part, spec)
 
 
 def _gptq_extra(name: str, part: Any, spec: ModelSpec) -> bool:

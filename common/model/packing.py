@@ -1,5 +1,5 @@
-"""Packs and unpacks 4- and 8-bit weights: 32-bit words in AWQ and GPTQ files, two per byte in
-memory."""
+"""Packs and unpacks 4- and 8-bit weights: 32-bit words in AWQ, GPTQ and compressed-tensors files,
+two per byte in memory."""
 
 from __future__ import annotations
 
@@ -19,34 +19,51 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AutoAWQ's position in a word of each of 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """The format of a packed `[in, out]` matrix in a file, with words along one dimension."""
+    """The format of a packed matrix in a file, with words along one dimension: `[in, out]`, or
+    `[out, in]` if not `transposed`."""
 
+    name: str  # the last part of the tensor's name
     bits: int
-    dim: int  # 0: a word has several inputs; 1: several outputs
+    dim: int  # along which a word has several numbers
     order: tuple[int, ...]  # position of each number in a word, from the low bits
+    transposed: bool = True
 
     @classmethod
     def of(cls, method: str, bits: int) -> PackedMatrix:
-        """Returns the format of `qweight` in "awq" or "gptq" files."""
+        """Returns the format of weights in "awq", "gptq" or "compressed-tensors" files."""
+        in_order = tuple(range(WORD_BITS // bits))
+        if method == "compressed-tensors":
+            return cls("weight_packed", bits, 1, in_order, transposed=False)
         if method == "awq":
-            return cls(bits, 1, AWQ_ORDER)
-        return cls(bits, 0, tuple(range(WORD_BITS // bits)))
+            return cls("qweight", bits, 1, AWQ_ORDER)
+        return cls("qweight", bits, 0, in_order)
 
-    def along_outputs(self) -> PackedMatrix:
-        """Returns the format of `qzeros`, which both methods pack along outputs."""
-        return replace(self, dim=1)
+    def of_zeros(self) -> PackedMatrix:
+        """Returns the format of zero points, which all methods pack along outputs."""
+        if not self.transposed:
+            return replace(self, name="weight_zero_point", dim=0)
+        return replace(self, name="qzeros", dim=1)
+
+    def shape_of(self, words: list[int]) -> tuple[int, int]:
+        """Returns the outputs and inputs of a matrix of so many words."""
+        rows, columns = words
+        per_word = len(self.order)
+        shape = (rows * per_word, columns) if self.dim == 0 else (rows, columns * per_word)
+        return shape[::-1] if self.transposed else shape
 
     def shard(
         self,
-        name: str,
+        module: str,
         shape: tuple[int, int],
         kept: tuple[slice, slice],
         target: Tensor,
         then: Callable[[Tensor], Tensor] = Tensor.contiguous,
     ) -> Shard:
-        """Returns the shard for the part `kept` of a matrix of `shape` numbers. `target` gets it
-        transposed to `[out, in]` and passed through `then`."""
-        per_word = len(self.order)
+        """Returns the shard for the part `kept` of a matrix of `shape` numbers, both `[out, in]`.
+        `target` gets it passed through `then`."""
+        per_word, name = len(self.order), f"{module}.{self.name}"
+        if self.transposed:
+            shape, kept = shape[::-1], kept[::-1]
         shape_in_words, index = list(shape), list(kept)
         start, stop = kept[self.dim].start, kept[self.dim].stop
         shape_in_words[self.dim] //= per_word
@@ -67,7 +84,8 @@ class PackedMatrix:
         if words.dtype != torch.int32:
             raise ConfigError(f"{name} has dtype {words.dtype}, but packed weights are int32")
         numbers = unpack_words(words, self.bits, self.dim, self.order)
-        return then(numbers.narrow(self.dim, skipped, count).t())
+        kept = numbers.narrow(self.dim, skipped, count)
+        return then(kept.t() if self.transposed else kept)
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...]) -> Tensor:

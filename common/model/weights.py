@@ -3,7 +3,7 @@
     PlainWeight     [out, in] in the dtype
     Int8Weight      [out, in] int8, and a scale per output channel
     GroupedWeight   [out, in] 4- or 8-bit numbers, and a scale and a zero point per group of inputs
-                    of an output channel: AWQ and GPTQ checkpoints
+                    of an output channel: AWQ, GPTQ and pack-quantized checkpoints
 
 Native CPU kernels multiply by the first two directly. Otherwise int8 and grouped weights are
 dequantized for each product, which costs time but no lasting memory. `common/planning/footprint.py`
@@ -234,11 +234,11 @@ Table = PlainWeight | Int8Weight
 """Weights with row look-up."""
 
 
-# ---- AWQ and GPTQ ----
+# ---- AWQ, GPTQ and pack-quantized ----
 
 
 class GroupedWeight:
-    """Weights of AWQ and GPTQ: `(number - zero point) * scale`.
+    """Weights of AWQ, GPTQ and pack-quantized files: `(number - zero point) * scale`.
 
     Groups are runs of `group_size` inputs, and a rank has whole groups. Otherwise (ranks split a
     group, or GPTQ's `desc_act`) `group_of` has the group of each input.
@@ -256,7 +256,8 @@ class GroupedWeight:
         shape = (rows, self.groups.stop - self.groups.start)
         packed = count // 2 if quantization.bits == 4 else count
         self.values = sharding.zeros(rows, packed, dtype=torch.uint8)
-        self.zeros = sharding.zeros(*shape, dtype=torch.uint8)  # as stored: see `zero_offset`
+        stored = (rows, 0) if quantization.symmetric else shape
+        self.zeros = sharding.zeros(*stored, dtype=torch.uint8)  # as stored: see `zero_offset`
         self.scales = sharding.zeros(*shape)
         self.group_of = self._group_of(columns, inputs, sharding.device)
 
@@ -280,7 +281,9 @@ class GroupedWeight:
             weight = unpack_nibbles(self.values, self.dtype)
         else:
             weight = self.values.to(self.dtype)
-        zeros = self.zeros.to(self.dtype) + self.quantization.zero_offset
+        symmetric = self.quantization.symmetric
+        stored = torch.zeros_like(self.scales) if symmetric else self.zeros.to(self.dtype)
+        zeros = stored + self.quantization.zero_offset
         if self.group_of is None:
             grouped = weight.view(*self.scales.shape, -1)
             grouped.sub_(zeros[:, :, None]).mul_(self.scales[:, :, None])
@@ -300,9 +303,10 @@ class GroupedWeight:
         ):
             yield from self._shards_of(part, values, zeros, scales)
             if self.quantization.desc_act and self.group_of is not None:
-                check = partial(self._checked_groups, f"{part.name}.g_idx")
-                shape, kept = part.shape[1:], (part.columns,)
-                yield Shard(f"{part.name}.g_idx", shape, kept, self.group_of[index], check)
+                prefix = "weight_" if self._compressed else ""
+                name = f"{part.name}.{prefix}g_idx"
+                check = partial(self._checked_groups, name)
+                yield Shard(name, part.shape[1:], (part.columns,), self.group_of[index], check)
 
     def _shards_of(
         self, part: MatrixPart, values: Tensor, zeros: Tensor, scales: Tensor
@@ -311,11 +315,19 @@ class GroupedWeight:
         _, groups = self.quantization.groups(0, inputs, inputs)
         matrix = PackedMatrix.of(self.quantization.method, self.quantization.bits)
         to_bytes = pack_nibbles if self.quantization.bits == 4 else Tensor.contiguous
-        kept, of_groups = (part.columns, part.rows), (self.groups, part.rows)
-        shape = (groups, outputs)
-        yield matrix.shard(f"{part.name}.qweight", (inputs, outputs), kept, values, to_bytes)
-        yield matrix.along_outputs().shard(f"{part.name}.qzeros", shape, of_groups, zeros)
-        yield Shard(f"{part.name}.scales", shape, of_groups, scales, torch.t)
+        kept, of_groups = (part.rows, part.columns), (part.rows, self.groups)
+        shape = (outputs, groups)
+        yield matrix.shard(part.name, (outputs, inputs), kept, values, to_bytes)
+        if not self.quantization.symmetric:
+            yield matrix.of_zeros().shard(part.name, shape, of_groups, zeros)
+        if self._compressed:
+            yield Shard(f"{part.name}.weight_scale", shape, of_groups, scales)
+        else:
+            yield Shard(f"{part.name}.scales", shape[::-1], of_groups[::-1], scales, torch.t)
+
+    @property
+    def _compressed(self) -> bool:
+        return self.quantization.method == "compressed-tensors"
 
     def _checked_groups(self, name: str, groups: Tensor) -> Tensor:
         """Raises ConfigError for group ids out of range, which would fail later in a product."""

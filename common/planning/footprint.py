@@ -112,11 +112,9 @@ class Footprint:
             return attention + self._moe_weights(spec.moe)
         return attention + self._mlp_weights(f"model.layers.{layer}.mlp", spec.intermediate_size)
 
-    def _mlp_weights(self, name: str, inner: int, split: int | None = None) -> int:
-        """Bytes of an MLP that `split` ranks share (default: `tp`)."""
-        split, hidden = split or self.tp, self.spec.hidden_size
-        vectors = self.spec.mlp_bias * (2 * inner // split + hidden)
-        return self._stored(self._mlp(name, inner, split)) + vectors * self.item
+    def _mlp_weights(self, name: str, inner: int) -> int:
+        vectors = self.spec.mlp_bias * (2 * inner // self.tp + self.spec.hidden_size)
+        return self._stored(self._mlp(name, inner, self.tp)) + vectors * self.item
 
     def _moe_weights(self, moe: MoESpec) -> int:
         """Bytes of an MoE layer. Each rank has the whole router (and shared expert's gate)."""
@@ -130,8 +128,9 @@ class Footprint:
         return total
 
     def expert_weights(self, moe: MoESpec) -> int:
-        """Bytes of this rank's part of one expert."""
-        return self._mlp_weights("experts", moe.intermediate_size, self.tp // self.ep)
+        """Bytes of this rank's part of one expert, whose weights are never packed."""
+        matrices = self._mlp("experts", moe.intermediate_size, self.tp // self.ep)
+        return sum(each.rows * each.columns for each in matrices) * self.item
 
     def _expert_inner(self, moe: MoESpec) -> int:
         return moe.intermediate_size // (self.tp // self.ep)
@@ -181,9 +180,9 @@ class Footprint:
         if kind.method == "int8":
             return numbers + matrix.rows * self.item
         first, last = kind.groups(0, matrix.columns, matrix.inputs)
-        groups = matrix.rows * (last - first)  # each with a scale and a byte for its zero point
+        groups = matrix.rows * (last - first)  # each with a scale, and a byte for a zero point
         index = matrix.parts * matrix.columns * GROUP_INDEX_BYTES if kind.desc_act else 0
-        return numbers * kind.bits // 8 + groups * (self.item + 1) + index
+        return numbers * kind.bits // 8 + groups * (self.item + (not kind.symmetric)) + index
 
     # ---- LoRA adapters ----
 

@@ -114,6 +114,7 @@ class RolePlan:
     pipeline_partition: tuple[int, ...]  # layers of each stage
     dtype: str
     quantization: str | None  # "int8" or "int4", for linear layers
+    stored: str | None  # the format of weights that are dequantized while they are loaded
     parameters: int
     active_parameters: int  # parameters that compute one token; fewer in an MoE model
     parameter_bytes: int  # parameters × bits per weight, as if all weights were quantized
@@ -158,6 +159,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         pipeline_partition=tuple(stage.num_layers for stage in setup.stages()),
         dtype=setup.dtype,
         quantization=f"int{bits}" if kind else None,
+        stored=str(setup.spec.stored) if setup.spec.stored else None,
         parameters=parameters,
         active_parameters=parameters - numbers.idle_weights() // 4,
         parameter_bytes=parameters * bits // 8,

@@ -127,6 +127,11 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     compiled = engine.compilation.compile
     kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)
     sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
+    if model_spec.stored is not None and spec.rank == 0:
+        logger.info(
+            "the weights are stored as %s and dequantized to %s while they are loaded; activations "
+            "stay in that dtype", model_spec.stored, engine.model.quantization or dtype_name(dtype),
+        )  # fmt: skip
     model = load_decoder(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
     draft_model = load_draft_model(engine, sharding)
     peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes)

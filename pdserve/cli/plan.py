@@ -175,6 +175,8 @@ def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{plan.parameters / 1e9:.2f} B, {plan.dtype}"
     if plan.active_parameters < plan.parameters:
         yield "active parameters per token", f"{plan.active_parameters / 1e9:.2f} B"
+    if plan.stored:
+        yield "stored as", f"{plan.stored}, dequantized while loaded"
     if plan.quantization:
         yield f"parameters × {plan.quantization}", _gb(plan.parameter_bytes)
     yield "weights of the model", _gb(plan.weights)

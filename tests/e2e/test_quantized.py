@@ -21,6 +21,7 @@ from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.planning.kv_budget import format_bytes
 from slow_quantization import dequantized_folder
+from stored_folders import SCALED, folders, scaled
 from tiny_engine import CPU, greedy, single_threaded_inference
 from warm import WarmCluster
 
@@ -56,6 +57,22 @@ def test_a_quantized_checkpoint(tmp_path: Path) -> None:
         cluster.start_node("decode")
         cluster.wait_nodes()
         assert answers(cluster) == expected(load(folder), folder)
+        cluster.wait_idle()
+
+
+def test_a_checkpoint_that_is_dequantized(tmp_path: Path) -> None:
+    """The tokens are those of transformers with the weights that the FP8 file stands for."""
+    kind = SCALED["blocks"]
+    folder = folders(LLAMA, tmp_path / "fp8", kind, lambda matrix, _: scaled(matrix, "blocks"))
+    dense = tmp_path / "fp8-dense"
+    right = [reference.greedy(dense, each, NUM_TOKENS) for each in PROMPTS]
+    with WarmCluster(folder, 0, 0) as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=2)
+        cluster.start_node("decode")
+        cluster.wait_nodes()
+        assert answers(cluster) == [reference.decode(dense, each) for each in right]
+        said = "the weights are stored as FP8 in blocks of 48×32 and dequantized to float32"
+        assert cluster.log().count(said) == 2
         cluster.wait_idle()
 
 

@@ -880,7 +880,7 @@ async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: P
 @pytest.mark.parametrize("role", ["p", "d"])
 async def test_a_node_whose_name_does_not_resolve_loses_nothing(tmp_path: Path, role: str) -> None:
     names = ("p0", "p1", "d0", "d1")
-    options = {"queue_timeout": 5, "breaker_cooldown": 5}
+    options = {"queue_timeout": 5, "breaker_cooldown": 1}
     async with fake_cluster(tmp_path, names, watched=True, **options) as cluster:
         bad = cluster[f"{role}0"]
         bad.register("nowhere.invalid:7")

@@ -63,6 +63,8 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     """Reads `config.json` with `overrides` merged into it; never runs code of the checkpoint.
     Raises ConfigError."""
     config = overridden(read_json(folder / "config.json"), overrides)
+    if config.get("quantization_config"):
+        raise ConfigError("quantized weights are served natively only, not through transformers")
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"transformers has no model type {kind!r}, which config.json names")

@@ -58,7 +58,7 @@ def spec_of(**changes: Any) -> ModelSpec:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM.*Qwen3"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8.*AWQ.*GPTQ.*int8"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quark.*AWQ.*GPTQ.*int8"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn.*float32, bfloat16, float16"),
         ({"vocab_size": None}, "vocab_size must be an integer"),
     ],

@@ -1,0 +1,108 @@
+"""Which formats of stored weights the loader dequantizes. Standard library only.
+
+`quantization_config` in `config.json` describes them. Their weights take the bytes of `--dtype` in
+memory, and activations are not rounded: results are those of the dequantized model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.quantization import (
+    Quantization,
+    compressed_weights,
+    unsupported,
+)
+
+FP8, INT8, MXFP4 = "FP8", "INT8", "MXFP4"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The format of weights that are dequantized while they are loaded.
+
+    FP8 and INT8 weights have a scale for a tensor, an output channel or a `block`; of MXFP4 (Open
+    Compute Project, Microscaling Formats 1.0) 32 weights have one. A mixture's experts of a
+    `grouped` format are dequantized too, though its other layers stay packed.
+    """
+
+    kind: str  # "FP8", "INT8", "MXFP4", or the method of `grouped`
+    block: tuple[int, int] | None = None  # outputs, inputs that share a scale
+    grouped: Quantization | None = None
+
+    def __str__(self) -> str:
+        if self.block is not None:
+            return f"{self.kind} in blocks of {self.block[0]}×{self.block[1]}"
+        return self.kind if self.grouped is None else f"{self.kind} experts"
+
+
+def weight_formats(
+    config: Mapping[str, Any] | None, has_experts: bool
+) -> tuple[Quantization | None, StoredWeights | None]:
+    """Reads a checkpoint's `quantization_config`: the format that linear layers keep in memory, and
+    the one that is dequantized.
+
+    Raises:
+        ConfigError: the format is not supported.
+    """
+    if not config:
+        return None, None
+    method = config.get("quant_method")
+    if method in ("bitsandbytes", "bnb"):
+        raise ConfigError(
+            "quantization_config: bitsandbytes weights are not supported: serve the model they "
+            "are made of, with --quantization int8 for 8 bits"
+        )
+    if method == "compressed-tensors" and config.get("format") != "pack-quantized":
+        return None, _compressed(config)
+    reader = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "mxfp4": _mxfp4}
+    if method in reader:
+        return None, reader[method](config)
+    packed = Quantization.from_config(config)
+    return packed, StoredWeights(packed.method, grouped=packed) if has_experts else None
+
+
+def _fp8(config: Mapping[str, Any]) -> StoredWeights:
+    kind = str(config.get("fmt") or "e4m3")
+    if "e4m3" not in kind:
+        raise unsupported("fp8 fmt", kind)
+    return StoredWeights(FP8, _block(config.get("weight_block_size")))
+
+
+def _modelopt(config: Mapping[str, Any]) -> StoredWeights:
+    if config.get("quant_algo") != "FP8":
+        raise unsupported("modelopt quant_algo", config.get("quant_algo"))
+    return StoredWeights(FP8)
+
+
+def _mxfp4(config: Mapping[str, Any]) -> StoredWeights:
+    return StoredWeights(MXFP4)
+
+
+def _compressed(config: Mapping[str, Any]) -> StoredWeights:
+    weights, format = compressed_weights(config), config.get("format")
+    kinds = {("float", 8): FP8, ("int", 8): INT8}
+    kind = kinds.get((weights.get("type", "int"), weights.get("num_bits", 8)))
+    known = ("float-quantized", "int-quantized", "naive-quantized")
+    if kind is None or format not in known:
+        raise unsupported("compressed-tensors format", format)
+    if not weights.get("symmetric", True):
+        raise unsupported("compressed-tensors symmetric", False)
+    if weights.get("strategy") not in ("tensor", "channel", "block"):
+        raise unsupported("compressed-tensors strategy", weights.get("strategy"))
+    return StoredWeights(kind, _block(weights.get("block_structure")))
+
+
+def _block(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    if (
+        isinstance(size, list | tuple)
+        and len(size) == 2
+        and all(isinstance(each, int) and each > 0 for each in size)
+    ):
+        return size[0], size[1]
+    raise unsupported("weight_block_size", size)

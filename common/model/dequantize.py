@@ -1,0 +1,197 @@
+"""A view of a checkpoint whose quantized weights read as plain float32 ones.
+
+    FP8, INT8    X and X_scale_inv or X_scale    →  X
+    MXFP4        X_blocks and X_scales           →  X
+    experts      X.qweight, X.qzeros … of AWQ, GPTQ and pack-quantized  →  X.weight
+
+A part of a weight is dequantized when it is read, with no more of the file than that needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.quantization import Quantization
+from pdserve.common.core.stored_weights import MXFP4, StoredWeights
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
+from pdserve.common.model.packing import PackedMatrix
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.weights import GroupedWeight, MatrixPart
+
+_SCALED_DTYPES = ("F8_E4M3", "I8")
+_SCALES = ("_scale_inv", "_scale")
+# Scales of activations and of KV, neither of which is rounded.
+_UNUSED = ("input_scale", "activation_scale", "input_scale_ub", ".k_scale", ".v_scale", ".q_scale")
+_EXPERTS = ".experts."
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_VALUES = torch.tensor([*_FP4, *(-value for value in _FP4)])
+_FP4_BLOCK = 32  # weights with one scale, in 16 bytes
+_EXPONENT_BIAS = 127
+
+
+def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpoint:
+    """Returns the view; the checkpoint itself if nothing is to be dequantized.
+
+    Raises:
+        ConfigError: a quantized weight has no scale, or one of another shape.
+    """
+    if stored is None:
+        return checkpoint
+    if stored.grouped is not None:
+        return _experts_view(checkpoint, stored.grouped)
+    if stored.kind == MXFP4:
+        return _mxfp4_view(checkpoint)
+    return _scaled_view(checkpoint, stored)
+
+
+def _ranges(index: Any, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the start and end along each dimension; dimensions without an index are whole."""
+    slices = index if isinstance(index, tuple) else (index,)
+    slices += (slice(None),) * (len(shape) - len(slices))
+    return [each.indices(size)[:2] for each, size in zip(slices, shape, strict=True)]
+
+
+# ---- FP8 and INT8 ----
+
+
+def _scaled_view(checkpoint: Checkpoint, stored: StoredWeights) -> Checkpoint:
+    view: dict[str, StoredTensor] = {}
+    used: set[str] = set()
+    for name, tensor in checkpoint.items():
+        if tensor.get_dtype() not in _SCALED_DTYPES:
+            view[name] = tensor
+            continue
+        scale = next((name + each for each in _SCALES if name + each in checkpoint), None)
+        if scale is None:
+            raise ConfigError(f"{name} is {tensor.get_dtype()} but has no {name}{_SCALES[0]}")
+        view[name] = _Scaled(scale, tensor, checkpoint[scale], stored.block)
+        used.add(scale)
+    return {n: t for n, t in view.items() if n not in used and not n.endswith(_UNUSED)}
+
+
+class _Scaled:
+    """A tensor of numbers times scales, which `steps[d]` neighbours along dimension d share."""
+
+    def __init__(
+        self, name: str, numbers: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None
+    ) -> None:
+        self._numbers, self._scale = numbers, scale
+        shape, scales = numbers.get_shape(), scale.get_shape()
+        if len(scales) < len(shape):  # of the tensor, or of its output channels
+            scales = [*scales, *[1] * (len(shape) - len(scales))]
+        self._scales = scales
+        blocks = (*shape[:-2], *(block or shape[-2:]))
+        self._steps = [
+            1 if count == size else size if count == 1 else step
+            for count, size, step in zip(scales, shape, blocks, strict=True)
+        ]
+        if scales != [-(-n // step) for n, step in zip(shape, self._steps, strict=True)]:
+            raise ConfigError(f"{name} of shape {scale.get_shape()} does not fit weights {shape}")
+
+    def get_shape(self) -> list[int]:
+        return self._numbers.get_shape()
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        scale = self._scale[()].float().reshape(self._scales)
+        for dim, (start, end) in enumerate(_ranges(index, self.get_shape())):
+            if self._scales[dim] > 1:
+                places = torch.arange(start, end) // self._steps[dim]
+                scale = scale.index_select(dim, places)
+        return self._numbers[index].float().mul_(scale)
+
+
+# ---- MXFP4 ----
+
+
+def _mxfp4_view(checkpoint: Checkpoint) -> Checkpoint:
+    view = dict(checkpoint)
+    for blocks in [name for name in checkpoint if name.endswith("_blocks")]:
+        name = blocks.removesuffix("_blocks")
+        if f"{name}_scales" not in checkpoint:
+            raise ConfigError(f"{blocks} has no {name}_scales")
+        view[name] = _Mxfp4(name, view.pop(blocks), view.pop(f"{name}_scales"))
+    return view
+
+
+class _Mxfp4:
+    """`[experts, in, out]` of uint8 blocks `[experts, out, in / 32, 16]`, two numbers a byte (low
+    bits first), and a power of two for each block. gpt-oss has inputs before outputs."""
+
+    def __init__(self, name: str, blocks: StoredTensor, scales: StoredTensor) -> None:
+        self._blocks, self._scales = blocks, scales
+        shape = blocks.get_shape()
+        if len(shape) != 4 or scales.get_shape() != shape[:3] or 2 * shape[3] != _FP4_BLOCK:
+            raise ConfigError(f"{name}_blocks {shape} and _scales {scales.get_shape()} do not fit")
+
+    def get_shape(self) -> list[int]:
+        experts, outputs, blocks, _ = self._blocks.get_shape()
+        return [experts, blocks * _FP4_BLOCK, outputs]
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        experts, inputs, outputs = _ranges(index, self.get_shape())
+        first, last = inputs[0] // _FP4_BLOCK, -(-inputs[1] // _FP4_BLOCK)
+        part = (slice(*experts), slice(*outputs), slice(first, last))
+        packed = self._blocks[*part, slice(None)]
+        values = _FP4_VALUES[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
+        exponents = self._scales[part].int() - _EXPONENT_BIAS
+        whole = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
+        start = inputs[0] - first * _FP4_BLOCK
+        return whole.narrow(-1, start, inputs[1] - inputs[0]).transpose(1, 2)
+
+
+# ---- experts of AWQ, GPTQ and pack-quantized ----
+
+
+def _experts_view(checkpoint: Checkpoint, kind: Quantization) -> Checkpoint:
+    packed = PackedMatrix.of(kind.method, kind.bits)
+    view = {name: t for name, t in checkpoint.items() if not _of_quantized_expert(name)}
+    for name in checkpoint:
+        module, _, part = name.rpartition(".")
+        if _EXPERTS in name and part == packed.name:
+            view[f"{module}.weight"] = _ExpertMatrix(module, checkpoint, kind, packed)
+    return view
+
+
+def _of_quantized_expert(name: str) -> bool:
+    return _EXPERTS in name and not name.endswith((".weight", ".bias"))
+
+
+class _ExpertMatrix:
+    """An expert's `[out, in]`, read as a rank would read its part."""
+
+    def __init__(
+        self, module: str, checkpoint: Checkpoint, kind: Quantization, packed: PackedMatrix
+    ) -> None:
+        self._module, self._checkpoint, self._kind = module, checkpoint, kind
+        self._shape = packed.shape_of(checkpoint[f"{module}.{packed.name}"].get_shape())
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows, columns = (slice(*each) for each in _ranges(index, self._shape))
+        sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
+        part = MatrixPart(self._module, self._shape, rows, columns)
+        weight = GroupedWeight([part], sharding, self._kind)
+        for shard in weight.shards():
+            stored = self._checkpoint.get(shard.name)
+            if stored is None or stored.get_shape() != list(shard.shape):
+                found = "missing" if stored is None else f"of shape {stored.get_shape()}"
+                raise ConfigError(f"{shard.name} is {found}, not of shape {list(shard.shape)}")
+            shard.target.copy_(shard.convert(stored[shard.index]))
+        return weight.dense()

@@ -1,0 +1,79 @@
+"""A node refuses a checkpoint that it cannot serve: one sentence and exit status 2, before it
+serves anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paths import MODELS
+
+FILE = "model.safetensors"
+NORM = "model.norm.weight"
+
+
+def truncated(folder: Path) -> None:
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-1000])
+
+
+def another_shape(folder: Path) -> None:
+    save_file({**load_file(folder / FILE), NORM: torch.ones(7)}, folder / FILE)
+
+
+def missing_tensor(folder: Path) -> None:
+    tensors = load_file(folder / FILE)
+    del tensors[NORM]
+    save_file(tensors, folder / FILE)
+
+
+def quantized_as(settings: dict[str, str]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        text = json.dumps({**config, "quantization_config": settings})
+        (folder / "config.json").write_text(text)
+
+    return edit
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "truncated": ("decode_node", truncated, FILE),
+    "shape": ("decode_node", another_shape, NORM),
+    "missing": ("prefill_node", missing_tensor, f"missing: {NORM}"),
+    "unknown": ("decode_node", quantized_as({"quant_method": "quark"}), "quant_method 'quark'"),
+    "bitsandbytes": (
+        "prefill_node",
+        quantized_as({"quant_method": "bitsandbytes"}),
+        "bitsandbytes weights are not supported",
+    ),
+    "tokenizer": ("router", without_tokenizer, "tokenizer.json"),
+}
+FAST = ("truncated", "tokenizer")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
+def test_a_checkpoint_that_cannot_be_served(name: str, tmp_path: Path) -> None:
+    role, spoil, said = CASES[name]
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "llama-gqa", folder)
+    spoil(folder)
+    ports = ["--port=0", "--registry-port=0"] if role == "router" else ["--device=cpu"]
+    command = [sys.executable, "-m", f"pdserve.{role}", f"--model={folder}", "--grpc-port=0"]
+    done = subprocess.run([*command, *ports], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
