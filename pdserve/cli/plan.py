@@ -140,15 +140,9 @@ def _model_config(config: PlanConfig) -> ModelConfig:
 
 
 def _read_spec(config: ModelConfig) -> ModelSpec:
-    path, overrides = Path(config.model or ""), config.overrides
-    if path.is_file():
-        return ModelSpec.from_file(path, overrides)
-    try:
-        return ModelSpec.from_folder(path, overrides)
-    except ConfigError:
-        from pdserve.common.model.implementation import read_spec  # imports torch
-
-        return read_spec(path, "auto", overrides)
+    path = Path(config.model or "")
+    read = ModelSpec.from_file if path.is_file() else ModelSpec.from_folder
+    return read(path, config.overrides)
 
 
 # ---- tables ----
