@@ -69,7 +69,7 @@ class Fleet:
     def start_router(self, before: Sequence[str] = (), name: str = "router") -> None:
         """`before` as in `WarmStart.start`."""
         ports = self.routers[name]
-        options = {"port": ports["http"], "grpc_port": ports["grpc"]}
+        options: dict[str, Any] = {"port": ports["http"], "grpc_port": ports["grpc"]}
         options = {"registry_port": ports["registry"], **options, **self._router}
         options = {"model": self.model, **options}
         self.pids[name] = self._start("router", flags(options), before)
