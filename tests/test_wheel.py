@@ -64,7 +64,8 @@ def expected(folders: Sequence[str]) -> set[str]:
     face = (
         path.relative_to(ROOT) for name in FACE for path in (ROOT / "pdserve" / name).rglob("*.py")
     )
-    return {"pdserve/__init__.py", "pdserve/py.typed", *names, *map(str, face)}
+    models = "pdserve/common/model/models.json"
+    return {"pdserve/__init__.py", "pdserve/py.typed", models, *names, *map(str, face)}
 
 
 @pytest.fixture(scope="module")
