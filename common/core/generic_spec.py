@@ -16,6 +16,7 @@ from pdserve.common.core.model_spec import (
     overridden,
     read_json,
 )
+from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -38,7 +39,7 @@ class Outline:
         text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
         return cls(
             vocab_size=_first_int(text, "vocab_size"),
-            max_position_embeddings=_first_int(text, *_CONTEXT),
+            max_position_embeddings=_exact_context(text),
             dtype=dtype_of(text),
             eos_token_ids=eos_of(
                 {**text, **(read_json(generation) if generation.is_file() else {})}
@@ -68,6 +69,18 @@ def read_outline(folder: Path, impl: str, overrides: Mapping[str, Any]) -> Outli
         if impl == "native":
             raise
         return Outline.from_folder(folder, overrides)
+
+
+def _exact_context(config: Mapping[str, Any]) -> int:
+    """Returns the positions within which a token's rotation does not depend on how long the longest
+    sequence of its step is."""
+    longest, settings = _first_int(config, *_CONTEXT), rope_settings(config)
+    by_layer_type = [each for each in settings.values() if isinstance(each, Mapping)]
+    for rope in (settings, *by_layer_type):
+        if (rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT:
+            original = rope.get(ORIGINAL) or config.get(ORIGINAL) or longest
+            longest = min(longest, int(original))
+    return longest
 
 
 def _first_int(config: Mapping[str, Any], *keys: str) -> int:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config
 
 from pdserve.cli.main import main
 from pdserve.cli.models import known_models
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.generic_spec import read_outline
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
@@ -82,6 +83,25 @@ def test_dummy_weights_need_only_a_config(gemma: Path) -> None:
     load(gemma, load_format="dummy")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(gemma)
+
+
+def test_rope_that_depends_on_the_longest_sequence_ends_at_the_original_context(
+    tmp_path: Path,
+) -> None:
+    """Beyond it transformers would turn all sequences of a step by the longest one."""
+    factors = [1.0] * 8
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "pad_token_id": 0}
+    Phi3Config(
+        **sizes,
+        architectures=["Phi3ForCausalLM"],
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        rope_parameters={**rope, "rope_theta": 10000.0, "original_max_position_embeddings": 128},
+    ).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path, "auto", {})
+    assert spec.impl == "transformers" and spec.max_position_embeddings == 128
+    assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 128
 
 
 @pytest.mark.parametrize(
