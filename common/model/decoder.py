@@ -9,9 +9,9 @@ Inference only: callers run it under `torch.inference_mode()`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -119,24 +119,23 @@ class DecoderLayer:
         return shards_of(self.input_norm, self.attention, self.mlp_norm, self.mlp)
 
 
-class Decoder(Protocol):
-    """What computes steps on a rank; `CausalLM` says what the members are."""
+class Decoder(ABC):
+    """What computes steps on a rank. Each KV group has its own attention: `prepare` returns the
+    contexts for `forward`."""
 
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def stage(self) -> Stage: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def expert_parallel_size(self) -> int: ...
-    @property
-    def attentions(self) -> list[AttentionBackend]: ...
-    @property
-    def weights_bytes(self) -> int: ...
-    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]: ...
+    spec: ModelSpec
+    stage: Stage
+    device: torch.device
+    dtype: torch.dtype
+    expert_parallel_size: int
+    attentions: Sequence[AttentionBackend]  # one per KV group
+
+    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
+        """Returns what `forward` needs of a step. `batches`: one per KV group."""
+        together = zip(self.attentions, batches, strict=True)
+        return [attention.prepare(batch) for attention, batch in together]
+
+    @abstractmethod
     def forward(
         self,
         inputs: Tensor,
@@ -144,17 +143,27 @@ class Decoder(Protocol):
         contexts: Sequence[AttentionContext],
         kv_caches: Sequence[Tensor],
         lora: LoRA | None = None,
-    ) -> Tensor: ...
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
-    def expert_loads(self) -> Tensor | None: ...
+    ) -> Tensor:
+        """Computes a step's tokens and writes their KV; see `CausalLM.forward`."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Returns float32 logits `[B, vocab]` of `[B, hidden]`."""
+
+    @abstractmethod
+    def expert_loads(self) -> Tensor | None:
+        """Returns int64 `[sparse layers, experts]`: tokens of the last `forward` per expert; None
+        if that is not counted."""
+
+    @property
+    @abstractmethod
+    def weights_bytes(self) -> int:
+        """The bytes of this rank's weights."""
 
 
-class CausalLM:
-    """A `Decoder`: a rank's part of a decoder-only language model: its share of its stage's layers.
-
-    Each KV group has its own attention: `prepare` returns the contexts for `forward`. Weights are
-    zero until `load_model` fills them.
-    """
+class CausalLM(Decoder):
+    """A rank's part of a decoder-only language model: its share of its stage's layers. Weights are
+    zero until `load_model` fills them."""
 
     def __init__(self, spec: ModelSpec, sharding: Sharding, stage: Stage | None = None) -> None:
         """Raises ConfigError if the model cannot be split over the group's ranks."""
@@ -176,11 +185,6 @@ class CausalLM:
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
         self.attentions = [_attention_backend(spec, group, sharding) for group in spec.kv_groups]
         self._places = places(spec.kv_groups, self.stage)
-
-    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
-        """Returns what `forward` needs of a step. `batches`: one per KV group."""
-        together = zip(self.attentions, batches, strict=True)
-        return [attention.prepare(batch) for attention, batch in together]
 
     def forward(
         self,

@@ -8,7 +8,8 @@ from typing import Any
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import FAMILIES, ModelSpec, check_folder, read_json
+from pdserve.common.core.families import FAMILIES
+from pdserve.common.core.model_spec import ModelSpec, check_folder, read_json
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.loader import OnProgress, load_model
 from pdserve.common.model.sharding import Sharding

@@ -16,12 +16,10 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.attention import (
-    AttentionBackend,
-    AttentionBatch,
     AttentionContext,
     AttentionShape,
 )
-from pdserve.common.model.decoder import places
+from pdserve.common.model.decoder import Decoder, places
 from pdserve.common.model.hf.attention import NAME, Answers, Style, StyledAttention, answering
 from pdserve.common.model.hf.describe import model_class, read_config
 from pdserve.common.model.layers import LoRA
@@ -31,8 +29,8 @@ from pdserve.common.model.stages import Stage
 MAX_LISTED = 5  # tensors that an error names
 
 
-class TransformersModel:
-    """A `Decoder`."""
+class TransformersModel(Decoder):
+    """A class of transformers, whole on this rank."""
 
     expert_parallel_size = 1
 
@@ -42,7 +40,7 @@ class TransformersModel:
         self._model = model
         self._base: nn.Module = model.base_model
         self._head = _head_of(model)
-        self.attentions: list[AttentionBackend] = [
+        self.attentions = [
             StyledAttention(
                 AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.window),
                 self.device,
@@ -51,10 +49,6 @@ class TransformersModel:
             for kv in spec.kv_groups
         ]
         self._places = places(spec.kv_groups, self.stage)
-
-    def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
-        together = zip(self.attentions, batches, strict=True)
-        return [attention.prepare(batch) for attention, batch in together]
 
     def forward(
         self,
