@@ -115,7 +115,9 @@ class PlanConfig:
     The options of a node that decide what fits on its GPUs.
     """
 
-    model: str | None = option(None, "folder of a Hugging Face checkpoint, or its config.json")
+    model: str | None = option(
+        None, "folder of a Hugging Face checkpoint, its config.json, or a GGUF file"
+    )
     gpu_memory: str | None = option(None, "memory of one GPU, e.g. 24GiB")
     tensor_parallel_size: int = option(
         1, "ranks each stage is split over, in both roles", short="--tp", minimum=1

@@ -33,8 +33,8 @@ class ModelConfig:
 
     model: str | None = option(
         None,
-        "folder of a Hugging Face checkpoint, or a name on the Hub (org/name) (default: the "
-        "embedded SmolLM2-135M-Instruct)",
+        "folder of a Hugging Face checkpoint, a GGUF file, or a name on the Hub (org/name) "
+        "(default: the embedded SmolLM2-135M-Instruct)",
     )
     revision: str | None = option(
         None, "branch, tag or commit of a model by name (default: main)", metavar="TEXT"
@@ -46,8 +46,8 @@ class ModelConfig:
     )
     served_model_name: list[str] = option(
         [],
-        "model names clients may use; answers have the first one (default: the folder's name, or "
-        "the name on the Hub)",
+        "model names clients may use; answers have the first one (default: the folder's or the "
+        "GGUF file's name, or the name on the Hub)",
         metavar="NAME",
     )
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
@@ -85,7 +85,7 @@ class ModelConfig:
     )
     load_format: str = option(
         "auto",
-        "auto: safetensors; dummy: random weights, from config.json alone",
+        "auto: safetensors or GGUF; dummy: random weights, from config.json alone",
         choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
