@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
-from pdserve.common.core.request import TokenEvent
+from pdserve.common.core.request import PromptPath, TokenEvent
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.channels import Channels
@@ -50,7 +50,7 @@ class Attempt:
         metrics: RouterMetrics,
         state: RequestState,
         decode: Node,
-        local_prefill: bool,
+        path: PromptPath,
     ) -> None:
         self._registry = registry
         self._channels = channels
@@ -63,9 +63,10 @@ class Attempt:
         self._decode = decode
         self._decode_client = NodeClient(channels, decode, state.request_id)
         self._role, self._version = decode.role, decode.info.fingerprint
-        self._local_prefill = local_prefill
+        self._local_prefill = path is not PromptPath.TRANSFERRED
+        state.placed(path, decode.id)
         # What the decode node says next; then tokens.
-        self._awaited = "prefilled" if local_prefill else "reserved"
+        self._awaited = "prefilled" if self._local_prefill else "reserved"
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._prompt_known = False  # what the prefill node at work says of it has come
@@ -178,6 +179,7 @@ class Attempt:
         self._ticket.set_result(ticket)
 
     def _prefilled(self, prefilled: pb.Prefilled) -> None:
+        self._state.set(prefill_node=self._decode.id)
         self._state.prefilled(prefilled, self._role)
         self._decode.prefilled(len(self._job.prompt_token_ids), prefilled.cached_tokens)
         self._state.stages.enter(Phase.DECODE, self._decode.id)
@@ -244,6 +246,7 @@ class Attempt:
             with use, client.prefill(request) as call:
                 stages.enter(Phase.PREFILL, prefill.id)
                 first = await call.expect("first_token")
+                state.set(prefill_node=prefill.id)
                 stages.leave(Phase.PREFILL, to=Phase.STREAM)
                 self._take_first(first)
                 use.progressed()
