@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
+from pdserve.common.core.printable import printable
 from pdserve.common.core.request import PromptPath, TokenEvent
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import convert
@@ -22,6 +23,8 @@ from pdserve.router.requests.request_state import RequestState, bad_token
 from pdserve.router.requests.stages import Phase
 
 logger = logging.getLogger(__name__)
+
+MAX_REASON = 500  # characters of an error that are kept
 
 
 class AttemptFailed(Exception):
@@ -308,7 +311,8 @@ class Attempt:
         else:
             self._state.retries.transfer_failed(error, node)
             if self._prefill is not None and error.code in LINK_CODES:
-                self._registry.links.failed(self._prefill.id, self._decode.id)
+                reason = printable(f"{error.message} ({error.code})", MAX_REASON)
+                self._registry.links.failed(self._prefill.id, self._decode.id, reason)
         self._metrics.migrations.labels(node.role, error.code).inc()
         if node is self._decode or self._state.stages.phase in (Phase.PREFILL, Phase.HAND_OFF):
             self._state.stages.failed()

@@ -317,8 +317,8 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
 async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
     links, waits = registry.links, []
     for _ in range(8):
-        links.failed("p0", "d0")
-        links.failed("p0", "d0")  # of a request that was under way, too
+        links.failed("p0", "d0", "no route")
+        links.failed("p0", "d0", "no route")  # of a request that was under way, too
         started = clock.time
         while not links.allows("p0", "d0"):
             clock.time += 0.25
