@@ -190,8 +190,7 @@ async def _ask(server: Server, model: str, prompt: str) -> Probe:
         return Probe(answer["pdserve"]["timeline"], answer["choices"][0]["text"])
     except (LookupError, TypeError):
         raise NodeError(
-            "the answer to a probe has no timeline: is it pdserve, of this release?",
-            code="NO_TIMELINE",
+            "the answer to a probe has no timeline: is it pdserve, of this release?"
         ) from None
 
 
