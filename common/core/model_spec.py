@@ -136,7 +136,7 @@ class ModelSpec:
         """Returns the spec with --quantization applied; None leaves the checkpoint as it is.
 
         Raises:
-            ConfigError: the checkpoint is already quantized, or has experts.
+            ConfigError: the checkpoint is already quantized.
         """
         if name is None:
             return self
@@ -146,8 +146,6 @@ class ModelSpec:
                 f"--quantization {name} needs an unquantized checkpoint, and this one is quantized "
                 f"({self.quantization.method}): leave the option out"
             )
-        if self.moe is not None:
-            raise ConfigError(f"--quantization {name}: experts cannot be quantized yet")
         return replace(self, quantization=QUANTIZATIONS[name])
 
     def check_max_model_len(self, max_model_len: int) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.moe_spec import ExpertGroups, MoESpec
 from pdserve.common.distributed.all2all import RoutedTokens, occurrences
-from pdserve.common.model.kernels.packed import Packer
+from pdserve.common.model.expert_weights import make_experts
 from pdserve.common.model.layers import MLP
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
+from pdserve.common.model.weights import MatrixPart
 
 
 class MoE:
@@ -122,27 +123,35 @@ class FusedExperts:
         owners, group = sharding.all2all.group, sharding.group
         split = group.size // owners.size
         inner, part = spec.intermediate_size // split, group.rank % split
-        self.prefix, self.spec, self.kernels = prefix, spec, sharding.kernels
+        self.kernels = sharding.kernels
         self.count = spec.num_experts // owners.size
         self.first = owners.rank * self.count
-        self.inner = slice(part * inner, (part + 1) * inner)
-        self.gate_up_proj = sharding.zeros(self.count, 2 * inner, hidden)
-        self.down_proj = sharding.zeros(self.count, hidden, inner)
-        self._packed = False
+        names, size = spec.family, spec.intermediate_size
+        rows, all_hidden = slice(part * inner, (part + 1) * inner), slice(0, hidden)
+        gate_up, down = [], []
+        for expert in range(self.first, self.first + self.count):
+            of = f"{prefix}.experts.{expert}"
+            gate_up.append(
+                [
+                    MatrixPart(f"{of}.{name}", (size, hidden), rows, all_hidden)
+                    for name in (names.gate_proj, names.up_proj)
+                ]
+            )
+            down.append([MatrixPart(f"{of}.{names.down_proj}", (hidden, size), all_hidden, rows)])
+        self.gate_up_proj = make_experts(gate_up, sharding)
+        self.down_proj = make_experts(down, sharding)
 
     @property
     def has_kernel(self) -> bool:
         """Whether one kernel computes all experts, and reads on the device how many rows each."""
-        return _has_kernel(self.gate_up_proj) and _has_kernel(self.down_proj)
+        return self.gate_up_proj.has_kernel and self.down_proj.has_kernel
 
     def __call__(self, tokens: RoutedTokens) -> Tensor:
         """Returns `[T, H]`: per token the weighted sum of its experts on this rank, zeros without
         any. The order of summation does not depend on other tokens in the step."""
         count, k = tokens.experts.shape
         order, counts = self._by_expert(tokens.experts)
-        outputs = self._linear(
-            self._inner(tokens.hidden, order // k, counts), self.down_proj, counts
-        )
+        outputs = self.down_proj.linear(self._inner(tokens.hidden, order // k, counts), counts)
         outputs *= tokens.weights.flatten()[order, None]
         if self.has_kernel:  # it has left out rows of other ranks' experts, which come last
             beyond = torch.arange(len(order), device=order.device) >= counts.sum()
@@ -152,20 +161,8 @@ class FusedExperts:
         return places.sum(1)
 
     def _inner(self, hidden: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        gate_up = self._linear(hidden[rows], self.gate_up_proj, counts)
+        gate_up = self.gate_up_proj.linear(hidden[rows], counts)
         return self.kernels.silu_and_mul(gate_up)
-
-    def _linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        return grouped_linear(x, weight, counts, self.kernels.packer if self._packed else None)
-
-    def _pack(self) -> None:
-        """Packs both weights, once, if both can be packed."""
-        packer, weights = self.kernels.packer, (self.gate_up_proj, self.down_proj)
-        if packer is None or self._packed or not all(map(packer.takes, weights)):
-            return
-        for weight in weights:
-            packer.pack(weight)
-        self._packed = True
 
     def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the indices into flat `experts` `[T * k]` of this rank's experts, sorted by
@@ -178,40 +175,4 @@ class FusedExperts:
         return order if self.has_kernel else order[: int(counts.sum())], counts
 
     def shards(self) -> Iterator[Shard]:
-        names, whole = self.spec.family, slice(None)
-        size, hidden = self.spec.intermediate_size, self.down_proj.shape[1]
-        half = self.down_proj.shape[2]
-        for index in range(self.count):
-            prefix = f"{self.prefix}.experts.{self.first + index}"
-            gate_up = self.gate_up_proj[index]
-            for name, rows in ((names.gate_proj, gate_up[:half]), (names.up_proj, gate_up[half:])):
-                yield Shard(f"{prefix}.{name}.weight", (size, hidden), (self.inner, whole), rows)
-            name, target = f"{prefix}.{names.down_proj}.weight", self.down_proj[index]
-            yield Shard(name, (hidden, size), (whole, self.inner), target, finish=self._pack)
-
-
-def grouped_linear(
-    x: Tensor, weight: Tensor, counts: Tensor, packer: Packer | None = None
-) -> Tensor:
-    """Multiplies the first `counts[0]` rows of `[N, in]` by expert 0, the next by expert 1 …;
-    returns `[N, out]`. `weight`: `[experts, out, in]`, packed if there is a `packer`. Experts
-    without rows cost nothing."""
-    if len(x) and _has_kernel(weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
-    for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
-        if len(rows) and packer is not None:
-            packer.linear(rows, matrix, out=target)
-        elif len(rows):
-            torch.mm(rows, matrix.t(), out=target)
-    return out
-
-
-def _has_kernel(weight: Tensor) -> bool:
-    """Returns whether torch's grouped GEMM helps: bfloat16 on NVIDIA GPUs of compute capability 9
-    or 10, with rows of a multiple of 16 bytes. Elsewhere it is a loop like ours, for which the host
-    waits, or an error."""
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
-        return False
-    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    return aligned and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+        return shards_of(self.gate_up_proj, self.down_proj)

@@ -8,7 +8,7 @@ two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from pdserve.common.core.latent_spec import LatentSpec
@@ -109,28 +109,34 @@ class Footprint:
             vectors += spec.latent.kv_rank + (spec.latent.query_rank or 0)
         attention = self._stored(matrices) + vectors * self.item
         if spec.moe is not None and spec.is_sparse(layer):
-            return attention + self._moe_weights(spec.moe)
+            return attention + self._moe_weights(spec.moe, layer)
         return attention + self._mlp_weights(f"model.layers.{layer}.mlp", spec.intermediate_size)
 
     def _mlp_weights(self, name: str, inner: int) -> int:
         vectors = self.spec.mlp_bias * (2 * inner // self.tp + self.spec.hidden_size)
         return self._stored(self._mlp(name, inner, self.tp)) + vectors * self.item
 
-    def _moe_weights(self, moe: MoESpec) -> int:
+    def _moe_weights(self, moe: MoESpec, layer: int) -> int:
         """Bytes of an MoE layer. Each rank has the whole router (and shared expert's gate)."""
         hidden, family = self.spec.hidden_size, moe.family
         total = moe.num_experts // self.ep * self.expert_weights(moe)
         router = DTYPE_BYTES["float32"] if family.precise_router else self.item
         total += moe.num_experts * (hidden * router + 4 * family.correction_bias)
         if inner := moe.shared_intermediate_size:
-            total += self._mlp_weights("shared_expert", inner)
+            name = f"model.layers.{layer}.{family.block}.{family.shared_expert}"
+            total += self._mlp_weights(name, inner)
             total += family.shared_gate * hidden * self.item
         return total
 
     def expert_weights(self, moe: MoESpec) -> int:
-        """Bytes of this rank's part of one expert, whose weights are never packed."""
-        matrices = self._mlp("experts", moe.intermediate_size, self.tp // self.ep)
-        return sum(each.rows * each.columns for each in matrices) * self.item
+        """Bytes of this rank's part of one expert. Of all quantizations only int8 covers it."""
+        return self._stored(self._expert(moe))
+
+    def _expert(self, moe: MoESpec) -> Iterator[Matrix]:
+        kind = self.spec.quantization
+        plain = kind is None or kind.method != "int8"
+        for matrix in self._mlp("experts", moe.intermediate_size, self.tp // self.ep):
+            yield replace(matrix, plain=plain)
 
     def _expert_inner(self, moe: MoESpec) -> int:
         return moe.intermediate_size // (self.tp // self.ep)
@@ -262,9 +268,11 @@ class Footprint:
         if (kind := self.spec.quantization) is None:
             return 0
         mlp = self._mlp("model.layers.0.mlp", self.spec.intermediate_size, self.tp)
+        expert = () if self.spec.moe is None else self._expert(self.spec.moe)
         sizes = (
             each.rows * each.columns * (1 + kind.desc_act / each.parts)
-            for each in chain(self._attention(0), mlp)
+            for each in chain(self._attention(0), mlp, expert)
+            if not each.plain
         )
         return int(max(sizes)) * self.item
 

@@ -267,7 +267,7 @@ def _fixes(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
     """Yields single changes that make it fit: the smallest per dimension, every quantization."""
     yield from _first(_more_tp(setup))
     yield from _first(_more_pp(setup))
-    if setup.spec.quantization is None and setup.spec.moe is None:
+    if setup.spec.quantization is None:
         for name in QUANTIZATIONS:
             changed = replace(setup, spec=setup.spec.quantized(name))
             yield from _first([(f"--quantization {name}", changed)])

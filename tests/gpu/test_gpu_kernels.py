@@ -7,8 +7,8 @@ import torch
 
 from pdserve.common.model.attention import AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
+from pdserve.common.model.expert_weights import grouped_linear
 from pdserve.common.model.kernels.ops import CompiledKernels, TorchKernels
-from pdserve.common.model.moe import grouped_linear
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}

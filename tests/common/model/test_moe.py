@@ -22,7 +22,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.all2all import RoutedTokens
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import ExpertLoad
-from pdserve.common.model import moe
+from pdserve.common.model import expert_weights
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.moe import FusedExperts, MoE
 from pdserve.common.model.sharding import Sharding
@@ -136,7 +136,7 @@ def test_a_token_is_computed_alike_in_any_company() -> None:
     assert spec.moe is not None
     experts = FusedExperts("", spec.moe, 16, Sharding(GroupCoordinator(), CPU, torch.float32))
     for weight in (experts.gate_up_proj, experts.down_proj):
-        weight.copy_(torch.randn(weight.shape))
+        weight.tensor.copy_(torch.randn(weight.tensor.shape))
     hidden, chosen = torch.randn(50, 16), torch.rand(50, 8).topk(2).indices
     weights = torch.rand(50, 2)
     together = experts(RoutedTokens(hidden, chosen, weights, 8))
@@ -153,7 +153,7 @@ def test_rows_that_a_kernel_leaves_out_count_nothing(monkeypatch: pytest.MonkeyP
     assert spec.moe is not None
     experts = FusedExperts("", spec.moe, 16, Sharding(GroupCoordinator(), CPU, torch.float32))
     for weight in (experts.gate_up_proj, experts.down_proj):
-        weight.copy_(torch.randn(weight.shape))
+        weight.tensor.copy_(torch.randn(weight.tensor.shape))
     chosen = torch.rand(50, 8).topk(2).indices
     chosen[::3] = -1
     tokens = RoutedTokens(torch.randn(50, 16), chosen, torch.rand(50, 2), 8)
@@ -166,7 +166,7 @@ def test_rows_that_a_kernel_leaves_out_count_nothing(monkeypatch: pytest.MonkeyP
         return out
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", undefined)
-    monkeypatch.setattr(moe, "_has_kernel", lambda weight: True)
+    monkeypatch.setattr(expert_weights, "_has_kernel", lambda weight: True)
     torch.testing.assert_close(experts(tokens), expected)
 
 

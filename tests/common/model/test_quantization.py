@@ -25,7 +25,9 @@ from pdserve.common.core.quantization import Quantization
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.device import choose_kernels
+from pdserve.common.model.expert_weights import Int8Experts
 from pdserve.common.model.loader import load_model
+from pdserve.common.model.moe import MoE
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.weights import GroupedWeight, Int8Weight, MatrixPart, Weight, make_weight
 from pdserve.common.node.model_facts import ModelFacts
@@ -198,6 +200,38 @@ def test_int8_rounds_the_head_and_an_embedding_tied_to_it(name: str, kernels: st
     torch.testing.assert_close(model.head.lm_head(x), x @ rounded.t(), rtol=1e-4, atol=1e-4)
     tied = model.spec.tie_word_embeddings
     torch.testing.assert_close(looked_up(ids), rounded[ids] if tied else table(ids))
+
+
+MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_int8_rounds_experts_too(name: str, tmp_path: Path) -> None:
+    """All matrices but routers, gates and embeddings that are not tied."""
+    shutil.copyfile(MODELS / name / "config.json", tmp_path / "config.json")
+    weights: dict[str, Tensor] = load_weights(MODELS / name)
+    kept: tuple[str, ...] = (".gate.weight", "_gate.weight", "norm.weight", "bias")
+    tied = "lm_head.weight" not in weights
+    kept = kept if tied else (*kept, "embed_tokens.weight")
+    rounded = {
+        key: matrix if key.endswith(kept) else round_channels(matrix)
+        for key, matrix in weights.items()
+    }
+    save_file(rounded, tmp_path / "model.safetensors")
+    model = load(MODELS / name, quantization="int8")
+    assert isinstance(model.layers[-1].mlp, MoE)
+    assert isinstance(model.layers[-1].mlp.experts.down_proj, Int8Experts)
+    torch.testing.assert_close(logits(model), logits(load(tmp_path)), rtol=1e-4, atol=1e-4)
+
+
+def round_channels(matrix: Tensor) -> Tensor:
+    steps = matrix.float().abs().amax(1, keepdim=True) / 127
+    return (matrix.float() / steps).round() * steps
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_split_int8_mixture_equals_the_whole(name: str) -> None:
+    check_split(2, lambda member: load(MODELS / name, member, quantization="int8"))
 
 
 def check_split(size: int, build: Callable[[Any], CausalLM]) -> None:

@@ -211,6 +211,8 @@ def test_weights_are_those_of_a_quantized_model(kind: Quantization, dtype: str) 
     for name in NAMES:
         for tp in (1, 2, 4):
             assert_weights(replace(tiny(name), quantization=kind), tp, dtype)
+    for name, (tp, ep) in product(SPARSE, [(1, 1), (2, 1), (2, 2), (4, 2)]):
+        assert_weights(replace(tiny(name), quantization=kind), tp, dtype, ep)
 
 
 def test_a_plan_reads_what_a_checkpoint_says(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.node import EngineConfig, SchedulerConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.model import moe
+from pdserve.common.model import expert_weights
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.stages import Stage
@@ -139,7 +139,7 @@ def test_mixtures_are_captured_where_a_kernel_counts(
     caches = [new_cache(mixture), new_cache(mixture)]
     eager = ModelRunner(mixture, caches[0], CPU, samples=True)
     expected, loads = steps(eager, [2, 3, 4]), mixture.expert_loads()
-    monkeypatch.setattr(moe, "_has_kernel", lambda weight: True)
+    monkeypatch.setattr(expert_weights, "_has_kernel", lambda weight: True)
     assert why_eager(mixture) == ""
     captured = ModelRunner(mixture, caches[1], CPU, samples=True)
     captured.graphs = DecodeGraphs(mixture, caches[1], SIZES, [3], recorder := Recorder())

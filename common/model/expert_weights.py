@@ -1,0 +1,127 @@
+"""Formats in memory of the matrices of a rank's experts.
+
+StackedExperts    [experts, out, in] in the dtype, multiplied together where there is a kernel
+Int8Experts       int8 matrices, one weight for each expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.common.model.kernels.packed import Packer
+from pdserve.common.model.sharding import Shard, Sharding, shards_of
+from pdserve.common.model.weights import Int8Weight, MatrixPart
+
+Parts = Sequence[Sequence[MatrixPart]]
+"""For each expert the parts of its matrix, one below the other."""
+
+
+class Experts(Protocol):
+    """A matrix `[out, in]` for each expert."""
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether one kernel multiplies by all, and reads on the device how many rows each."""
+
+    def linear(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Multiplies the first `counts[0]` rows of `[N, in]` by expert 0, the next by expert 1 …;
+        returns `[N, out]`. Experts without rows cost nothing."""
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields this rank's parts of the checkpoint."""
+
+
+def make_experts(parts: Parts, sharding: Sharding) -> Experts:
+    """Returns the matrices, zero. int8 quantizes them; checkpoints' own formats of experts are
+    dequantized (`dequantize.py`)."""
+    quantization = sharding.quantization
+    if quantization is not None and quantization.method == "int8":
+        return Int8Experts(parts, sharding)
+    return StackedExperts(parts, sharding)
+
+
+class StackedExperts:
+    """Matrices of one tensor."""
+
+    def __init__(self, parts: Parts, sharding: Sharding) -> None:
+        self.parts = parts
+        rows = sum(part.count for part in parts[0])
+        columns = parts[0][0].columns
+        self.tensor = sharding.zeros(len(parts), rows, columns.stop - columns.start)
+        """`[experts, out, in]`, in row-major order until it is packed."""
+        self._packer = sharding.kernels.packer
+        self._packed = False
+
+    @property
+    def has_kernel(self) -> bool:
+        return _has_kernel(self.tensor)
+
+    def linear(self, x: Tensor, counts: Tensor) -> Tensor:
+        return grouped_linear(x, self.tensor, counts, self._packer if self._packed else None)
+
+    def shards(self) -> Iterator[Shard]:
+        for parts, matrix in zip(self.parts, self.tensor, strict=True):
+            targets = matrix.split([part.count for part in parts])
+            for part, target in zip(parts, targets, strict=True):
+                index = (part.rows, part.columns)
+                yield Shard(f"{part.name}.weight", part.shape, index, target, finish=self._pack)
+
+    def _pack(self) -> None:
+        """Packs all matrices, once, if they can be packed."""
+        packer = self._packer
+        if packer is not None and not self._packed and packer.takes(self.tensor):
+            packer.pack(self.tensor)
+            self._packed = True
+
+
+class Int8Experts:
+    """Matrices quantized to int8 while they are loaded. No grouped kernel takes them."""
+
+    has_kernel = False
+
+    def __init__(self, parts: Parts, sharding: Sharding) -> None:
+        self.weights = [Int8Weight(each, sharding) for each in parts]
+
+    def linear(self, x: Tensor, counts: Tensor) -> Tensor:
+        out = x.new_empty(len(x), len(self.weights[0].scales))
+        sizes = counts.tolist()
+        rows, targets = x.split(sizes), out.split(sizes)
+        for each, target, weight in zip(rows, targets, self.weights, strict=True):
+            if len(each):
+                target.copy_(weight.linear(each, None))
+        return out
+
+    def shards(self) -> Iterator[Shard]:
+        return shards_of(*self.weights)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, packer: Packer | None = None
+) -> Tensor:
+    """Multiplies the first `counts[0]` rows of `[N, in]` by expert 0, the next by expert 1 …;
+    returns `[N, out]`. `weight`: `[experts, out, in]`, packed if there is a `packer`. Experts
+    without rows cost nothing."""
+    if len(x) and _has_kernel(weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
+    for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
+        if len(rows) and packer is not None:
+            packer.linear(rows, matrix, out=target)
+        elif len(rows):
+            torch.mm(rows, matrix.t(), out=target)
+    return out
+
+
+def _has_kernel(weight: Tensor) -> bool:
+    """Returns whether torch's grouped GEMM helps: bfloat16 on NVIDIA GPUs of compute capability 9
+    or 10, with rows of a multiple of 16 bytes. Elsewhere it is a loop like ours, for which the host
+    waits, or an error."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return False
+    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return aligned and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
