@@ -83,8 +83,9 @@ class TransformersModel(Decoder):
         """Returns (KV group, index in the group's cache, whether it stores its KV) of a layer; of
         one that shares another layer's KV, that layer's."""
         kept = self.spec.layer_kv[layer]
-        stores = not isinstance(kept, int)
-        return *self._places[layer if stores else kept], stores
+        if isinstance(kept, int):
+            return *self._places[kept], False
+        return *self._places[layer], True
 
 
 class _Step(Answers):
