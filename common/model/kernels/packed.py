@@ -40,7 +40,7 @@ class Packer:
         if matrix.dtype == torch.int8:
             right = inputs <= MAX_INT8_INPUTS
         else:
-            right = matrix.dtype in _DTYPES and not (self._amx and matrix.dtype == torch.bfloat16)
+            right = matrix.dtype in _DTYPES
         return right and rows % ROWS == 0 and inputs * matrix.itemsize % 4 == 0
 
     def pack(self, matrix: Tensor) -> None:
