@@ -21,14 +21,13 @@ from pdserve.common.model.kernels.native import NativeKernels, call_of
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
 
-MAX_HEAD_DIM = 256
 NO_WINDOW = 1 << 62  # tokens: all there can be
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 def can_attend(shape: AttentionShape) -> bool:
     """Returns whether the kernels support this head size."""
-    return shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0
+    return shape.head_dim % 2 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,11 @@ class NativeAttention(AttentionBackend):
         return NativeContext(
             batch.block_size,
             _slots(counts, starts, offsets, tables, batch.block_size),
-            *(np.asarray(each, np.int32) for each in (offsets, counts, starts, skipped)),
-            tables,
+            rows=offsets.astype(np.int32),
+            counts=counts.astype(np.int32),
+            starts=starts.astype(np.int32),
+            skipped=np.asarray(skipped, np.int32),
+            tables=tables,
         )
 
     # ---- once per layer ----
