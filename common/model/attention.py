@@ -35,6 +35,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     window: int | None = None  # tokens that a query attends to, itself included; None: all
+    chunked: bool = False  # to those of its own chunk of `window` tokens, not to the last ones
 
     @property
     def scale(self) -> float:

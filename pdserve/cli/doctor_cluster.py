@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from pdserve.cli.finding import Finding, Verdict
 from pdserve.client.server import OPERATOR_KEY, Server, client_session, key_from_environment
 from pdserve.common.core.errors import (
+    DeadlineExceeded,
     ModelNotFound,
     NodeError,
     PdserveError,
@@ -32,7 +34,8 @@ from pdserve.common.core.request import PromptPath
 TIMEOUT = 8.0  # seconds for one answer
 MAX_REASON = 1000  # characters
 RECENT = 120.0  # seconds in which a refused node counts
-PROBE_TOKENS, STREAM_TOKENS = 4, 64  # that an answer has
+PROBE_TOKENS, STREAM_TOKENS = 4, 256  # that an answer has, at most
+ENOUGH_EVENTS, ENOUGH_SECONDS = 8, 0.3  # after which a stream is not buffered
 MIN_PROMPT, MAX_PROMPT = 64, 2048  # words; each is a token or more
 WORDS = ("the", "a", "of", "in", "is", "it", "on", "as")
 MAX_ROUNDS = 4  # of probes, until every node has had one
@@ -40,6 +43,7 @@ MAX_PROBES = 64  # of one round
 MIN_STREAM = 0.1  # seconds between the first and last token, below which nothing can be said
 BUFFERED = 0.25  # share of that time in which a buffered stream comes
 _KEY = "set PDSERVE_ADMIN_API_KEY or OPENAI_API_KEY to a key of the router"
+_UNBUFFER = "switch off buffering of text/event-stream in the proxy (nginx: proxy_buffering off)"
 _ROUTER_LOG = "look for its request id in the router's log"
 
 OK, WARNING, FAILED = Verdict.OK, Verdict.WARNING, Verdict.FAILED
@@ -83,7 +87,7 @@ async def _state(server: Server) -> dict[str, Any]:
 
 async def _try(server: Server, state: Mapping[str, Any]) -> list[Finding]:
     try:
-        return [*await _probe(server, state), await _stream(server)]
+        return [*await _probe(server, state), await _stream(server, _context(state["nodes"]))]
     except PdserveError as error:
         fix = f"see what else is named here; {_ROUTER_LOG}"
         return [Finding("probe", FAILED, f"{error.message} ({error.code})", fix)]
@@ -166,13 +170,18 @@ async def _probe(server: Server, state: Mapping[str, Any]) -> list[Finding]:
     return [*_paths(probes, nodes), *_missed(probes, usable), *_agreement(probes)]
 
 
-def _prompt(nodes: Any) -> str:
+def _prompt(nodes: Collection[Mapping[str, Any]]) -> str:
     """A prompt of at least two full blocks, where the context allows it."""
-    most = min((node.get("max_model_len") or MAX_PROMPT for node in nodes), default=MAX_PROMPT)
+    most = _context(nodes)
     block = max((node.get("block_size") or 16 for node in nodes), default=16)
     length = min(max(MIN_PROMPT, 3 * block), MAX_PROMPT, max(8, most // 4))
     draw = random.Random(0)  # the same in every probe: its answer must be, too
     return " ".join(draw.choice(WORDS) for _ in range(length))
+
+
+def _context(nodes: Iterable[Mapping[str, Any]]) -> int:
+    """The tokens of the shortest context of the nodes."""
+    return min((node.get("max_model_len") or MAX_PROMPT for node in nodes), default=MAX_PROMPT)
 
 
 async def _ask(server: Server, model: str, prompt: str) -> Probe:
@@ -296,12 +305,13 @@ def _agreement(probes: Sequence[Probe]) -> Iterator[Finding]:
 # ---- a stream --------------------------------------------------------------------------------
 
 
-async def _stream(server: Server) -> Finding:
-    """Compares when events came here with when the router had the tokens."""
+async def _stream(server: Server, most: int) -> Finding:
+    """Compares when events came here with when the router had the tokens. Reads no more than it
+    takes to see that they come one by one."""
     body = {
         "model": await server.model(),
         "prompt": "a b c",
-        "max_tokens": STREAM_TOKENS,
+        "max_tokens": min(STREAM_TOKENS, most // 2),
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -309,13 +319,23 @@ async def _stream(server: Server) -> Finding:
     }
     came: list[float] = []
     line: Mapping[str, Any] = {}
-    async for event in server.stream("/v1/completions", body):
-        came.append(monotonic())
-        line = event.get("pdserve", {}).get("timeline", line)
+    try:
+        async with aclosing(server.stream("/v1/completions", body)) as events:
+            async for event in events:
+                came.append(monotonic())
+                line = event.get("pdserve", {}).get("timeline", line)
+                if len(came) >= ENOUGH_EVENTS and came[-1] - came[0] >= ENOUGH_SECONDS:
+                    break
+    except DeadlineExceeded:
+        if len(came) < 2:
+            seen = f"{len(came)} events came in time: a proxy holds them back, or nodes are slow"
+            return Finding("stream", FAILED, seen, f"{_UNBUFFER}; else give a longer --timeout")
     made = (line.get("finished") or 0.0) - (line.get("first_token") or 0.0)
     took = came[-1] - came[0] if came else 0.0
-    seen = f"{len(came)} events in {1e3 * took:.0f} ms, whose tokens took {1e3 * made:.0f} ms"
     if made >= MIN_STREAM and took < BUFFERED * made:
-        fix = "switch off buffering for text/event-stream in the proxy (nginx: proxy_buffering off)"
-        return Finding("stream", FAILED, f"{seen}: a proxy holds them back", fix)
-    return Finding("stream", OK, seen)
+        seen = (
+            f"{len(came)} events came in {1e3 * took:.0f} ms, and their tokens took "
+            f"{1e3 * made:.0f} ms: a proxy holds them back"
+        )
+        return Finding("stream", FAILED, seen, _UNBUFFER)
+    return Finding("stream", OK, f"{len(came)} events came one by one, in {1e3 * took:.0f} ms")

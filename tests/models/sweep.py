@@ -109,7 +109,7 @@ def compare(kind: Any, model_class: Any) -> dict[str, Any]:
         except ConfigError as error:
             return {"result": "refused", "why": error.message.replace(str(folder), "the folder")}
         caches = [
-            torch.zeros(len(g.layers), g.planes, 16, g.num_kv_heads, 16, g.head_dim)
+            torch.zeros(len(g.layers), g.planes, 8, g.num_kv_heads, 16, g.head_dim)
             for g in spec.kv_groups
         ]
 

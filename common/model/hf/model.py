@@ -15,18 +15,17 @@ from transformers.utils import logging as hf_logging
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.printable import some_of
 from pdserve.common.model.attention import (
     AttentionContext,
     AttentionShape,
 )
 from pdserve.common.model.decoder import Decoder, places
 from pdserve.common.model.hf.attention import NAME, Answers, Style, StyledAttention, answering
-from pdserve.common.model.hf.describe import model_class, read_config
+from pdserve.common.model.hf.describe import first_line, model_class, read_config
 from pdserve.common.model.layers import LoRA
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-
-MAX_LISTED = 5  # tensors that an error names
 
 
 class TransformersModel(Decoder):
@@ -42,7 +41,7 @@ class TransformersModel(Decoder):
         self._head = _head_of(model)
         self.attentions = [
             StyledAttention(
-                AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.window),
+                AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.window, kv.chunked),
                 self.device,
                 self.dtype,
             )
@@ -80,9 +79,13 @@ class TransformersModel(Decoder):
     def weights_bytes(self) -> int:
         return sum(each.nbytes for each in self._model.parameters())
 
-    def place(self, layer: int) -> tuple[int, int]:
-        """Returns (KV group, index in the group's cache) of a layer."""
-        return self._places[layer]
+    def place(self, layer: int) -> tuple[int, int, bool]:
+        """Returns (KV group, index in the group's cache, whether it stores its KV) of a layer; of
+        one that shares another layer's KV, that layer's."""
+        kept = self.spec.layer_kv[layer]
+        if isinstance(kept, int):
+            return *self._places[kept], False
+        return *self._places[layer], True
 
 
 class _Step(Answers):
@@ -97,12 +100,12 @@ class _Step(Answers):
         self._model, self._contexts, self._caches = model, contexts, kv_caches
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
-        group, index = self._model.place(layer)
+        group, index, stores = self._model.place(layer)
         attention = self._model.attentions[group]
         assert isinstance(attention, StyledAttention)
-        return attention.attend_styled(
-            index, q, k, v, style, self._caches[group], self._contexts[group]
-        )
+        q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+        cache, context = self._caches[group][index], self._contexts[group]
+        return attention.attend_styled(q, k, v, style, cache, context, stores)[None]
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,10 @@ def _read(kind: Any, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # of a file, a tensor or a quantization
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"the weights in {folder} cannot be loaded: {first}") from error
+        why = first_line(error)
+        raise ConfigError(f"the weights in {folder} cannot be loaded: {why}") from error
     problems = [
-        f"{what}: {', '.join(sorted(map(str, info[key]))[:MAX_LISTED])}"
+        f"{what}: {some_of(sorted(map(str, info[key])))}"
         for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
         if info.get(key)
     ]

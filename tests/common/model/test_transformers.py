@@ -110,6 +110,7 @@ def test_rope_that_depends_on_the_longest_sequence_ends_at_the_original_context(
         ({"model_type": "nothing"}, "no model type 'nothing'"),
         ({"vocab_size": None}, "vocab_size"),
         ({"vision_config": {"hidden_size": 8}}, "images or audio"),
+        ({"layer_types": ["conv"] + ["full_attention"] * 3}, "layer 0 is a short convolution"),
     ],
 )
 def test_configs_that_are_refused(gemma: Path, changes: dict[str, Any], message: str) -> None:
