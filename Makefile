@@ -134,7 +134,7 @@ test-compose:
 # The Helm chart: rendered by helm, held to Kubernetes' schemas, and its pods run as processes.
 test-helm: $(STAMP) $(HELM_TOOLS)/helm
 	PATH="$(abspath $(HELM_TOOLS)):$$PATH" PYTHONPATH=$(abspath $(HELM_TOOLS))/schemas $(COMPILED) \
-		$(BIN)/pytest -m "" tests/helm $(TEST_ARGS)
+		$(BIN)/pytest -m "" tests/helm tests/e2e/test_chart.py $(TEST_ARGS)
 
 $(HELM_TOOLS)/helm: scripts/fetch_helm.py
 	$(BIN)/python scripts/fetch_helm.py $(HELM_TOOLS)

@@ -2,40 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
-from chart import needs_helm, pods, ports_of, render, selects, shown
-
-
-def policies(name: str = "") -> dict[str, Any]:
-    found = [each for each in render(name) if each["kind"] == "NetworkPolicy"]
-    key = "app.kubernetes.io/component"
-    return {each["spec"]["podSelector"]["matchLabels"][key]: each["spec"] for each in found}
-
-
-def allowed(name: str, source: str, target: str, port: int) -> bool:
-    """Whether the policies let a component, or "stranger", call a port of another one."""
-    spec, labels = policies(name), {c: p["metadata"]["labels"] for c, p in pods(name).items()}
-
-    def fits(rules: Sequence[Any], peers: str, other: str) -> bool:
-        return any(
-            any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule["ports"]
-                if p.get("protocol", "TCP") == "TCP")
-            and (peers not in rule or any(reaches(peer, other) for peer in rule[peers]))
-            for rule in rules
-        )  # fmt: skip
-
-    def reaches(peer: Any, other: str) -> bool:
-        pod = peer.get("podSelector")
-        return "namespaceSelector" not in peer and other in labels and pod is not None and selects(
-            pod["matchLabels"], labels[other])  # fmt: skip
-
-    leaves = source not in spec or fits(spec[source]["egress"], "to", target)
-    return leaves and fits(spec[target]["ingress"], "from", source)
-
+from chart import allowed, needs_helm, pods, policies, ports_of, selects, shown
 
 KV = 45678  # one that the kernel might choose
 

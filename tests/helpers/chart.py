@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,16 +45,16 @@ def run_helm(*arguments: str, fails: bool = False) -> str:
 
 
 @cache
-def _rendered(name: str, settings: tuple[tuple[str, str], ...]) -> list[Any]:
+def _rendered(name: str | Path, settings: tuple[tuple[str, str], ...]) -> list[Any]:
     file = ["-f", str(EXAMPLES / name)] if name else []
     words = [word for setting in settings for word in ("--set", "=".join(setting))]
     said = run_helm("template", RELEASE, str(CHART), "--namespace", "default", *file, *words)
     return [made for made in yaml.safe_load_all(said) if made]
 
 
-def render(name: str = "", **settings: str) -> list[Any]:
-    """The objects of a release with the values of an example, or the defaults; `settings` are
-    `--set`s."""
+def render(name: str | Path = "", **settings: str) -> list[Any]:
+    """The objects of a release with the values of an example, another file or the defaults;
+    `settings` are `--set`s."""
     return _rendered(name, tuple(settings.items()))
 
 
@@ -107,3 +108,30 @@ def shown() -> list[Any]:
     """The YAML of docs/kubernetes.md."""
     page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     return [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)]
+
+
+def policies(name: str = "") -> dict[str, Any]:
+    found = [each for each in render(name) if each["kind"] == "NetworkPolicy"]
+    key = "app.kubernetes.io/component"
+    return {each["spec"]["podSelector"]["matchLabels"][key]: each["spec"] for each in found}
+
+
+def allowed(name: str, source: str, target: str, port: int) -> bool:
+    """Whether the policies let a component, or "stranger", call a port of another one."""
+    spec, labels = policies(name), {c: p["metadata"]["labels"] for c, p in pods(name).items()}
+
+    def fits(rules: Sequence[Any], peers: str, other: str) -> bool:
+        return any(
+            any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule["ports"]
+                if p.get("protocol", "TCP") == "TCP")
+            and (peers not in rule or any(reaches(peer, other) for peer in rule[peers]))
+            for rule in rules
+        )  # fmt: skip
+
+    def reaches(peer: Any, other: str) -> bool:
+        pod = peer.get("podSelector")
+        return "namespaceSelector" not in peer and other in labels and pod is not None and selects(
+            pod["matchLabels"], labels[other])  # fmt: skip
+
+    leaves = source not in spec or fits(spec[source]["egress"], "to", target)
+    return leaves and fits(spec[target]["ingress"], "from", source)
