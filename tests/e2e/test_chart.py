@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 from benchmarks import hosts
+from benchmarks.hosts import Network
 from chart import allowed, needs_helm, render
+from hub import TOKEN, running_hub
 from kubelet import Kubelet, Pod
 from paths import MODELS
 from pdserve.cli import certs
+from pdserve.common.core.errors import ConfigError
+from pdserve.demo_model.embedded import find_gguf
 
 pytestmark = [pytest.mark.slow, needs_helm]
 START = 120.0  # seconds
@@ -25,6 +29,7 @@ SMALL = [
     *("--peak-tflops=0.05", "--peak-bandwidth=10"),
 ]
 QUICK = [*SMALL, "--cpu-kernels=torch"]  # to compile kernels takes half a minute of CPU
+SINGLE = {role: {"replicas": 1, "args": QUICK} for role in ROLES}
 VALUES: dict[str, Any] = {
     "model": {"path": "/models/llama-gqa", "volume": {"hostPath": {"path": str(MODELS)}}},
     "drainTimeout": 20,
@@ -33,16 +38,19 @@ VALUES: dict[str, Any] = {
 }
 
 
-@contextmanager
-def release(tmp_path: Path, values: Any, **secrets: Any) -> Iterator[Kubelet]:
+@pytest.fixture
+def network() -> Iterator[Network]:
     if why := hosts.unavailable():
         pytest.skip(why)
-    tmp_path.chmod(0o755)
-    (file := tmp_path / "values.yaml").write_text(json.dumps(values))
-    with (
-        hosts.network() as network,
-        closing(Kubelet(network, tmp_path, render(file), secrets)) as kubelet,
-    ):
+    with hosts.network() as network:
+        yield network
+
+
+@contextmanager
+def release(network: Network, folder: Path, values: Any, **secrets: Any) -> Iterator[Kubelet]:
+    """`secrets`: those that the user has made, with their entries."""
+    (file := folder / "values.yaml").write_text(json.dumps(values))
+    with closing(Kubelet(network, folder, render(file), secrets)) as kubelet:
         serving = [pod for pod in kubelet.pods if pod.component != "test"]
         for pod in serving:
             kubelet.start(pod)
@@ -70,8 +78,8 @@ def named(kubelet: Kubelet, component: str) -> list[Pod]:
     return [pod for pod in kubelet.pods if pod.component == component]
 
 
-def test_the_pods_serve_and_pass_helm_s_test(tmp_path: Path) -> None:
-    with release(tmp_path, VALUES) as kubelet:
+def test_the_pods_serve_and_pass_helm_s_test(network: Network, tmp_path: Path) -> None:
+    with release(network, tmp_path, VALUES) as kubelet:
         found = helm_test(kubelet)
         assert found["roles"] == "2 prefill, 2 decode"
         pairs = [seen for subject, seen in found.items() if " → " in subject]
@@ -96,19 +104,43 @@ def test_the_pods_serve_and_pass_helm_s_test(tmp_path: Path) -> None:
         assert kubelet.stop(*rest) == [0] * len(rest)
 
 
-def test_with_tls_names_take_the_place_of_addresses(tmp_path: Path) -> None:
+def test_with_tls_names_take_the_place_of_addresses(network: Network, tmp_path: Path) -> None:
     wildcards = [
         f"*.llm-pdserve-{role}.default.svc.cluster.local" for role in ("prefill", "decode")
     ]
     certs.write(tmp_path / "made", ["llm-pdserve", "llm-pdserve-routers", *wildcards])
     files = {"tls.crt": "cert.pem", "tls.key": "key.pem", "ca.crt": "ca.pem"}
     pair = {entry: (tmp_path / "made" / name).read_text() for entry, name in files.items()}
-    values = {**VALUES, "router": {"replicas": 1}, "tls": {"roles": "roles", "clients": "https"}}
-    values |= {role: {"replicas": 1, "args": QUICK} for role in ROLES}
-    with release(tmp_path, values, roles=pair, https=pair) as kubelet:
+    tls = {"roles": "roles", "clients": "https"}
+    values = {**VALUES, **SINGLE, "router": {"replicas": 1}, "tls": tls}
+    with release(network, tmp_path, values, roles=pair, https=pair) as kubelet:
         assert helm_test(kubelet)["roles"] == "1 prefill, 1 decode"
         for role in ROLES:
             (pod,) = named(kubelet, role)
             assert f"{pod.name}.llm-pdserve-{role}.default.svc.cluster.local:9001" in (
                 pod.log.read_text()
             )
+
+
+def test_nodes_of_both_roles_serve_a_model_of_the_hub(network: Network, tmp_path: Path) -> None:
+    """All pods share a claim, into which the model comes once, with the token."""
+    with running_hub({"gated/llama": MODELS / "llama-gqa"}, hosts.ROUTER) as hub:
+        claim = {"persistentVolumeClaim": {"claimName": "hub"}}
+        values = {
+            "model": {"path": "gated/llama", "volume": claim, "hubTokenSecret": "hub"},
+            "env": [{"name": "HF_ENDPOINT", "value": hub.url}],
+            **{role: {"replicas": 0} for role in ROLES},
+            "both": {"replicas": 2, "args": QUICK},
+        }
+        with release(network, tmp_path, values, hub={"token": TOKEN}) as kubelet:
+            assert helm_test(kubelet)["roles"] == "2 both"
+        assert hub.downloads.count("model.safetensors") == 1
+
+
+def test_a_trial_serves_the_embedded_model(network: Network, tmp_path: Path) -> None:
+    try:
+        find_gguf()
+    except ConfigError as error:
+        pytest.skip(error.message)
+    with release(network, tmp_path, {"router": {"replicas": 1}}) as kubelet:
+        assert helm_test(kubelet)["roles"] == "1 prefill, 1 decode"

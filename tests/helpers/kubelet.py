@@ -7,6 +7,7 @@ import base64
 import os
 import re
 import shlex
+import shutil
 import signal
 import ssl
 import subprocess
@@ -22,6 +23,7 @@ from urllib.request import urlopen
 from benchmarks.hosts import Network
 from chart import ports_of
 
+INIT_TIMEOUT = 300.0  # seconds
 PDSERVE = Path(sys.executable).with_name("pdserve")
 # The host's folders, but for those that a container has of its own.
 ROOT_FOLDERS = r"""
@@ -115,7 +117,12 @@ class Kubelet:
     # ---- one pod ----------------------------------------------------------------------------
 
     def start(self, pod: Pod) -> None:
-        container = pod.container
+        """Runs the containers that come first to their end, and starts the one that serves."""
+        for container in pod.spec.get("initContainers", ()):
+            assert self._run(pod, container).wait(INIT_TIMEOUT) == 0, pod.log.read_text()
+        pod.process = self._run(pod, pod.container)
+
+    def _run(self, pod: Pod, container: Any) -> subprocess.Popen[bytes]:
         environment = {each["name"]: self._value(each, pod) for each in container.get("env", ())}
         words = [
             re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word)
@@ -123,17 +130,25 @@ class Kubelet:
         ]
         variables = {"PATH": os.environ["PATH"], "HOME": "/home/pdserve", **environment}
         command = ["env", "-i", *(f"{n}={v}" for n, v in variables.items()), str(PDSERVE), *words]
-        script = ROOT_FOLDERS + "".join(self._mounts(pod)) + ENTER + shlex.join(command)
+        mounts = "".join(self._mounts(pod, container))
+        root = self._folder / f"{pod.name}.root"
         with pod.log.open("ab") as log:
-            pod.process = subprocess.Popen(
-                ["nsenter", "-t", str(self._network.pid(pod.address)), "-n",
-                 "unshare", "--mount", "--uts", "bash", "-c", script],
-                env={**os.environ, "POD_NAME": pod.name, "HOSTS": str(self._folder / "hosts"),
-                     "ROOT": str(self._folder / f"{pod.name}.root")},
+            return subprocess.Popen(
+                [
+                    *("nsenter", "-t", str(self._network.pid(pod.address)), "-n"),
+                    *("unshare", "--mount", "--uts", "bash", "-c"),
+                    ROOT_FOLDERS + mounts + ENTER + shlex.join(command),
+                ],
+                env={
+                    **os.environ,
+                    "POD_NAME": pod.name,
+                    "ROOT": str(root),
+                    "HOSTS": str(self._folder / "hosts"),
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def _value(self, variable: Any, pod: Pod) -> str:
         source = variable.get("valueFrom", {})
@@ -143,26 +158,36 @@ class Kubelet:
             return {"status.podIP": pod.address, "metadata.name": pod.name}[reference["fieldPath"]]
         return str(variable["value"])
 
-    def _mounts(self, pod: Pod) -> Iterator[str]:
+    def _mounts(self, pod: Pod, container: Any) -> Iterator[str]:
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        for mount in pod.container["volumeMounts"]:
-            place, volume = f'"$root"{mount["mountPath"]}', volumes[mount["name"]]
+        for mount in container["volumeMounts"]:
+            place = f'"$root"{mount["mountPath"]}'
             yield f"mkdir -p {place}\n"
-            if "hostPath" in volume:
-                yield f"mount --bind {volume['hostPath']['path']} {place}\n"
-            elif "emptyDir" in volume:
-                in_memory = volume["emptyDir"].get("medium") == "Memory"
-                yield f"mount -t tmpfs -o mode={1777 if in_memory else 777} volume {place}\n"
-            else:
-                yield f"mount --bind {self._written(volume['secret'])} {place}\n"
+            yield f"mount --bind {self._volume(pod, volumes[mount['name']])} {place}\n"
             if mount.get("readOnly"):
                 yield f"mount -o remount,bind,ro {place}\n"
 
-    def _written(self, source: Mapping[str, Any]) -> Path:
-        folder = self._folder / source["secretName"]
-        folder.mkdir(exist_ok=True, mode=0o755)
-        for name, text in self._secrets[source["secretName"]].items():
-            (folder / name).write_text(text)
+    def _volume(self, pod: Pod, volume: Mapping[str, Any]) -> Path:
+        """The folder of a volume, with owner and mode as Kubernetes gives them."""
+        if "hostPath" in volume:
+            return Path(volume["hostPath"]["path"])
+        if "secret" in volume:
+            name = volume["secret"]["secretName"]
+            folder = self._made(f"secret-{name}", 0o755)
+            for entry, text in self._secrets[name].items():
+                (folder / entry).write_text(text)
+            return folder
+        if "persistentVolumeClaim" in volume:
+            folder = self._made(f"claim-{volume['persistentVolumeClaim']['claimName']}", 0o2775)
+            os.chown(folder, 0, pod.spec["securityContext"].get("fsGroup", 0))
+            return folder
+        in_memory = volume["emptyDir"].get("medium") == "Memory"
+        return self._made(f"{pod.name}-{volume['name']}", 0o1777 if in_memory else 0o777)
+
+    def _made(self, name: str, mode: int) -> Path:
+        folder = self._folder / "volumes" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(mode)
         return folder
 
     def probe(self, pod: Pod, kind: str) -> int:
@@ -201,11 +226,12 @@ class Kubelet:
         return code
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Ends what still runs, and deletes its volumes."""
         for pod in self.pods:
             if pod.process is not None and pod.process.poll() is None:
                 os.killpg(pod.process.pid, signal.SIGKILL)
                 pod.process.wait()
+        shutil.rmtree(self._folder / "volumes", ignore_errors=True)
 
     # ---- who speaks to whom -----------------------------------------------------------------
 
