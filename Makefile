@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-clients | test-gpu | test-compose | lint | format
+# make demo | test | test-all | test-clients | test-gpu | test-compose | test-helm | lint | format
 #      proto | docs | site | screenshots | bench | figures | lock | lock-clients | clean
 # Everything runs from $(VENV). make installs it at first use, and again when pyproject.toml or
 # requirements-dev.lock changes.
@@ -18,6 +18,7 @@ TEST_ARGS ?=
 CLIENTS_VENV ?= build/clients
 CLIENTS_NPM ?= build/clients-npm
 LOCK_VENV ?= build/lock
+HELM_TOOLS ?= build/helm
 
 BIN := $(VENV)/bin
 COMPILED := PYTHONDONTWRITEBYTECODE=
@@ -26,8 +27,8 @@ STAMP := $(VENV)/.installed
 PIP := -m pip --quiet --disable-pip-version-check
 EXTRAS := node,demo,bench,ray,docs,dev
 
-.PHONY: demo test test-all test-clients test-gpu test-compose lint format proto docs site \
-	screenshots bench figures lock lock-clients clean
+.PHONY: demo test test-all test-clients test-gpu test-compose test-helm lint format proto docs \
+	site screenshots bench figures lock lock-clients clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
@@ -129,6 +130,14 @@ figures: $(STAMP)
 # Builds the images and runs a cluster of containers. Needs Docker with compose v2.
 test-compose:
 	compose/smoke.sh
+
+# The Helm chart: rendered by helm, held to Kubernetes' schemas, and its pods run as processes.
+test-helm: $(STAMP) $(HELM_TOOLS)/helm
+	PATH="$(abspath $(HELM_TOOLS)):$$PATH" PYTHONPATH=$(abspath $(HELM_TOOLS))/schemas $(COMPILED) \
+		$(BIN)/pytest -m "" tests/helm tests/e2e/test_chart.py $(TEST_ARGS)
+
+$(HELM_TOOLS)/helm: scripts/fetch_helm.py
+	$(BIN)/python scripts/fetch_helm.py $(HELM_TOOLS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache

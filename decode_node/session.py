@@ -235,6 +235,8 @@ class DecodeSession:
             data_s=arrival.data_s,
             commit_s=arrival.commit_s,
             verify_s=arrival.verify_s,
+            kv_connectors=arrival.connectors,
+            num_digests=arrival.num_digests,
         )
         self._writer.event(pb.DecodeEvent(landed=landed))
         event = convert.event_from_pb(arrival.first_token.token)

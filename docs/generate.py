@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from misdeployments import MISDEPLOYMENTS
 from pdserve.cli import chat, top, trace
 from pdserve.cli.main import BENCHES
 from pdserve.cli.main import COMMANDS as PROGRAMS
@@ -361,8 +365,17 @@ def model_table() -> Iterator[str]:
     yield from _table(("model type", "class", "path", "KV, or why not"), *rows)
 
 
+# ---- misdeployments ----
+
+
+def misdeployment_table() -> Iterator[str]:
+    rows = [(each.wrong, f"`{each.says}`") for each in MISDEPLOYMENTS]
+    yield from _table(("what is wrong", "what `doctor` says"), *rows)
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "models": model_table,
+    "misdeployments": misdeployment_table,
     "options": option_tables,
     "errors": error_table,
     "commands": command_table,

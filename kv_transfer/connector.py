@@ -96,11 +96,13 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Landed:
     """Sink: every piece of this rank is in its blocks and nothing more is written into them, so
-    the blocks may be used."""
+    the blocks may be used. Only the core fills in `connectors`: the names of those that moved
+    bytes."""
 
     transfer_id: bytes
     epoch: int
     nbytes: int
+    connectors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,16 +137,19 @@ class RouterServer:
             inference_pb2_grpc.add_InferenceServicer_to_server,
             InferenceServicer(state, config.write_timeout),
         )
-        server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
+        server.server.add_generic_rpc_handlers((ElsewhereRegistry(self._registry),))
         return server
 
     def _registry_server(self) -> GrpcServer:
         interval = self._config.routing.heartbeat_interval
-        server = GrpcServer(self._credentials.interceptor(), MAX_MESSAGE_NBYTES)
+        service = RegistryService(self._registry, self._model.name, interval)
+        auth = self._credentials.interceptor()
+        auth.on_refused = service.refused
+        server = GrpcServer(auth, MAX_MESSAGE_NBYTES)
         server.add(
             cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
             cluster_pb2_grpc.add_RegistryServicer_to_server,
-            RegistryService(self._registry, self._model.name, interval),
+            service,
         )
         return server
 

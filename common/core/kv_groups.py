@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer keeps of a token, and for how long: as in `KVGroup`."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    chunked: bool = False
+    planes: int = 2
+
+    @property
+    def rank(self) -> tuple[bool, int, int, int, bool]:
+        """The place of its group: full attention first, then windows from long to short."""
+        window = -(self.window or 0)
+        return self.window is not None, window, -self.num_kv_heads, -self.head_dim, self.chunked
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +30,8 @@ class KVGroup:
 
     `layers` are numbers in the model, ascending. A token has `num_kv_heads` times `planes` vectors
     of `head_dim` in each of them: a key and a value, or one latent. A query attends to `window`
-    tokens, itself included; None: to all tokens before it too.
+    tokens, itself included; None: to all tokens before it too. `chunked`: instead of the last
+    `window` tokens, to those of its own chunk of so many (Llama 4).
     """
 
     layers: tuple[int, ...]
@@ -20,10 +39,12 @@ class KVGroup:
     head_dim: int
     window: int | None = None
     planes: int = 2
+    chunked: bool = False
 
     @property
     def name(self) -> str:
-        return f"windows of {self.window} tokens" if self.window else "full attention"
+        kind = "chunks" if self.chunked else "windows"
+        return f"{kind} of {self.window} tokens" if self.window else "full attention"
 
     def layers_between(self, start: int, end: int) -> tuple[int, int]:
         """Returns the range of indices into `layers` that lie in model layers `start…end-1`."""
@@ -31,7 +52,15 @@ class KVGroup:
 
     def first_block(self, position: int, block_size: int) -> int:
         """Returns the index of the first block that the query at `position` reads."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+        if self.window is None:
+            return 0
+        if self.chunked:
+            return position // self.window * self.window // block_size
+        return max(0, position - self.window + 1) // block_size
+
+    def head_range(self, rank: int, size: int) -> tuple[int, int]:
+        """Returns the KV heads `start, end` that one of `size` ranks holds: see `head_range`."""
+        return head_range(self.num_kv_heads, rank, size)
 
     def first_kept(self, num_tokens: int, block_size: int) -> int:
         """Returns the index of the first block that is kept of `num_tokens` tokens: the first one
@@ -48,19 +77,38 @@ class KVGroup:
         return min(blocks, -(-(self.window + in_flight) // block_size) + 2)
 
 
+def head_range(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
+    """Returns the range `start, end` of KV heads that a rank holds. With more ranks than KV heads,
+    neighbouring ranks hold the same head."""
+    if size <= num_kv_heads:
+        count = num_kv_heads // size
+        return rank * count, (rank + 1) * count
+    start = rank * num_kv_heads // size
+    return start, start + 1
+
+
 def kv_groups(
     layer_windows: tuple[int | None, ...], num_kv_heads: int, head_dim: int, planes: int = 2
 ) -> tuple[KVGroup, ...]:
+    """Returns the groups of a model whose layers differ in their windows alone."""
+    return grouped(
+        [LayerKV(num_kv_heads, head_dim, window, planes=planes) for window in layer_windows]
+    )
+
+
+def grouped(layers: Sequence[LayerKV | int]) -> tuple[KVGroup, ...]:
     """Returns the groups of a model, full attention first, then windows from long to short. They
-    follow from the model alone, so that nodes of every layout number them alike."""
-    windows = sorted(set(layer_windows), key=lambda window: (window is not None, -(window or 0)))
+    follow from the model alone, so that nodes of every layout number them alike. A layer that is a
+    number keeps nothing: it attends to that layer's KV."""
+    kinds = {each for each in layers if isinstance(each, LayerKV)}
     return tuple(
         KVGroup(
-            tuple(i for i, each in enumerate(layer_windows) if each == window),
-            num_kv_heads,
-            head_dim,
-            window,
-            planes,
+            tuple(i for i, each in enumerate(layers) if each == kind),
+            kind.num_kv_heads,
+            kind.head_dim,
+            kind.window,
+            kind.planes,
+            kind.chunked,
         )
-        for window in windows
+        for kind in sorted(kinds, key=lambda kind: kind.rank)
     )

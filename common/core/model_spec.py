@@ -14,7 +14,7 @@ from typing import Any
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES, Family
-from pdserve.common.core.kv_groups import KVGroup, kv_groups
+from pdserve.common.core.kv_groups import KVGroup, LayerKV, grouped, head_range, kv_groups
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.moe_spec import MoESpec, required_int
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
@@ -56,6 +56,9 @@ class ModelSpec:
     num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
     num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
+    layer_kv: tuple[LayerKV | int, ...] = ()
+    """What each layer of a model of transformers keeps; a number: it attends to that layer's KV.
+    Native ones differ in their windows alone."""
 
     @classmethod
     def from_folder(
@@ -166,11 +169,11 @@ class ModelSpec:
             self._check_native(flag)
         if self.num_heads % size:
             raise ConfigError(f"{flag} does not divide the model's {self.num_heads} heads")
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            raise ConfigError(
-                f"{flag} neither divides the model's {self.num_kv_heads} KV heads nor is a "
-                "multiple of them"
-            )
+        for heads in {group.num_kv_heads for group in self.kv_groups}:
+            if heads % size and size % heads:
+                raise ConfigError(
+                    f"{flag} neither divides the model's {heads} KV heads nor is a multiple of them"
+                )
         if self.has_dense_layers and self.intermediate_size % size:
             raise ConfigError(f"{flag} does not divide intermediate_size {self.intermediate_size}")
 
@@ -206,6 +209,8 @@ class ModelSpec:
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
+        if self.layer_kv:
+            return grouped(self.layer_kv)
         planes = 2 if self.latent is None else 1
         return kv_groups(self.layer_windows, self.num_kv_heads, self.head_dim, planes)
 
@@ -214,13 +219,8 @@ class ModelSpec:
         return self.moe is None or len(self.moe.sparse_layers) < self.num_layers
 
     def kv_head_range(self, rank: int, size: int) -> tuple[int, int]:
-        """Returns the range `start, end` of KV heads that a rank holds. With more ranks than KV
-        heads, neighbouring ranks hold the same head."""
-        if size <= self.num_kv_heads:
-            count = self.num_kv_heads // size
-            return rank * count, (rank + 1) * count
-        start = rank * self.num_kv_heads // size
-        return start, start + 1
+        """Returns the KV heads `start, end` of a rank of a native model: see `head_range`."""
+        return head_range(self.num_kv_heads, rank, size)
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

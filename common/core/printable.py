@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 MAX_PEER_TEXT = 2000  # characters of a peer's message that a client gets
+MAX_LISTED = 5  # names of tensors that an error lists
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 
 
@@ -22,6 +24,12 @@ def cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[:limit]}… ({len(text) - limit} more characters)"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Returns the first of the names, and how many more there are."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def cut_bytes(text: str, limit: int) -> str:

@@ -84,6 +84,14 @@ class TimelineStage:
     seconds: float
 
 
+class PromptPath(StrEnum):
+    """How a decode node got the KV of a prompt."""
+
+    TRANSFERRED = "transferred"  # from a prefill node
+    LOCAL = "local"  # computed it as configured: a node of both roles, or a short prompt
+    STAND_IN = "stand_in"  # computed it because no prefill node could
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The timeline of one request. Times of events are seconds since the router accepted it, None
@@ -107,4 +115,10 @@ class Timeline:
     exposed_seconds: float = 0.0  # part of the transfer after the prompt was computed
     overlapped_seconds: float = 0.0  # part of the transfer while the prompt was computed
     total_seconds: float = 0.0  # from the request's arrival until this was written
+    path: str = ""  # a PromptPath: how the decode node got the prompt's KV
+    prefill_node: str = ""  # id of the node that computed the prompt last
+    decode_node: str = ""
+    kv_connectors: tuple[str, ...] = ()  # those that moved the KV
+    verified_runs: int = 0  # of KV, whose digests were compared
+    recomputed_tokens: int = 0  # of the prompt, computed by more than one node
     stages: tuple[TimelineStage, ...] = ()  # only if requested; they add up to total_seconds

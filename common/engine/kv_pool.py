@@ -217,7 +217,7 @@ class KVPool:
         length = len(hashes)
         for group, pool in zip(self.groups, self.pools, strict=True):
             if group.window is None:
-                length = len(pool.lookup(hashes))
+                length = len(pool.lookup(hashes[:length]))
         shorter = length
         while True:
             for _, group, pool in self._windows:

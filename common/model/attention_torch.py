@@ -109,9 +109,11 @@ class TorchAttention(AttentionBackend):
         """Returns what is added to the scores of queries at `positions`, `[queries, length]`: 0 for
         visible keys, -inf for hidden ones."""
         keys, last = torch.arange(length), positions[:, None]
-        hidden = keys > last
-        if self.shape.window is not None:
-            hidden |= keys <= last - self.shape.window
+        hidden, window = keys > last, self.shape.window
+        if window is not None and self.shape.chunked:  # the first key begins a chunk
+            hidden |= keys < last // window * window
+        elif window is not None:
+            hidden |= keys <= last - window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask.to(self.device)
 

@@ -175,6 +175,7 @@ class CausalLM(Decoder):
         self.stage = stage or Stage.whole(spec.num_layers)
         self.device = device
         self.dtype = dtype
+        self.kernels = sharding.kernels
         self.expert_parallel_size = sharding.all2all.group.size
         rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
         self.rope = RotaryEmbedding(spec.rope, rotated, device)
@@ -184,7 +185,8 @@ class CausalLM(Decoder):
         self.embedding = _embedding(spec, sharding, self.stage) if self.stage.first else None
         self.head = _Head(spec, sharding, self.embedding) if self.stage.last else None
         self.attentions = [_attention_backend(spec, group, sharding) for group in spec.kv_groups]
-        self._places = places(spec.kv_groups, self.stage)
+        found = places(spec.kv_groups, self.stage)
+        self._places = [found[layer] for layer in range(self.stage.start, self.stage.end)]
 
     def forward(
         self,
@@ -284,13 +286,12 @@ def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> Atte
     return make_backend(shape, device, dtype, sharding.kernels)
 
 
-def places(groups: Sequence[KVGroup], stage: Stage) -> list[tuple[int, int]]:
-    """Returns (KV group, index in the group's cache) of each layer of the stage."""
-    found = {
+def places(groups: Sequence[KVGroup], stage: Stage) -> dict[int, tuple[int, int]]:
+    """Returns (KV group, index in the group's cache) of each layer of the stage that keeps KV."""
+    return {
         layer: (number, index)
         for number, group in enumerate(groups)
         for index, layer in enumerate(
             group.layers[slice(*group.layers_between(stage.start, stage.end))]
         )
     }
-    return [found[layer] for layer in range(stage.start, stage.end)]

@@ -17,6 +17,7 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import usable_cores
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.printable import some_of
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.checkpoint import Checkpoint, open_checkpoint
 from pdserve.common.model.decoder import CausalLM
@@ -91,7 +92,7 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec) -> None:
             if name in found and found[name] != shape
         ],
     }
-    listed = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
+    listed = [f"{kind}: {some_of(names)}" for kind, names in problems.items() if names]
     if listed:
         raise ConfigError(f"weights do not fit {spec.architecture}; tensors " + "; ".join(listed))
 

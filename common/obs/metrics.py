@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from pdserve.common.core.errors import PdserveError, TransferError
-from pdserve.common.core.request import FinishReason, Timeline
+from pdserve.common.core.request import FinishReason, PromptPath, Timeline
 
 # vLLM's buckets.
 FIRST_TOKEN_SECONDS = (
@@ -122,6 +122,17 @@ class RouterMetrics(_Metrics):
             "Migrations of requests to other nodes, by role and error of the failed node",
             "role", "code",
         )  # fmt: skip
+        self.prompts = self._counter(
+            "prompts_total",
+            "Prompts answered, by how the decode node got their KV: transferred from a prefill "
+            "node, local (computed as configured), stand_in (computed for want of a prefill node)",
+            "path",
+        )
+        self.recomputed_tokens = self._counter(
+            "recomputed_prompt_tokens_total", "Prompt tokens that more than one node computed"
+        )
+        for path in PromptPath:
+            self.prompts.labels(path.value)
         for code in WATCHED_REQUESTS:
             self.requests.labels(code)
         for role in ("prefill", "decode", "both"):
@@ -139,6 +150,9 @@ class RouterMetrics(_Metrics):
         """Records a finished request; `generated`: tokens of each choice."""
         self.requests.labels("OK").inc()
         self.prompt_tokens.inc(prompt_tokens)
+        if timeline.path:
+            self.prompts.labels(timeline.path).inc()
+        self.recomputed_tokens.inc(timeline.recomputed_tokens)
         self.generation_tokens.inc(sum(generated))
         for reason in finish_reasons:
             self.finished.labels(reason.value).inc()

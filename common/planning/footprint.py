@@ -216,9 +216,10 @@ class Footprint:
         heads of the rank × head dimension × item size. With more ranks than KV heads each rank
         still holds one."""
         return tuple(
-            group.planes * (end - start) * self._kv_heads * group.head_dim * self.item
+            group.planes * (end - start) * (last - first) * group.head_dim * self.item
             for group in self.spec.kv_groups
             for start, end in [group.layers_between(stage.start, stage.end)]
+            for first, last in [group.head_range(0, self.tp)]
         )
 
     # ---- activations ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -157,6 +157,7 @@ class AuthInterceptor(Door):
         self.guarded = key is not None or by_certificate
         self._reflection = Reflection()
         self.address = ""  # this server's address for callers, once it is known
+        self.on_refused: Callable[[str, ClusterAuthError], None] = lambda method, error: None
         self._log = LogThrottle(logger)
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -211,3 +212,4 @@ class AuthInterceptor(Door):
 
     def _log_refusal(self, method: str, error: ClusterAuthError) -> None:
         self._log.warning("refused a call to %s: %s", method, error.message)
+        self.on_refused(method, error)

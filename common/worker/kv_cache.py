@@ -73,16 +73,21 @@ def cache_shapes(
     model: Decoder, engine: EngineConfig, ranks: GroupCoordinator
 ) -> tuple[CacheShape, ...]:
     """Returns the shapes of this rank's cache, one per KV group, with one block each; `resized`
-    sets the number later. `ranks`: those of the stage."""
-    spec, stage = model.spec, model.stage
-    head_start, head_end = spec.kv_head_range(ranks.rank, ranks.size)
+    sets the number later. `ranks`: those of the stage. Raises ConfigError if chunks of attention
+    do not begin with a block."""
+    spec, stage, block_size = model.spec, model.stage, engine.cache.block_size
+    for group in spec.kv_groups:
+        if group.chunked and group.window and group.window % block_size:
+            raise ConfigError(
+                f"--block-size {block_size} does not divide the {group.window} tokens of a chunk, "
+                f"within which {spec.architecture} attends: choose one that does"
+            )
     return tuple(
         CacheShape(
             *group.layers_between(stage.start, stage.end),
-            head_start=head_start,
-            head_end=head_end,
+            *group.head_range(ranks.rank, ranks.size),
             num_blocks=1,
-            block_size=engine.cache.block_size,
+            block_size=block_size,
             head_dim=group.head_dim,
             dtype=dtype_name(model.dtype),
             planes=group.planes,

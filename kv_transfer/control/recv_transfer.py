@@ -8,7 +8,7 @@ actions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ class RecvResult:
 
     first_token: pb.FirstToken  # as the source committed it
     nbytes: int
+    connectors: tuple[str, ...] = ()  # names of those that moved bytes
+    num_digests: int = 0  # of the source's, each compared with what is in the blocks
     # Seconds from the epoch's ticket:
     data_s: float = 0.0  # until the last byte was in place
     commit_s: float = 0.0  # until the source had committed
@@ -55,9 +57,11 @@ class Epoch:
 
     def __init__(self) -> None:
         self.landed: dict[int, int] = {}  # share → bytes
+        self.connectors: set[str] = set()
         self.times: dict[SinkEvent, float] = {}  # when each event came
         self.first_token = pb.FirstToken()  # as committed
         self.digests: Sequence[RunDigest] = ()
+        self.num_compared = 0
         self.ticket: asyncio.Future[Ticket] = new_future()  # for `issued`, `retarget`
         self.committed: asyncio.Future[int] = new_future()  # for `commit`: bytes landed
 
@@ -72,6 +76,8 @@ class Epoch:
         return RecvResult(
             self.first_token,
             self.nbytes,
+            tuple(sorted(self.connectors)),
+            self.num_compared,
             data_s=landed - times[SinkEvent.OPENED],
             commit_s=committed - times[SinkEvent.OPENED],
             verify_s=times[SinkEvent.VERIFIED] - max(landed, committed),
@@ -168,9 +174,10 @@ class RecvTransfer:
         for action in actions:
             self._do(action)
 
-    def landed(self, share: int, nbytes: int) -> None:
-        """Notes that all of the current epoch's data is in this share."""
+    def landed(self, share: int, nbytes: int, connectors: Collection[str]) -> None:
+        """Notes that all of the current epoch's data is in this share, by these connectors."""
         self.epoch.landed[share] = nbytes
+        self.epoch.connectors |= {*connectors}
         self._count_landed()
 
     def renew(self) -> None:
@@ -251,6 +258,7 @@ class RecvTransfer:
         if wrong:
             self.on(SinkEvent.MISMATCH, mismatch(wrong), epoch)
         else:
+            self.epoch.num_compared = len(self.epoch.digests) if self.ticket.digests else 0
             self.on(SinkEvent.VERIFIED, epoch=epoch)
 
     async def _compare(self, epoch: int, share: int) -> list[RunDigest]:

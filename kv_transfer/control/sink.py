@@ -199,8 +199,8 @@ class KVSink:
         match event:
             case Failed():
                 transfer.on(SinkEvent.FAILED, transfer_error(event))
-            case Landed(_, _, nbytes):
-                transfer.landed(share, nbytes)
+            case Landed():
+                transfer.landed(share, event.nbytes, event.connectors)
         transfer.renew()
 
     # ---- inside ------------------------------------------------------------------------------

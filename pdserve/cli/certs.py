@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         metavar="NAME",
         help="host name or address that peers and clients connect to, in addition to "
-        f"{', '.join(HOSTS)}; may be given several times",
+        f"{', '.join(HOSTS)}; *.NAME: all hosts of a domain; may be given several times",
     )
     parser.add_argument(
         "--client",
@@ -153,6 +153,6 @@ def _key_usage(**wanted: bool) -> x509.KeyUsage:
 def _name(host: str) -> x509.GeneralName:
     with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", host, re.ASCII):
+    if not re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)*", host, re.ASCII):
         raise ConfigError(f"--host {host!r} is neither a host name nor an IP address")
     return x509.DNSName(host)

@@ -20,9 +20,10 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.cli.doctor_cluster import TIMEOUT, cluster
 from pdserve.cli.finding import Finding, Verdict
 from pdserve.cli.model import check as check_model
-from pdserve.client.terminal import console_of, number
+from pdserve.client.terminal import console_of, number, positive
 from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import AMPLE_FILES, bind, memory_left, usable_cores
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve doctor",
         description="Check this host: packages, cores, memory, limits and ports; with options also "
-        "GPUs, a model and peers. Exit code 1: a check failed.",
+        "GPUs, a model and peers. Or check a running cluster. Exit code 1: a check failed.",
     )
     add = parser.add_argument
     add("--gpu", action="store_true", help="require GPUs, and run a computation on each")
@@ -69,11 +70,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="check that this address accepts connections; may be given several times",
     )
+    add(
+        "--cluster",
+        metavar="URL",
+        help="check the cluster behind this router's HTTP port instead of this host: send prompts "
+        "and prove that KV moved; keys are PDSERVE_ADMIN_API_KEY or OPENAI_API_KEY",
+    )
+    add(
+        "--timeout",
+        type=positive,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help="with --cluster: for one answer",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 
 def _checks(options: argparse.Namespace) -> Iterator[Check]:
+    if options.cluster is not None:
+        yield partial(cluster, options.cluster, options.timeout)
+        return
     yield from (python, packages, cores, memory, open_files, sealed_memory, shared_memory)
     yield partial(ports, options.port or PORTS)
     if options.model is not None:
@@ -89,6 +106,8 @@ def _run(check: Check) -> Iterator[Finding]:
     """Runs one check; an exception in it becomes a finding, so that the others still run."""
     try:
         yield from check()
+    except ConfigError:
+        raise
     except Exception as error:
         name = getattr(check, "__name__", "a check")
         yield Finding(name, Verdict.FAILED, f"{type(error).__name__}: {error}", "report this")

@@ -20,7 +20,7 @@ from pdserve.client.terminal import console_of
 from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.printable import printable
-from pdserve.common.core.request import Timeline
+from pdserve.common.core.request import PromptPath, Timeline
 
 COLOURS = {"finished": "green", "running": "yellow", "failed": "red"}
 
@@ -94,7 +94,12 @@ def _title(traced: Traced) -> Text:
     if line.first_token is not None:
         parts.append(f"TTFT {1e3 * line.first_token:.1f} ms")
     if line.transfer_bytes:
-        parts.append(f"{line.transfer_bytes / 2**20:.2f} MiB of KV transferred")
+        how = f" by {', '.join(line.kv_connectors)}" if line.kv_connectors else ""
+        parts.append(f"{line.transfer_bytes / 2**20:.2f} MiB of KV transferred{how}")
+    if line.path == PromptPath.STAND_IN:
+        parts.append("computed by the decode node, for want of a prefill node")
+    if line.recomputed_tokens:
+        parts.append(f"{line.recomputed_tokens} tokens computed twice")
     if line.migrations:
         parts.append(f"migrated {line.migrations} times")
     why = f": {traced.error['message']}" if traced.error else ""

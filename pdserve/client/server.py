@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +133,7 @@ class Server:
 
     async def stream(
         self, path: str, body: Any, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the events of a streamed answer up to [DONE].
 
         Raises:

@@ -131,7 +131,21 @@ class ClusterView:
                 for prefill, decode in islice(self._pairs(), MAX_PAIRINGS)
             ],
             "flows": self._flows(),
+            "broken_links": self._broken_links(),
+            "refused": [
+                {"reason": reason, "count": count, "seconds_ago": round(ago, 3)}
+                for reason, count, ago in self.registry.refusals.items()
+            ],
         }
+
+    def _broken_links(self) -> list[dict[str, str]]:
+        """The links between registered nodes whose last transfer failed, and why."""
+        present = {node.id for node in self.registry.nodes()}
+        return [
+            {"prefill": pair[0], "decode": pair[1], "reason": reason}
+            for pair, reason in islice(self.registry.links.reasons().items(), MAX_PAIRINGS)
+            if present.issuperset(pair)
+        ]
 
     def _flows(self) -> list[dict[str, Any]]:
         """The transfers between registered nodes."""

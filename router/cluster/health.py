@@ -136,14 +136,20 @@ class LinkBreakers:
     def succeeded(self, prefill: str, decode: str) -> None:
         self._broken.pop((prefill, decode), None)
 
-    def failed(self, prefill: str, decode: str) -> None:
+    def failed(self, prefill: str, decode: str, reason: str) -> None:
         """Notes a failure; failures of requests that ran at the same time count once."""
         self._forget()
         link = self._broken.setdefault((prefill, decode), _BrokenLink())
+        link.reason = reason
         if link.failed_at + link.cooldown <= self._now():
             link.cooldown = min(LINK_COOLDOWN_MAX, 2 * link.cooldown)
             link.failed_at = self._now()
         link.until = link.failed_at + link.cooldown * random.uniform(0.75, 1.25)
+
+    def reasons(self) -> dict[tuple[str, str], str]:
+        """Returns why each link failed last that has not worked since."""
+        self._forget()
+        return {pair: link.reason for pair, link in self._broken.items()}
 
     def _forget(self) -> None:
         long_ago = self._now() - 4 * LINK_COOLDOWN_MAX
@@ -155,6 +161,40 @@ class _BrokenLink:
         self.cooldown = LINK_COOLDOWN / 2
         self.failed_at = float("-inf")
         self.until = 0.0
+        self.reason = ""
+
+
+MAX_REFUSALS = 16  # different ones that are kept
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Registrations and heartbeats that were refused for one reason."""
+
+    count: int
+    last: float
+
+
+class Refusals:
+    """Counts what nodes were refused for, the last `MAX_REFUSALS` reasons. Anyone who reaches the
+    registry's port can add some, so a reason is text for people, and no more."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._refusals: dict[str, Refusal] = {}  # in order of the last time
+
+    def note(self, reason: str) -> None:
+        refusal = self._refusals.pop(reason, None) or Refusal(0, 0.0)
+        refusal.count, refusal.last = refusal.count + 1, self._now()
+        self._refusals[reason] = refusal
+        if len(self._refusals) > MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+
+    def items(self) -> Iterator[tuple[str, int, float]]:
+        """Yields (reason, how often, seconds since the last time)."""
+        now = self._now()
+        for reason, refusal in self._refusals.items():
+            yield reason, refusal.count, now - refusal.last
 
 
 MAX_FLOWS = 1024  # links; the ones used last are kept

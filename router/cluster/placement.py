@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Unavailable
+from pdserve.common.core.request import PromptPath
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.registry import ROLE_NAMES, Node
@@ -81,9 +82,9 @@ class NodeSelector:
         self._decode_policy = make_policy(config.decode_policy)
         self._both_policy = make_policy(config.decode_policy)
 
-    async def decode(self, request: PlacementRequest) -> tuple[Node, bool]:
-        """A decode node or one of both roles, and whether it computes the prompt, too. Waits for
-        one as long as the request's deadline allows.
+    async def decode(self, request: PlacementRequest) -> tuple[Node, PromptPath]:
+        """A decode node or one of both roles, and how it gets the prompt's KV. Waits for one as
+        long as the request's deadline allows.
 
         Raises:
             Unavailable: no node came.
@@ -112,14 +113,15 @@ class NodeSelector:
         (found,) = await self._wait_for(find, request)
         return found
 
-    def _find_decode(self, request: PlacementRequest) -> tuple[Node, bool] | None:
+    def _find_decode(self, request: PlacementRequest) -> tuple[Node, PromptPath] | None:
         """A request that has tokens stays with its version, and does not wait for a prefill node: a
         decode node can compute it, too."""
         view, avoid = self._view, request.avoid
         decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
         short = request.num_tokens < self._config.local_prefill_threshold
         if short or request.local_prefill:
-            return self._pick(decodes, boths, avoid, local_prefill=True)
+            path = PromptPath.LOCAL if short else PromptPath.STAND_IN
+            return self._pick(decodes, boths, avoid, path)
         prefills = _adapted(view.usable(pb.ROLE_PREFILL), request)
         for some in (_without(prefills, avoid), prefills):
             paired = [d for d in decodes if any(view.can_hand_over(p, d) for p in some)]
@@ -128,7 +130,7 @@ class NodeSelector:
         if paired or boths:
             return self._pick(paired, boths, avoid)
         alone = [node for node in decodes if request.version or view.must_prefill(node)]
-        return self._pick(alone, [], avoid, local_prefill=True)
+        return self._pick(alone, [], avoid, PromptPath.STAND_IN)
 
     def _able(self, role: int, request: PlacementRequest) -> list[Node]:
         usable = _adapted(self._view.usable(role), request)
@@ -140,8 +142,8 @@ class NodeSelector:
         decodes: Sequence[Node],
         boths: Sequence[Node],
         avoid: Collection[str],
-        local_prefill: bool = False,
-    ) -> tuple[Node, bool] | None:
+        path: PromptPath = PromptPath.TRANSFERRED,
+    ) -> tuple[Node, PromptPath] | None:
         """Takes the policy's choice of each kind, and of these two the node with fewer requests,
         then with more free blocks. Tokens to prefill do not compare: a decode node's
         are on its prefill nodes."""
@@ -155,7 +157,7 @@ class NodeSelector:
             chosen,
             key=lambda node: (node.num_requests / node.replicas, -node.load.most_free_blocks),
         )
-        return node, local_prefill or node.info.role == pb.ROLE_BOTH
+        return node, PromptPath.LOCAL if node.info.role == pb.ROLE_BOTH else path
 
     async def _wait_for(self, find: Callable[[], T | None], request: PlacementRequest) -> T:
         if (found := find()) is not None:

@@ -24,7 +24,13 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.cluster.health import AwakeClock, CircuitBreaker, Flows, LinkBreakers
+from pdserve.router.cluster.health import (
+    AwakeClock,
+    CircuitBreaker,
+    Flows,
+    LinkBreakers,
+    Refusals,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +155,7 @@ class Registry:
         self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, filled at `_filled_at`
         self._filled_at = now()
         self.links = LinkBreakers(now)
+        self.refusals = Refusals(now)
         # By fingerprint: when a lost and forgotten prefill node was last heard of.
         self.gone_prefills: dict[str, float] = {}
         self.flows = Flows()

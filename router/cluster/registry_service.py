@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.common.core.errors import ClusterAuthError, InvalidRequest
+from pdserve.common.core.errors import ClusterAuthError, InvalidRequest, PdserveError
 from pdserve.common.core.host import is_address
 from pdserve.common.core.printable import printable
 from pdserve.common.rpc.auth import caller_var
@@ -28,6 +30,9 @@ _MAX_LENGTHS = {  # characters
 _MAX_PARTS, _MAX_PART_LENGTH = 64, 256
 _MAX_CONNECTORS, _MAX_CONNECTOR_LENGTH = 16, 128
 _MAX_ADAPTERS, _MAX_DIGEST_LENGTH = 2048, 64
+_ELSEWHERE = (
+    "nodes do not register at this port: give the router's --registry-port (8002) in --router"
+)
 _NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -44,10 +49,11 @@ class RegistryService(pb_grpc.RegistryServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         async with serving(context):
-            check_shape(request.node)
-            self._check(request.node)
-            _cut(request.load)
-            self._registry.register(request.node, request.load)
+            with self._noting_refusal():
+                check_shape(request.node)
+                self._check(request.node)
+                _cut(request.load)
+                self._registry.register(request.node, request.load)
             self._registry.clock_shown(request.node.node_id, request.time_s)
         return pb.RegisterResponse(
             heartbeat_interval_s=self._heartbeat_interval, router=self._registry.router_id
@@ -71,6 +77,18 @@ class RegistryService(pb_grpc.RegistryServicer):
             self._registry.deregister(request.node_id, request.instance)
         return pb.DeregisterResponse()
 
+    @contextmanager
+    def _noting_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except PdserveError as error:
+            self.refused("", error)
+            raise
+
+    def refused(self, method: str, error: PdserveError) -> None:
+        """Notes that a node was refused, here or because it could not authenticate."""
+        self._registry.refusals.note(printable(error.message, MAX_REASON_LENGTH))
+
     def _check(self, node: pb.NodeInfo) -> None:
         if node.model != self._model:
             raise InvalidRequest(
@@ -85,17 +103,17 @@ class RegistryService(pb_grpc.RegistryServicer):
 class ElsewhereRegistry(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Answers nodes that call the clients' port with the name of the right one."""
 
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         if not details.method.startswith("/pdserve.v1.Registry/"):
             return None
-        return grpc.stream_stream_rpc_method_handler(_elsewhere)
+        return grpc.stream_stream_rpc_method_handler(self._refuse)
 
-
-async def _elsewhere(requests: Any, context: Context) -> None:
-    await context.abort(
-        grpc.StatusCode.UNIMPLEMENTED,
-        "nodes do not register at this port: give the router's --registry-port (8002) in --router",
-    )
+    async def _refuse(self, requests: Any, context: Context) -> None:
+        self._registry.refusals.note(_ELSEWHERE)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, _ELSEWHERE)
 
 
 def check_shape(node: pb.NodeInfo) -> None:

@@ -22,7 +22,7 @@ from pdserve.common.core.printable import printable
 
 ALL = ("*",)
 _MAX_AGE = "86400"  # seconds a browser may remember the answer
-_EXPOSED = "X-Request-Id, Request-Id, Retry-After"
+_EXPOSED = "X-Request-Id, Request-Id, Retry-After, X-PDServe-Path"
 _MAX_NAMES = 4096  # characters of the headers that a page may ask for
 _MAX_SHOWN = 200  # characters of an origin that an error repeats
 _ORIGIN = re.compile(r"(https?)://([^/:@]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?", re.IGNORECASE)

@@ -10,7 +10,8 @@ from aiohttp import web
 from pdserve.common.core.errors import PdserveError
 from pdserve.router.api.chat import ChatRequest
 from pdserve.router.api.parsers.parser import Event
-from pdserve.router.http.response import Answer, encode, respond, timeline_of
+from pdserve.router.http.response import Answer, encode, respond
+from pdserve.router.http.timeline import timeline_of
 from pdserve.router.requests.generation import (
     GenerationStats,
     TextDelta,

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -28,6 +28,7 @@ from pdserve.router.http.encoding import as_typed, error_body, json_response, st
 from pdserve.router.http.logprobs import logprob_of
 from pdserve.router.http.request import STATE
 from pdserve.router.http.resume import Drawn, EventIds, resumable
+from pdserve.router.http.timeline import path_header, timeline_of
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -37,7 +38,6 @@ from pdserve.router.requests.generation import (
     coalesced,
     join,
 )
-from pdserve.router.requests.stages import arrival_var
 
 encode = msgspec.json.Encoder().encode
 MUCH = 256  # deltas of an answer, from which on a thread writes it
@@ -98,7 +98,8 @@ async def respond(
         body = await asyncio.to_thread(writer.whole, answer)
     else:
         body = writer.whole(answer)
-    return json_response(body | timeline_of(answer.stats.values()))
+    stats = answer.stats.values()
+    return json_response(body | timeline_of(stats), headers=path_header(stats))
 
 
 async def _collect(
@@ -148,16 +149,6 @@ async def _stream(
         await write(writer.error(as_typed(error)))
     await response.write_eof(writer.last)
     return response
-
-
-def timeline_of(stats: Iterable[GenerationStats]) -> dict[str, Any]:
-    """The key `pdserve`, for clients that ask for it: the timeline of the prompt that was answered
-    last."""
-    arrival = arrival_var.get()
-    if arrival is None or not arrival.wants_timeline:
-        return {}
-    last = max(stats, key=lambda stats: stats.timeline.finished or 0.0)
-    return {"pdserve": {"timeline": asdict(last.receipt())}}
 
 
 # ---- OpenAI's completions and chat -----------------------------------------------------------

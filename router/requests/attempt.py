@@ -6,7 +6,8 @@ import asyncio
 import logging
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
-from pdserve.common.core.request import TokenEvent
+from pdserve.common.core.printable import printable
+from pdserve.common.core.request import PromptPath, TokenEvent
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.channels import Channels
@@ -22,6 +23,8 @@ from pdserve.router.requests.request_state import RequestState, bad_token
 from pdserve.router.requests.stages import Phase
 
 logger = logging.getLogger(__name__)
+
+MAX_REASON = 500  # characters of an error that are kept
 
 
 class AttemptFailed(Exception):
@@ -50,7 +53,7 @@ class Attempt:
         metrics: RouterMetrics,
         state: RequestState,
         decode: Node,
-        local_prefill: bool,
+        path: PromptPath,
     ) -> None:
         self._registry = registry
         self._channels = channels
@@ -63,9 +66,10 @@ class Attempt:
         self._decode = decode
         self._decode_client = NodeClient(channels, decode, state.request_id)
         self._role, self._version = decode.role, decode.info.fingerprint
-        self._local_prefill = local_prefill
+        self._local_prefill = path is not PromptPath.TRANSFERRED
+        state.placed(path, decode.id)
         # What the decode node says next; then tokens.
-        self._awaited = "prefilled" if local_prefill else "reserved"
+        self._awaited = "prefilled" if self._local_prefill else "reserved"
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._prompt_known = False  # what the prefill node at work says of it has come
@@ -178,6 +182,7 @@ class Attempt:
         self._ticket.set_result(ticket)
 
     def _prefilled(self, prefilled: pb.Prefilled) -> None:
+        self._state.set(prefill_node=self._decode.id)
         self._state.prefilled(prefilled, self._role)
         self._decode.prefilled(len(self._job.prompt_token_ids), prefilled.cached_tokens)
         self._state.stages.enter(Phase.DECODE, self._decode.id)
@@ -244,6 +249,7 @@ class Attempt:
             with use, client.prefill(request) as call:
                 stages.enter(Phase.PREFILL, prefill.id)
                 first = await call.expect("first_token")
+                state.set(prefill_node=prefill.id)
                 stages.leave(Phase.PREFILL, to=Phase.STREAM)
                 self._take_first(first)
                 use.progressed()
@@ -305,7 +311,8 @@ class Attempt:
         else:
             self._state.retries.transfer_failed(error, node)
             if self._prefill is not None and error.code in LINK_CODES:
-                self._registry.links.failed(self._prefill.id, self._decode.id)
+                reason = printable(f"{error.message} ({error.code})", MAX_REASON)
+                self._registry.links.failed(self._prefill.id, self._decode.id, reason)
         self._metrics.migrations.labels(node.role, error.code).inc()
         if node is self._decode or self._state.stages.phase in (Phase.PREFILL, Phase.HAND_OFF):
             self._state.stages.failed()

@@ -148,10 +148,10 @@ class Pipeline:
             with self._adapters.running(request.adapter):
                 while not state.finished:
                     await state.retries.backoff(state.deadline)
-                    decode, local_prefill = await self.placement.decode(state.placement)
+                    decode, path = await self.placement.decode(state.placement)
                     state.mark("queued")
                     with suppress(AttemptFailed):  # the next one makes what is left
-                        await self._attempt(state, decode, local_prefill).run()
+                        await self._attempt(state, decode, path).run()
 
     def _trace(self, state: RequestState) -> None:
         """Begins the request's span, under which its calls to nodes are."""

@@ -10,7 +10,14 @@ from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import NodeError
-from pdserve.common.core.request import Choice, FinishReason, GenerateJob, Timeline, TokenEvent
+from pdserve.common.core.request import (
+    Choice,
+    FinishReason,
+    GenerateJob,
+    PromptPath,
+    Timeline,
+    TokenEvent,
+)
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -61,6 +68,7 @@ class RequestState:
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
         self._timeline: dict[str, Any] = {}  # its fields
+        self._prompt_computed = False
         self.generated = [0] * request.n  # tokens of each choice
         self._last_token: dict[int, float] = {}
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(request.n)}
@@ -148,6 +156,15 @@ class RequestState:
         self.deadline.progress()
         self._timeline.setdefault(moment, monotonic() - self._start)
 
+    def placed(self, path: PromptPath, decode_node: str) -> None:
+        """An attempt begins on a decode node; what the one before has moved is lost."""
+        self.set(path=path, decode_node=decode_node, prefill_node="")
+        self.set(kv_connectors=(), verified_runs=0)
+
+    def set(self, **fields: Any) -> None:
+        """Sets fields of the timeline."""
+        self._timeline.update(fields)
+
     def prefilled(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
         """A node of this role has computed the prompt.
 
@@ -158,9 +175,16 @@ class RequestState:
             self._take_prompt(event, role)
         line = self._timeline
         line["cached_tokens"] = line.get("cached_tokens") or event.cached_tokens
+        self._computed(len(self.request.prompt_token_ids) - event.cached_tokens)
         compute, queue = event.step_s, event.queue_s + event.compute_s - event.step_s
         self._add(prefill_queue_seconds=queue, prefill_seconds=compute)
         self.stages.told(Phase.PREFILL, prefill_queue=queue, prefill_compute=compute)
+
+    def _computed(self, num_tokens: int) -> None:
+        """A node has computed so many tokens of the prompt: again, if another one had before."""
+        if self._prompt_computed:
+            self._add(recomputed_tokens=max(0, num_tokens))
+        self._prompt_computed = True
 
     def _take_prompt(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
         found = convert.prompt_from_pb(event.prompt_logprobs)
@@ -176,7 +200,11 @@ class RequestState:
     def landed(self, landed: pb.Landed) -> None:
         """The decode node has all KV."""
         self.mark("transferred")
-        self._timeline["decode_cached_tokens"] = landed.cached_tokens
+        self.set(
+            decode_cached_tokens=landed.cached_tokens,
+            kv_connectors=tuple(landed.kv_connectors),
+            verified_runs=landed.num_digests,
+        )
         exposed = max(0.0, landed.data_s - landed.commit_s)
         self.stages.told(Phase.HAND_OFF, kv_transfer=exposed, verification=landed.verify_s)
         self._add(

@@ -127,7 +127,7 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
         ],
     )
     said = (
-        "MambaForCausalLM does not use transformers' attention interface",
+        "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
         "--tensor-parallel-size 2: Gemma3ForCausalLM runs through transformers",
         "--enable-lora: Gemma3ForCausalLM runs through transformers",
         "architecture Gemma3ForCausalLM is not supported",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import yaml
 from google.protobuf import json_format
 from pydantic import ValidationError
 
@@ -297,6 +298,19 @@ def check_body(route: Route, text: str) -> None:
         raise Wrong(f"nobody reads {sorted(unknown)}")
 
 
+def _helm(arguments: list[str], _: Mapping[str, str]) -> None:
+    for word, following in pairwise([*arguments, ""]):
+        if word.startswith("compose/"):
+            _existing(word)
+        if word == "--set":
+            name = following.partition("=")[0]
+            known = yaml.safe_load((ROOT / "compose/helm/pdserve/values.yaml").read_text())
+            for part in name.split("."):
+                if part not in known:
+                    raise Wrong(f"the chart has no value {name}")
+                known = known[part]
+
+
 def _first_gpu_run(arguments: list[str], environment: Mapping[str, str]) -> None:
     if arguments != ["--pack"]:  # which the shell script itself takes
         from benchmarks.first_gpu_run import main
@@ -316,8 +330,9 @@ PROGRAMS: dict[str, Callable[[list[str], Mapping[str, str]], None] | None] = {
     "grpcurl": _grpcurl,
     ".ci/run": _ci,
     "scripts/first-gpu-run": _first_gpu_run,
+    "helm": _helm,
     # What is not ours has nothing to be compared with.
     **dict.fromkeys(
-        (".", "cd", "export", "git", "head", "kill", "mkdir", "openssl", "pgrep", "sed")
+        (".", "cd", "export", "git", "head", "kill", "kubectl", "mkdir", "openssl", "pgrep", "sed")
     ),
 }

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -345,11 +345,12 @@ def test_the_others_are_quiet_before_the_core_hears_that_all_landed(stage: Stage
     stage.on_event = lambda event: stage.b.told.append(event)
     landed = Landed(ID, 1, 2 * stage.block_nbytes)
     stage.a.context.emit(landed)
-    assert stage.b.told == ["accept", "quiesce", landed]
+    named = replace(landed, connectors=("a",))
+    assert stage.b.told == ["accept", "quiesce", named]
     assert "quiesce" not in stage.a.told
     stage.b.context.emit(landed)
     stage.b.context.emit(fail())
-    assert stage.events == [landed]
+    assert stage.events == [named]
 
 
 def test_pieces_through_several_land_when_no_byte_is_missing(stage: Stage) -> None:
@@ -359,7 +360,7 @@ def test_pieces_through_several_land_when_no_byte_is_missing(stage: Stage) -> No
     stage.b.context.emit(Progress(ID, 1, total // 2 - 8))
     assert not any(isinstance(event, Landed) for event in stage.events)
     stage.b.context.emit(Progress(ID, 1, 8))
-    assert stage.events[-1] == Landed(ID, 1, total)
+    assert stage.events[-1] == Landed(ID, 1, total, ("a", "b"))
 
 
 def test_a_sink_gives_up_when_no_child_is_left(stage: Stage) -> None:

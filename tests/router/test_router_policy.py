@@ -8,11 +8,13 @@ import pytest
 from clock import Clock
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
+from pdserve.common.core.request import PromptPath
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import MAX_PAIRINGS, ClusterView
 from pdserve.router.cluster.health import (
+    MAX_REFUSALS,
     AwakeClock,
     BreakerState,
     CircuitBreaker,
@@ -66,8 +68,10 @@ def a_run(num_tokens=8, **options) -> RequestState:
 async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
     """The pair that a request gets, as `Pipeline` asks for it."""
     placement, run = NodeSelector(RoutingConfig(**options), ClusterView(registry)), run or a_run()
-    decode, local_prefill = await placement.decode(run.placement)
-    return None if local_prefill else await placement.prefill(run.placement, decode), decode
+    decode, path = await placement.decode(run.placement)
+    if path is not PromptPath.TRANSFERRED:
+        return None, decode
+    return await placement.prefill(run.placement, decode), decode
 
 
 def ids(nodes):
@@ -308,17 +312,33 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
     with ExitStack() as burst:
         for _ in range(30):
             run = a_run(num_tokens=100)
-            node, alone = await placement.decode(run.placement)
-            burst.enter_context(InFlightLoad(registry, node, run.num_tokens if alone else 0))
+            node, path = await placement.decode(run.placement)
+            burst.enter_context(
+                InFlightLoad(
+                    registry, node, 0 if path is PromptPath.TRANSFERRED else run.num_tokens
+                )
+            )
         in_flight = {node.id: node.in_flight for node in registry.nodes() if node.id != "p0"}
         assert max(in_flight.values()) - min(in_flight.values()) <= 1, in_flight
+
+
+def test_refusals_are_counted_and_only_the_last_reasons_are_kept(registry, clock):
+    for number in range(MAX_REFUSALS + 5):
+        registry.refusals.note(f"reason {number}")
+        clock.time += 1
+    registry.refusals.note(f"reason {number}")
+    (first, *_, last) = list(registry.refusals.items())
+    assert (first[0], last) == ("reason 5", (f"reason {number}", 2, 0.0))
+    assert len(list(registry.refusals.items())) == MAX_REFUSALS
+    (shown, *_) = ClusterView(registry).describe()["refused"]
+    assert shown == {"reason": "reason 5", "count": 1, "seconds_ago": float(MAX_REFUSALS)}
 
 
 async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
     links, waits = registry.links, []
     for _ in range(8):
-        links.failed("p0", "d0")
-        links.failed("p0", "d0")  # of a request that was under way, too
+        links.failed("p0", "d0", "no route")
+        links.failed("p0", "d0", "no route")  # of a request that was under way, too
         started = clock.time
         while not links.allows("p0", "d0"):
             clock.time += 0.25

@@ -1,8 +1,8 @@
 """The attention of transformers' models over the paged cache.
 
 A model built with `attn_implementation=NAME` calls `attend` in each layer, with queries, keys and
-values after the rotation. What it is answered by depends on what runs: a step, over the cache, or
-the description of a model that has no weights (`describe.py`).
+values after the rotation, and a step answers over the cache. A model that is only described
+(`describe.py`) is built with `OUTLINE`; it has masks, which say what each layer attends to.
 """
 
 from __future__ import annotations
@@ -17,11 +17,50 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.common.model.attention_torch import TorchAttention, TorchContext
 
-NAME = "pdserve"
+NAME, OUTLINE = "pdserve", "pdserve_outline"
+MASK = "its attention has a mask or bias of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Stands for a mask, whatever part of it a layer takes."""
+
+    window: int | None = None  # tokens that a query attends to, itself included; None: all
+    chunked: bool = False  # to those of its own chunk of `window` tokens, not to the last ones
+    oddity: str = ""  # what the paged cache cannot do
+
+    def __getitem__(self, _: Any) -> Mask:
+        return self
+
+
+def outline_mask(
+    config: Any, local_size: int | None = None, use_vmap: bool = False, **options: Any
+) -> Mask:
+    """Implements transformers' mask interface."""
+    if "allow_is_bidirectional_skip" in options:
+        return Mask(oddity="its attention is not causal")
+    if use_vmap:  # a function of the class's own takes part
+        return Mask(oddity=MASK)
+    chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
+    return Mask(local_size, chunked)
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Scales queries by their positions: `1 + scale · log(1 + ⌊(position + 1) / floor⌋)`
+    (Llama 4; arXiv:2501.19399)."""
+
+    scale: float
+    floor: float
+
+    def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q `[T, heads, D]`, positions `[T]`."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor)
+        return (q * (torch.log1p(steps) * self.scale + 1.0)[:, None, None]).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +68,10 @@ class Style:
     """How a layer attends."""
 
     scale: float
-    window: int | None = None  # tokens that a query attends to, itself included; None: all
+    mask: Mask
     softcap: float | None = None  # scores become `softcap · tanh(score / softcap)` (Gemma 2)
     sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax, without a value
-    oddity: str = ""  # what this module cannot do
+    temperature: Temperature | None = None
 
 
 class Answers(ABC):
@@ -40,7 +79,8 @@ class Answers(ABC):
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
-        """q `[T, heads, D]`, k `[T, kv_heads, D]`, v `[T, kv_heads, Dv]` → `[T, heads, Dv]`."""
+        """q `[1, heads, T, D]`, k `[1, kv_heads, T, D]`, v `[1, kv_heads, T, Dv]` →
+        `[1, T, heads, Dv]`. A layer that shares another's KV is given the same `k`."""
 
 
 class _Running(threading.local):
@@ -75,23 +115,33 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface: `[1, heads, T, D]` → `[1, T, heads, Dv]`."""
     assert _running.answers is not None, "a model runs within `answering`"
-    oddity = ""
-    if attention_mask is not None or position_bias is not None:
-        oddity = "its attention has a mask or bias of its own"
+    if isinstance(attention_mask, Mask) and position_bias is None:
+        mask = attention_mask
+    elif attention_mask is not None or position_bias is not None:
+        mask = Mask(oddity=MASK)
     elif not getattr(module, "is_causal", True):
-        oddity = "its attention is not causal"
-    style = Style(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window,
-        softcap,
-        s_aux,
-        oddity,
-    )
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    return _running.answers.attend(module.layer_idx, q, k, v, style)[None], None  # type: ignore[arg-type]
+        mask = Mask(oddity="its attention is not causal")
+    else:
+        mask = Mask(sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    style = Style(scale, mask, softcap, s_aux, getattr(module, "temperature", None))
+    return _running.answers.attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(OUTLINE, attend)
+AttentionMaskInterface.register(OUTLINE, outline_mask)
+
+
+def take_temperatures(model: nn.Module) -> None:
+    """Leaves the temperatures of queries to the step: layers of Llama 4 would count the tokens of
+    one sequence, and a step has tokens of several."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            layer: Any = module
+            layer.attn_temperature_tuning = False
+            if not layer.use_rope:
+                layer.temperature = Temperature(layer.attn_scale, layer.floor_scale)
 
 
 class StyledAttention(TorchAttention):
@@ -99,13 +149,15 @@ class StyledAttention(TorchAttention):
     that are shorter than keys are stored with zeros after them."""
 
     def attend_styled(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style,
-        kv_cache: Tensor, context: TorchContext,
+        self, q: Tensor, k: Tensor, v: Tensor, style: Style,
+        cache: Tensor, context: TorchContext, stores: bool,
     ) -> Tensor:  # fmt: skip
-        """Writes `k` and `v` and attends; shapes as in `Answers.attend`."""
-        cache, dim, size = kv_cache[layer], self.shape.head_dim, v.shape[2]
+        """Writes `k` and `v` into a layer's `cache` if it `stores` them, and attends: q
+        `[T, heads, D]`, k `[T, kv_heads, D]`, v `[T, kv_heads, Dv]` → `[T, heads, Dv]`."""
+        dim, size = self.shape.head_dim, v.shape[2]
         q, k, v = (F.pad(each, (0, dim - each.shape[2])) for each in (q, k, v))
-        context.slots.write(cache, k, v)
+        if stores:
+            context.slots.write(cache, k, v)
         out = torch.empty_like(q)
         kv_heads = self.shape.num_kv_heads
         for group in context.decodes:

@@ -3,33 +3,69 @@ built without memory and runs once, and each layer's attention says what it keep
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import Outline
+from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
-from pdserve.common.model.hf.attention import NAME, Answers, Style, answering
+from pdserve.common.core.stored_weights import StoredWeights, weight_formats
+from pdserve.common.model.hf.attention import OUTLINE, Answers, Style, answering
 
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 3  # of the run
+MAX_REASON = 160  # characters of another library's error
+LAYERS = {
+    "conv": "a short convolution, whose state is not supported",
+    "linear_attention": "linear attention or a Mamba mixer: recurrent state is not supported",
+    "hybrid": "attention beside a Mamba mixer: recurrent state is not supported",
+    "hybrid_sliding": "attention beside a Mamba mixer: recurrent state is not supported",
+    "indexed_attention": "sparse attention with an indexer, whose keys are not supported",
+    "minimax_m3_sparse": "attention to selected blocks, which is not supported",
+    "compressed_sparse_attention": "attention to compressed tokens, which is not supported",
+    "heavily_compressed_attention": "attention to compressed tokens, which is not supported",
+}
+"""Why layers of these types of transformers cannot run on the paged cache."""
+_TOWERS = """
+    aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4 gemma4_unified
+    got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
+    llava llava_next llava_onevision mistral3 ovis2 qianfan_ocr smolvlm video_llama_3 vipllava
+"""
+WITH_TOWERS = frozenset(_TOWERS.split())
+"""Model types whose text model is served without their towers (of images, audio), because the sweep
+found that it says what the whole model says. PaliGemma's prompts, for example, attend to tokens
+after them."""
+_NO_INTERFACE = "{} does not use transformers' attention interface"
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+    """How a layer attended; tensors are as `Answers.attend` has them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
     style: Style
+
+    @property
+    def kv(self) -> LayerKV:
+        mask, size = self.style.mask, max(self.k.shape[3], self.v.shape[3])
+        return LayerKV(self.k.shape[1], size, mask.window, mask.chunked)
 
 
 @dataclass(slots=True)
@@ -39,78 +75,138 @@ class _Recorder(Answers):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
-        self.calls[layer] = _Call(q.shape[1], k.shape[1], k.shape[2], v.shape[2], style)
-        return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        self.calls[layer] = _Call(q, k, v, style)
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
 def model_class(config: Any) -> type[PreTrainedModel]:
-    """Returns transformers' class for `config`. Raises ConfigError if there is none that fits."""
-    name = (config.architectures or [type(config).__name__])[0]
+    """Returns transformers' class for a config of `read_config`. Raises ConfigError if there is
+    none that fits."""
+    name = name_of(config)
     if config.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder with a decoder: only decoders are served")
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
-        raise ConfigError(f"{name} takes images or audio: only text models are served")
+        raise ConfigError(f"{name} takes images or audio and has no text model of its own")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"{name} is not a causal language model of transformers")
+        kind = f"{name} (model type {config.model_type})"
+        raise ConfigError(f"{kind} is not a causal language model of transformers")
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not found._supports_attention_backend:
-        raise ConfigError(f"{name} does not use transformers' attention interface")
-    kind: type[PreTrainedModel] = found
-    return kind
+    return found[0] if isinstance(found, tuple) else found
+
+
+def name_of(config: Any) -> str:
+    """Returns the architecture that `config.json` names."""
+    return str((config.architectures or [type(config).__name__])[0])
+
+
+def _stored(name: str, folder: Path, overrides: Mapping[str, Any]) -> StoredWeights | None:
+    """Returns the format of weights that are dequantized while they are loaded. Raises ConfigError
+    for one whose weights would stay packed."""
+    config = overridden(read_json(folder / "config.json"), overrides)
+    settings = config.get("quantization_config")
+    if settings is None and isinstance(inner := config.get("text_config"), Mapping):
+        settings = inner.get("quantization_config")
+    packed, stored = weight_formats(settings, has_experts=False)
+    if packed is not None:
+        raise ConfigError(
+            f"{name} runs through transformers, where {packed.method} weights are not supported; "
+            "FP8, INT8 and MXFP4 ones are, dequantized"
+        )
+    return stored
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of another library's error in a bounded length, with the next one if
+    it ends with a colon."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    found = " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
+    return found if len(found) <= MAX_REASON else f"{found[:MAX_REASON]} …"
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
-    """Reads `config.json` with `overrides` merged into it; never runs code of the checkpoint.
-    Raises ConfigError."""
+    """Reads `config.json` with `overrides` merged into it, of a model with towers (images, audio)
+    the text model's part; never runs code of the checkpoint. Raises ConfigError."""
     config = overridden(read_json(folder / "config.json"), overrides)
-    if config.get("quantization_config"):
-        raise ConfigError("quantized weights are served natively only, not through transformers")
+    config.pop("quantization_config", None)  # `_stored` is what is known of it
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"transformers has no model type {kind!r}, which config.json names")
     try:
-        return CONFIG_MAPPING[kind].from_dict(config)
+        found = CONFIG_MAPPING[kind].from_dict(config)
     except Exception as error:  # whatever a config class of transformers checks
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"transformers cannot read {folder}/config.json: {first}") from error
+        why = first_line(error)
+        raise ConfigError(f"transformers cannot read {folder}/config.json: {why}") from error
+    return _text_of(found)
+
+
+def _text_of(config: Any) -> Any:
+    text = getattr(config, "text_config", None)
+    if not isinstance(text, PretrainedConfig) or config.is_encoder_decoder:
+        return config
+    if config.model_type not in WITH_TOWERS:
+        raise ConfigError(
+            f"{name_of(config)} takes images or audio, and its text model alone does not say the "
+            "same, or was not compared"
+        )
+    text.architectures, text.towers = config.architectures, True
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def build(config: Any) -> PreTrainedModel:
-    """Returns the model on the meta device: without memory."""
+    """Returns the model on the meta device, without memory, to be described."""
     with torch.device("meta"):
-        return model_class(config)._from_config(config, attn_implementation=NAME)
+        return model_class(config)._from_config(config, attn_implementation=OUTLINE)
 
 
 def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     """Raises ConfigError, which says why, for a model that cannot run on the paged cache."""
     config = read_config(folder, overrides)
     model_class(config)
-    outline = Outline.from_folder(folder, overrides)
-    name = (config.architectures or [type(config).__name__])[0]
+    name = name_of(config)
+    for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+        if layer_type in LAYERS:
+            raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
     config._experts_implementation = "batched_mm"  # without sizes that depend on the data
     recorder = _Recorder()
     try:
         model = build(config).eval()
+        _check_forward(name, model)
         tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
         positions = torch.arange(NUM_TOKENS, device="meta")[None]
         with answering(recorder), torch.inference_mode():
-            model(input_ids=tokens, position_ids=positions, use_cache=False)
+            model(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                position_ids=positions,
+                use_cache=False,
+            )
     except ConfigError:
         raise
     except Exception as error:  # whatever a class of transformers does
         logger.debug("%s cannot be described", name, exc_info=True)
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{name} cannot run on the paged cache: {first}") from error
+        if OUTLINE in str(error):  # its table of attentions of its own has no such one
+            raise ConfigError(_NO_INTERFACE.format(name)) from error
+        if "'Mask'" in str(error):
+            raise ConfigError(
+                f"{name} works on its attention mask itself, not through the attention interface"
+            ) from error
+        why = f"its code needs more than tokens and positions ({first_line(error)})"
+        if "meta" in str(error):
+            why = "its code looks at the values of tensors"
+        raise ConfigError(f"{name} cannot be described without weights: {why}") from error
     calls = _checked(name, config, recorder)
-    first_call = calls[0]
+    stored = _stored(name, folder, overrides)
+    outline = Outline.from_folder(folder, overrides)
+    layers = [call.kv for call in calls]
     return ModelSpec(
         architecture=name,
         family=str(config.model_type),
         hidden_size=model.get_input_embeddings().weight.shape[1],
         num_layers=len(calls),
-        num_heads=first_call.heads,
-        num_kv_heads=first_call.kv_heads,
-        head_dim=max(first_call.key_dim, first_call.value_dim),
+        num_heads=calls[0].q.shape[1],
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
         intermediate_size=_intermediate_size(config),
         vocab_size=outline.vocab_size,
         max_position_embeddings=outline.max_position_embeddings,
@@ -121,40 +217,64 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        layer_windows=tuple(call.style.window for call in calls),
+        layer_windows=tuple(each.window for each in layers),
+        layer_kv=tuple(_shared(calls, layers)),
         dtype=outline.dtype,
         eos_token_ids=outline.eos_token_ids,
         impl="transformers",
+        stored=stored,
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 
 
+def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """Returns (name, module) of the class's embedding and layers, without the head."""
+    name = model.base_model_prefix
+    if hasattr(model, name):
+        return name, getattr(model, name)
+    (found,) = (each for each in model.named_children() if isinstance(each[1], PreTrainedModel))
+    return found
+
+
+def _check_forward(name: str, model: PreTrainedModel) -> None:
+    """Raises ConfigError unless the class is told the positions of its tokens."""
+    if "position_ids" not in inspect.signature(layers_of(model)[1].forward).parameters:
+        raise ConfigError(
+            f"{name} takes no positions: it counts the tokens of one sequence, and a step has "
+            "tokens of several"
+        )
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        raise ConfigError(f"{name} numbers its positions from its padding token on")
+
+
 def _checked(name: str, config: Any, recorder: _Recorder) -> list[_Call]:
     """Returns the calls in order of layers. Raises ConfigError unless every layer attends once, and
-    all with the same heads."""
-    text = config.get_text_config()
-    layers, kinds = int(text.num_hidden_layers), getattr(text, "layer_types", None) or ()
+    in a way that the paged cache can answer."""
+    layers = int(config.num_hidden_layers)
+    if not recorder.calls:
+        raise ConfigError(_NO_INTERFACE.format(name))
     for layer in range(layers):
         if layer not in recorder.calls:
-            kind = kinds[layer] if layer < len(kinds) else "a layer without attention"
             raise ConfigError(
-                f"{name}: layer {layer} is {kind}, and only attention layers are supported"
+                f"{name}: layer {layer} does not use transformers' attention interface"
             )
     calls = [recorder.calls[layer] for layer in range(layers)]
     if recorder.repeated or len(recorder.calls) != layers:
-        raise ConfigError(f"{name}: its {layers} layers attend {len(recorder.calls)} times or more")
+        raise ConfigError(f"{name}: layers that attend more than once a token are not supported")
     for layer, call in enumerate(calls):
-        if call.style.oddity:
-            raise ConfigError(f"{name}: layer {layer}: {call.style.oddity}")
-        sizes = (call.heads, call.kv_heads, call.key_dim, call.value_dim)
-        if sizes != (calls[0].heads, calls[0].kv_heads, calls[0].key_dim, calls[0].value_dim):
-            raise ConfigError(f"{name}: layer {layer} has other heads than layer 0")
-    chunk = getattr(text, "attention_chunk_size", None)
-    if chunk and chunk < text.max_position_embeddings:
-        raise ConfigError(f"{name}: attention in chunks of {chunk} tokens is not supported")
+        if call.style.mask.oddity:
+            raise ConfigError(f"{name}: layer {layer}: {call.style.mask.oddity}")
     return calls
 
 
+def _shared(calls: Sequence[_Call], layers: Sequence[LayerKV]) -> Iterator[LayerKV | int]:
+    """Yields what each layer keeps; the first layer that has its keys, if that is another one."""
+    owners: dict[int, int] = {}
+    for layer, (call, kv) in enumerate(zip(calls, layers, strict=True)):
+        owner = owners.setdefault(id(call.k), layer)
+        yield kv if owner == layer or layers[owner] != kv else owner
+
+
 def _intermediate_size(config: Any) -> int:
-    found = getattr(config.get_text_config(), "intermediate_size", None)
-    return found if isinstance(found, int) else 4 * config.get_text_config().hidden_size
+    found = getattr(config, "intermediate_size", None)
+    return found if isinstance(found, int) else 4 * config.hidden_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,27 @@ from transformers.utils import logging as hf_logging
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.printable import some_of
+from pdserve.common.core.stored_weights import StoredWeights
 from pdserve.common.model.attention import (
     AttentionContext,
     AttentionShape,
 )
+from pdserve.common.model.checkpoint import open_checkpoint
 from pdserve.common.model.decoder import Decoder, places
-from pdserve.common.model.hf.attention import NAME, Answers, Style, StyledAttention, answering
-from pdserve.common.model.hf.describe import model_class, read_config
+from pdserve.common.model.dequantize import dequantized
+from pdserve.common.model.hf.attention import (
+    NAME,
+    Answers,
+    Style,
+    StyledAttention,
+    answering,
+    take_temperatures,
+)
+from pdserve.common.model.hf.describe import first_line, layers_of, model_class, read_config
 from pdserve.common.model.layers import LoRA
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-
-MAX_LISTED = 5  # tensors that an error names
 
 
 class TransformersModel(Decoder):
@@ -38,11 +48,12 @@ class TransformersModel(Decoder):
         self.spec, self.stage = spec, Stage.whole(spec.num_layers)
         self.device, self.dtype = sharding.device, sharding.dtype
         self._model = model
-        self._base: nn.Module = model.base_model
+        take_temperatures(model)
+        self._base = layers_of(model)[1]
         self._head = _head_of(model)
         self.attentions = [
             StyledAttention(
-                AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.window),
+                AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.window, kv.chunked),
                 self.device,
                 self.dtype,
             )
@@ -60,7 +71,7 @@ class TransformersModel(Decoder):
     ) -> Tensor:
         """As `CausalLM.forward`."""
         assert lora is None, "refused at start"
-        with answering(_Step(self, contexts, kv_caches)):
+        with answering(_Step(self, positions, contexts, kv_caches)):
             output = self._base(
                 input_ids=inputs[None], position_ids=positions[None], use_cache=False
             )
@@ -80,9 +91,13 @@ class TransformersModel(Decoder):
     def weights_bytes(self) -> int:
         return sum(each.nbytes for each in self._model.parameters())
 
-    def place(self, layer: int) -> tuple[int, int]:
-        """Returns (KV group, index in the group's cache) of a layer."""
-        return self._places[layer]
+    def place(self, layer: int) -> tuple[int, int, bool]:
+        """Returns (KV group, index in the group's cache, whether it stores its KV) of a layer; of
+        one that shares another layer's KV, that layer's."""
+        kept = self.spec.layer_kv[layer]
+        if isinstance(kept, int):
+            return *self._places[kept], False
+        return *self._places[layer], True
 
 
 class _Step(Answers):
@@ -91,18 +106,22 @@ class _Step(Answers):
     def __init__(
         self,
         model: TransformersModel,
+        positions: Tensor,
         contexts: Sequence[AttentionContext],
         kv_caches: Sequence[Tensor],
     ) -> None:
-        self._model, self._contexts, self._caches = model, contexts, kv_caches
+        self._model, self._positions = model, positions
+        self._contexts, self._caches = contexts, kv_caches
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
-        group, index = self._model.place(layer)
+        group, index, stores = self._model.place(layer)
         attention = self._model.attentions[group]
         assert isinstance(attention, StyledAttention)
-        return attention.attend_styled(
-            index, q, k, v, style, self._caches[group], self._contexts[group]
-        )
+        q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+        if style.temperature is not None:
+            q = style.temperature.scaled(q, self._positions)
+        cache, context = self._caches[group][index], self._contexts[group]
+        return attention.attend_styled(q, k, v, style, cache, context, stores)[None]
 
 
 @dataclass(frozen=True)
@@ -140,8 +159,15 @@ class _Head:
 
 def _head_of(model: Any) -> _Head:
     given, head = _Given(), copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: given}
+    head._modules = {**model._modules, layers_of(model)[0]: given}
     return _Head(head, given)
+
+
+_TEXT_NAMES = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language|text)_model\.(model\.)?": "model.",
+}
+"""Names of the text model's tensors in a checkpoint that has towers too, and in one of its own."""
 
 
 def load_transformers_model(
@@ -159,28 +185,30 @@ def load_transformers_model(
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
     else:
-        made = _read(kind, config.model, hf_config, sharding.dtype)
+        made = _read(kind, config.model, spec.stored, hf_config, sharding.dtype)
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding)
 
 
-def _read(kind: Any, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
+def _read(kind: Any, folder: str, stored: StoredWeights | None, hf_config: Any, dtype: Any) -> Any:
     hf_logging.disable_progress_bar()
-    try:
-        model, info = kind.from_pretrained(
-            folder,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=NAME,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are refused below, all at once
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # of a file, a tensor or a quantization
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"the weights in {folder} cannot be loaded: {first}") from error
+    with ExitStack() as stack:
+        weights = dequantized(open_checkpoint(Path(folder), stack), stored)
+        try:
+            model, info = kind.from_pretrained(
+                None,
+                config=hf_config,
+                state_dict=dict(weights),  # parts of which are read when they are needed
+                dtype=dtype,
+                attn_implementation=NAME,
+                key_mapping=_TEXT_NAMES if getattr(hf_config, "towers", False) else None,
+                ignore_mismatched_sizes=True,  # they are refused below, all at once
+                output_loading_info=True,
+            )
+        except Exception as error:  # of a file or a tensor
+            why = first_line(error)
+            raise ConfigError(f"the weights in {folder} cannot be loaded: {why}") from error
     problems = [
-        f"{what}: {', '.join(sorted(map(str, info[key]))[:MAX_LISTED])}"
+        f"{what}: {some_of(sorted(map(str, info[key])))}"
         for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
         if info.get(key)
     ]

@@ -393,20 +393,24 @@ class Prefilled(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., step_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Landed(_message.Message):
-    __slots__ = ("bytes", "cached_tokens", "first_token", "data_s", "commit_s", "verify_s")
+    __slots__ = ("bytes", "cached_tokens", "first_token", "data_s", "commit_s", "verify_s", "kv_connectors", "num_digests")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DATA_S_FIELD_NUMBER: _ClassVar[int]
     COMMIT_S_FIELD_NUMBER: _ClassVar[int]
     VERIFY_S_FIELD_NUMBER: _ClassVar[int]
+    KV_CONNECTORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     cached_tokens: int
     first_token: FirstToken
     data_s: float
     commit_s: float
     verify_s: float
-    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., data_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., verify_s: _Optional[float] = ...) -> None: ...
+    kv_connectors: _containers.RepeatedScalarFieldContainer[str]
+    num_digests: int
+    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., data_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., num_digests: _Optional[int] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("choice", "tokens", "finish_reason", "stop_token_id")

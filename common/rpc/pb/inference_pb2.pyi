@@ -234,7 +234,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations", "prefill_queue_seconds", "prefill_seconds", "decode_cached_tokens", "data_seconds", "commit_seconds", "verify_seconds", "exposed_seconds", "overlapped_seconds", "total_seconds", "stages")
+    __slots__ = ("queued", "reserved", "first_token", "transferred", "finished", "cached_tokens", "transfer_bytes", "transfer_seconds", "migrations", "prefill_queue_seconds", "prefill_seconds", "decode_cached_tokens", "data_seconds", "commit_seconds", "verify_seconds", "exposed_seconds", "overlapped_seconds", "total_seconds", "stages", "path", "prefill_node", "decode_node", "kv_connectors", "verified_runs", "recomputed_tokens")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,12 @@ class Timeline(_message.Message):
     OVERLAPPED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    KV_CONNECTORS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_RUNS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queued: float
     reserved: float
     first_token: float
@@ -273,7 +279,13 @@ class Timeline(_message.Message):
     overlapped_seconds: float
     total_seconds: float
     stages: _containers.RepeatedCompositeFieldContainer[Stage]
-    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., data_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., overlapped_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
+    path: str
+    prefill_node: str
+    decode_node: str
+    kv_connectors: _containers.RepeatedScalarFieldContainer[str]
+    verified_runs: int
+    recomputed_tokens: int
+    def __init__(self, queued: _Optional[float] = ..., reserved: _Optional[float] = ..., first_token: _Optional[float] = ..., transferred: _Optional[float] = ..., finished: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., migrations: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., data_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., overlapped_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., path: _Optional[str] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., verified_runs: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class Stage(_message.Message):
     __slots__ = ("name", "node", "start", "seconds")

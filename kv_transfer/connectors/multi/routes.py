@@ -47,10 +47,19 @@ class SinkRoute:
         if self._ends(name, event):
             self.ended_by = name
             if isinstance(event, Progress):
-                return Landed(event.transfer_id, event.epoch, self.nbytes)
+                return self._landed(name, event, self.nbytes)
+            if isinstance(event, Landed):
+                return self._landed(name, event, event.nbytes)
         elif isinstance(event, Failed):
             return None
         return event
+
+    def _landed(self, name: str, event: Progress | Landed, nbytes: int) -> Landed:
+        """Returns the event with the names of the children that moved bytes."""
+        moved = {each for each, share in self.received.items() if share}
+        if nbytes and not moved:  # the child reports no progress
+            moved = {name}
+        return Landed(event.transfer_id, event.epoch, nbytes, tuple(sorted(moved)))
 
     def _ends(self, name: str, event: Event) -> bool:
         """Returns whether the transfer is complete, or has failed, with this event of the child."""

@@ -2,9 +2,11 @@
 
 import { $, bytes, drawn, duration, element, percent } from "./dom.js";
 
+const RECENT = 120; // seconds in which a refusal counts
 const MAX_EVENTS = 50, MAX_ARROWS = 64, MAX_LABELS = 12;
 const cards = new Map(); // by node id
 let flowsBefore = null; // {at, byPair}
+let faults = new Map(); // those that are in the log, by what they are about
 
 const rate = (perSecond) => `${bytes(perSecond)}/s`;
 const speed = (flow) => (Number.isFinite(flow.speed) ? rate(flow.speed) : "–");
@@ -33,6 +35,19 @@ export function showCluster(cluster) {
     cards.delete(id);
   }
   showFlows(cluster.flows ?? []);
+  showFaults(cluster);
+}
+
+// Logs each refused node and broken link once, until it is over.
+function showFaults({ refused = [], broken_links: broken = [] }) {
+  const now = new Map([
+    ...refused.filter((each) => each.seconds_ago < RECENT)
+      .map(({ reason }) => [reason, `a node was refused: ${reason}`]),
+    ...broken.map(({ prefill, decode, reason }) =>
+      [`${prefill} ${decode}`, `${prefill} hands no KV over to ${decode}: ${reason}`]),
+  ]);
+  for (const [key, text] of now) if (!faults.has(key)) logEvent(text, "bad");
+  faults = now;
 }
 
 function showNode(node, quietly) {

@@ -114,3 +114,17 @@ def test_another_choice_of_a_prompt_computes_its_last_block_alone(
         each.allocate(each.num_free)  # nothing that is free stays
     fit = pool.fit(it.hashes(SIZE)[: (length - 1) // SIZE], length, remote=False)
     assert fit.num_cached == (length - 1) // SIZE
+
+
+def test_two_groups_of_full_attention_share_a_prefix_as_far_as_both_have_it() -> None:
+    other = KVGroup((2,), num_kv_heads=2, head_dim=1)
+    for forgetful in (0, 1):
+        pool = KVPool([FULL, other], [100, 100], SIZE)
+        first = sequence(100)
+        hashes = first.hashes(SIZE)
+        admit(pool, first)
+        compute(pool, first, 100)
+        pool.release(first)
+        assert pool.fit(hashes, 101, remote=False).num_cached == 6
+        pool.pools[forgetful].forget(pool.pools[forgetful].lookup(hashes)[2:3])
+        assert pool.fit(hashes, 101, remote=False).num_cached == 2

@@ -16,7 +16,7 @@ from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core import host
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.kv_groups import kv_groups
+from pdserve.common.core.kv_groups import LayerKV, grouped, kv_groups
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model import device as dtypes
@@ -122,6 +122,18 @@ def test_groups_of_layers_with_one_window() -> None:
     assert full.layers_between(1, 4) == (0, 1) and near.layers_between(1, 2) == (1, 1)
     assert full.first_block(100, 4) == 0
     assert [near.first_block(position, 4) for position in (0, 7, 10, 11, 15)] == [0, 0, 0, 1, 2]
+
+
+def test_groups_of_layers_with_other_heads_chunks_and_shared_keys() -> None:
+    wide, narrow, chunk = LayerKV(1, 32), LayerKV(2, 16), LayerKV(2, 16, 8, chunked=True)
+    groups = grouped([narrow, chunk, wide, narrow, 1, 3])
+    assert [(each.layers, each.num_kv_heads, each.head_dim) for each in groups] == [
+        ((0, 3), 2, 16), ((2,), 1, 32), ((1,), 2, 16)
+    ]  # fmt: skip
+    chunks = groups[2]
+    assert chunks.name == "chunks of 8 tokens"
+    assert [chunks.first_block(position, 4) for position in (0, 7, 8, 15, 16)] == [0, 0, 2, 2, 4]
+    assert groups[1].head_range(1, 2) == (0, 1) and groups[0].head_range(1, 2) == (1, 2)
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:

@@ -92,7 +92,8 @@ def test_certs_makes_files_and_prints_their_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new" / "certs"
-    assert main(["certs", str(folder), "--host=decode", "--host=10.1.2.3"]) == 0
+    given = ["decode", "10.1.2.3", "*.decode.example"]
+    assert main(["certs", str(folder), *(f"--host={host}" for host in given)]) == 0
     flags = capsys.readouterr().out.split()
     config = parse(WorkerNodeConfig, prog="x", argv=flags, environ={})
     assert TLS.load(config.tls) == TLS(*(folder / f"{n}.pem" for n in ("cert", "key", "ca")))
@@ -102,7 +103,7 @@ def test_certs_makes_files_and_prints_their_flags(
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     found = [str(getattr(name, "value", name)) for name in names]
     roles = [f"pdserve://role/{role}" for role in ("router", *ROLE_NAMES.values())]
-    hosts = ["localhost", "127.0.0.1", "::1", "decode", "10.1.2.3"]
+    hosts = ["localhost", "127.0.0.1", "::1", *given]
     assert sorted(found) == sorted(hosts + roles), "of every role that registers, and the router"
 
 
@@ -114,6 +115,7 @@ def test_certs_leaves_existing_files_alone(
     for argv, says in (
         ([str(tmp_path)], "File exists; name another folder"),
         ([str(tmp_path / "b"), "--host=a b"], "neither a host name nor an IP address"),
+        ([str(tmp_path / "b"), "--host=a.*"], "neither a host name nor an IP address"),
     ):
         assert main(["certs", *argv]) == 2
         assert says in capsys.readouterr().err
