@@ -102,8 +102,9 @@ def _stored(
     return stored, _halved(values, heads) if heads else values
 
 
-def _in_order(item: tuple[str, Tensor]) -> tuple[Any, ...]:
-    return tuple(int(part) if part.isdigit() else -1 for part in item[0].split(".")), item[0]
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """So that expert 10 comes after expert 9."""
+    return [(int(part) if part.isdigit() else -1, part) for part in name.split(".")]
 
 
 def _heads(arch: str, key: str, config: dict[str, Any]) -> int:
