@@ -23,7 +23,7 @@ from urllib.request import urlopen
 from benchmarks.hosts import Network
 from chart import ports_of
 
-INIT_TIMEOUT = 300.0  # seconds
+INIT_TIMEOUT, START_TIMEOUT = 300.0, 120.0  # seconds
 PDSERVE = Path(sys.executable).with_name("pdserve")
 # The host's folders, but for those that a container has of its own.
 ROOT_FOLDERS = r"""
@@ -39,7 +39,7 @@ for path in /* /root/.[!.]*; do
 done
 mkdir -p "$root/home/pdserve"
 cp -a /etc "$root/etc"
-cp "$HOSTS" "$root/etc/hosts"
+mount --bind "$HOSTS" "$root/etc/hosts"
 echo "multi on" >"$root/etc/host.conf"
 """
 ENTER = r"""
@@ -56,6 +56,7 @@ class Pod:
     spec: Any
     process: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=Path)
+    serves: bool = False  # its Service sends clients there
 
     @property
     def container(self) -> Any:
@@ -84,27 +85,33 @@ class Kubelet:
                 self._secrets[made["metadata"]["name"]] = {
                     name: base64.b64decode(value).decode() for name, value in entries
                 }
+        self._services = [made for made in objects if made["kind"] == "Service"]
         self.pods = [pod for made in objects for pod in self._pods_of(made)]
-        (folder / "hosts").write_text("\n".join(self._hosts(objects)) + "\n")
+        self._name_pods()
 
     def _pods_of(self, made: Any) -> Iterator[Pod]:
         name = made["metadata"]["name"]
         if made["kind"] == "Pod":
-            yield self._pod(name, made)
+            yield self._pod(name, _component(made), made["spec"])
         elif made["kind"] in ("Deployment", "StatefulSet"):
             for number in range(made["spec"]["replicas"]):
-                yield self._pod(f"{name}-{number}", made["spec"]["template"])
+                template = made["spec"]["template"]
+                yield self._pod(f"{name}-{number}", _component(template), template["spec"])
 
-    def _pod(self, name: str, template: Any) -> Pod:
-        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+    def _pod(self, name: str, component: str, spec: Any) -> Pod:
         address, _ = self._network.add()
         log = self._folder / f"{name}.log"
         log.touch()
-        return Pod(name, component, address, template["spec"], log=log)
+        return Pod(name, component, address, spec, log=log)
 
-    def _hosts(self, objects: Sequence[Any]) -> Iterator[str]:
-        yield "127.0.0.1 localhost"
-        for service in (made for made in objects if made["kind"] == "Service"):
+    def _name_pods(self) -> None:
+        """Writes the file by which pods find each other, in place: they all see the same."""
+        (self._folder / "hosts").write_text(
+            "\n".join(["127.0.0.1 localhost", *self._names()]) + "\n"
+        )
+
+    def _names(self) -> Iterator[str]:
+        for service in self._services:
             name, spec = service["metadata"]["name"], service["spec"]
             component = spec["selector"]["app.kubernetes.io/component"]
             pods = [pod for pod in self.pods if pod.component == component]
@@ -211,9 +218,16 @@ class Kubelet:
             assert pod.process is not None and pod.process.poll() is None, pod.log.read_text()
             assert time.monotonic() < deadline, pod.log.read_text()
             time.sleep(0.2)
+        pod.serves = kind == "readiness"
 
     def stop(self, *pods: Pod) -> list[int]:
-        """Ends them as Kubernetes does, but for what is before SIGTERM; their exit codes."""
+        """Ends them as Kubernetes does: no new connections, what is to be done before SIGTERM, then
+        as much time as they may take. Returns their exit codes."""
+        for pod in pods:
+            pod.serves = False
+        for pod in pods:
+            if before := pod.container.get("lifecycle", {}).get("preStop"):
+                subprocess.run(before["exec"]["command"], check=True)
         for pod in pods:
             assert pod.process is not None
             pod.process.send_signal(signal.SIGTERM)
@@ -224,6 +238,30 @@ class Kubelet:
         code = pod.process.wait(timeout)
         pod.process = None
         return code
+
+    def replace(self, pod: Pod) -> None:
+        """Gives a pod of a Deployment a successor, which serves before it ends."""
+        new = self._pod(f"{pod.name}-next", pod.component, pod.spec)
+        self.pods.append(new)
+        self._name_pods()
+        self.start(new)
+        self.wait(new, "readiness", START_TIMEOUT)
+        assert self.stop(pod) == [0], pod.log.read_text()
+        self.pods.remove(pod)
+        self._name_pods()
+
+    def restart(self, *pods: Pod) -> None:
+        """Ends pods of StatefulSets, and starts them again."""
+        assert self.stop(*pods) == [0] * len(pods)
+        for pod in pods:
+            self.start(pod)
+        for pod in pods:
+            self.wait(pod, "readiness", START_TIMEOUT)
+
+    def key(self, entry: str) -> str:
+        """An entry of the Secret of keys."""
+        (keys,) = [each for each in self._secrets.values() if entry in each]
+        return keys[entry]
 
     def close(self) -> None:
         """Ends what still runs, and deletes its volumes."""
@@ -261,6 +299,10 @@ class Kubelet:
             for line in path.read_text().splitlines()[1:]:
                 _, local, remote, state, *_ = line.split()
                 yield _place(local), _place(remote), state
+
+
+def _component(template: Any) -> str:
+    return str(template["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
 LISTEN = "0A"  # net/tcp_states.h
