@@ -76,9 +76,8 @@ THROUGH_TRANSFORMERS = {
         **SIZES, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
     ),
     "gemma4": Gemma4TextConfig(
-        **{**SIZES, "num_hidden_layers": 6},
+        **{**SIZES, "num_hidden_layers": 6, "global_head_dim": 32},
         head_dim=16,
-        global_head_dim=32,
         sliding_window=24,
         layer_types=["sliding_attention", "full_attention"] * 3,
         num_kv_shared_layers=2,
