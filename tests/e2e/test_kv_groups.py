@@ -59,7 +59,9 @@ PP2 = {"pipeline_parallel_size": 2}
     [
         ("qwen3", "tcp", TP2, TP1),
         ("deepseek", "shm", PP2, TP2),
-        ("gemma3", "tcp", TP1, TP1),
+        ("gemma4", "tcp", TP1, TP1),
+        slow("llama4", "tcp", TP1, TP1),
+        slow("gemma3", "tcp", TP1, TP1),
         slow("gpt-oss", "shm", TP1, TP1),
         slow("gpt2", "tcp", TP1, TP1),
         slow("qwen3", "shm", PP2, TP2),

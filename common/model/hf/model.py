@@ -17,12 +17,11 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
-from pdserve.common.core.stored_weights import StoredWeights
 from pdserve.common.model.attention import (
     AttentionContext,
     AttentionShape,
 )
-from pdserve.common.model.checkpoint import open_checkpoint
+from pdserve.common.model.checkpoint import open_checkpoint, text_model
 from pdserve.common.model.decoder import Decoder, places
 from pdserve.common.model.dequantize import dequantized
 from pdserve.common.model.hf.attention import (
@@ -163,13 +162,6 @@ def _head_of(model: Any) -> _Head:
     return _Head(head, given)
 
 
-_TEXT_NAMES = {
-    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
-    r"^(model\.)?(language|text)_model\.(model\.)?": "model.",
-}
-"""Names of the text model's tensors in a checkpoint that has towers too, and in one of its own."""
-
-
 def load_transformers_model(
     spec: ModelSpec, config: ModelConfig, sharding: Sharding
 ) -> TransformersModel:
@@ -185,14 +177,15 @@ def load_transformers_model(
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
     else:
-        made = _read(kind, config.model, spec.stored, hf_config, sharding.dtype)
+        made = _read(kind, config.model, spec, hf_config, sharding.dtype)
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding)
 
 
-def _read(kind: Any, folder: str, stored: StoredWeights | None, hf_config: Any, dtype: Any) -> Any:
+def _read(kind: Any, folder: str, spec: ModelSpec, hf_config: Any, dtype: torch.dtype) -> Any:
     hf_logging.disable_progress_bar()
     with ExitStack() as stack:
-        weights = dequantized(open_checkpoint(Path(folder), stack), stored)
+        checkpoint = open_checkpoint(Path(folder), stack)
+        weights = dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
         try:
             model, info = kind.from_pretrained(
                 None,
@@ -200,7 +193,6 @@ def _read(kind: Any, folder: str, stored: StoredWeights | None, hf_config: Any, 
                 state_dict=dict(weights),  # parts of which are read when they are needed
                 dtype=dtype,
                 attn_implementation=NAME,
-                key_mapping=_TEXT_NAMES if getattr(hf_config, "towers", False) else None,
                 ignore_mismatched_sizes=True,  # they are refused below, all at once
                 output_loading_info=True,
             )
