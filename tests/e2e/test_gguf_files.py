@@ -3,6 +3,7 @@ file stands for."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,9 +84,9 @@ def test_every_role_refuses_a_file_that_is_cut(tmp_path: Path) -> None:
 
 def test_plan_and_model_take_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gguf(MODELS / "qwen2", file, q8_0)
-    assert main(["plan", f"--model={file}", "--gpu-memory=1GiB"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "int8" in shown and "GGUF Q4_1, Q8_0, dequantized while loaded" in shown
+    assert main(["plan", f"--model={file}", "--gpu-memory=1GiB", "--json"]) == 0
+    decode = json.loads(capsys.readouterr().out)["roles"]["decode"]
+    assert (decode["quantization"], decode["stored"]) == ("int8", "GGUF Q4_1, Q8_0")
     assert main(["model", str(file)]) == 0
     folder = Path(capsys.readouterr().out.strip())
     assert (folder / "config.json").is_file()
