@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pdserve.common.core.host import cpu_flags
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.packed import Packer
 
@@ -60,7 +59,7 @@ class Bench:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self.clock = time.thread_time if threads == 1 else time.perf_counter
-        self.packer = Packer(NativeKernels().function, amx="amx_bf16" in cpu_flags())
+        self.packer = Packer(NativeKernels().function)
         self.memory = torch.ones(COLD_BYTES // 4)
         self.squares = {each: torch.randn(1024, 1024).to(each) for each, _ in KINDS.values()}
 

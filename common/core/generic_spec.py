@@ -19,6 +19,16 @@ from pdserve.common.core.model_spec import (
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_TEXT_DEFAULTS = {
+    "gemma3_text": (262208, 131072),
+    "gemma4_text": (262144, 131072),
+    "gemma4_unified_text": (262144, 262144),
+    "llama": (32000, 2048),
+    "llama4_text": (202048, 131072),
+    "mistral": (32000, 131072),
+}
+"""Vocabulary and positions that transformers takes where the text model within a config that has
+towers too does not state them, as Gemma 3's do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,7 @@ class Outline:
         check_folder(folder)
         config = overridden(read_json(folder / "config.json"), overrides)
         generation = folder / "generation_config.json"
-        text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
+        text = _text_of(config)
         return cls(
             vocab_size=_first_int(text, "vocab_size"),
             max_position_embeddings=_exact_context(text),
@@ -69,6 +79,16 @@ def read_outline(folder: Path, impl: str, overrides: Mapping[str, Any]) -> Outli
         if impl == "native":
             raise
         return Outline.from_folder(folder, overrides)
+
+
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config") or {}
+    text = {**config, **inner}
+    if inner.get("model_type") in _TEXT_DEFAULTS:
+        vocabulary, positions = _TEXT_DEFAULTS[inner["model_type"]]
+        text.setdefault("vocab_size", vocabulary)
+        text.setdefault("max_position_embeddings", positions)
+    return text
 
 
 def _exact_context(config: Mapping[str, Any]) -> int:

@@ -48,12 +48,14 @@ BlockIds = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The sequences of a step, in the order of their tokens. Sequence i has `starts[i]` tokens in
-    the cache and computes the next `query_lens[i]`; `block_tables[i]` covers both."""
+    the cache and computes the next `query_lens[i]`; `block_tables[i]` covers both. Where a window
+    has left blocks behind, table and start begin `skipped[i]` tokens after the sequence does."""
 
     query_lens: Sequence[int]
     starts: Sequence[int]
     block_tables: Sequence[Sequence[int] | BlockIds]
     block_size: int
+    skipped: Sequence[int] | None = None  # None: 0 each
 
     @property
     def context_lens(self) -> list[int]:

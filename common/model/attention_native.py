@@ -1,8 +1,6 @@
-"""Paged attention on a CPU in C++, which reads blocks in place.
-
-Each layer makes one call for sequences with few queries (decodes, also with drafts) and one for
-those with many (prefill chunks).
-"""
+"""Paged attention on a CPU in C++, which reads blocks in place: one call a layer for all sequences
+of a step, whether they compute one token or thousands. A token's result depends on its position and
+on what it attends to, not on what else is in the step."""
 
 from __future__ import annotations
 
@@ -23,42 +21,26 @@ from pdserve.common.model.kernels.native import NativeKernels, call_of
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
 
-MAX_HEAD_DIM = 256  # `MAX_DIM` of paged.h
-FEW_QUERIES = 8  # up to this many queries go to the decode kernel, each as its own sequence
 NO_WINDOW = 1 << 62  # tokens: all there can be
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 def can_attend(shape: AttentionShape) -> bool:
     """Returns whether the kernels support this head size."""
-    return shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 2 == 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """B queries, each a sequence to the kernel."""
-
-    rows: Int32s  # [B] row of the token in the step
-    lengths: Int32s  # [B] context length
-    tables: Int32s  # [B, blocks of the longest]; the padding of shorter ones is not read
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """C sequences with several queries each."""
-
-    rows: Int32s  # [C] row of the first token in the step
-    counts: Int32s  # [C] queries
-    starts: Int32s  # [C] tokens in the cache before them
-    tables: Int32s  # as for decodes
+    return shape.head_dim % 2 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class NativeContext:
+    """B sequences of a step with T tokens."""
+
     block_size: int
     slots: BlockIds  # [T] block · block_size + slot of each token
-    decodes: _Decodes | None
-    chunks: _Chunks | None
+    rows: Int32s  # [B] row of the first token in the step
+    counts: Int32s  # [B] tokens to compute
+    starts: Int32s  # [B] tokens in the cache before them, from `skipped` on
+    skipped: Int32s  # [B] tokens before the first one of the table
+    tables: Int32s  # [B, blocks of the longest]; the padding of shorter ones is not read
 
 
 class NativeAttention(AttentionBackend):
@@ -73,8 +55,7 @@ class NativeAttention(AttentionBackend):
     ) -> None:
         super().__init__(shape, device, dtype)
         self._rotate_and_cache = kernels.function("rotate_and_cache")
-        self._paged_decode = kernels.function("paged_decode")
-        self._paged_prefill = kernels.function("paged_prefill")
+        self._paged_attention = kernels.function("paged_attention")
 
     # ---- once per step ----
 
@@ -83,12 +64,15 @@ class NativeAttention(AttentionBackend):
         starts = np.asarray(batch.starts, np.int64)
         offsets = np.cumsum(counts) - counts
         tables = _pad([np.asarray(table) for table in batch.block_tables])
-        few, many = np.flatnonzero(counts <= FEW_QUERIES), np.flatnonzero(counts > FEW_QUERIES)
+        skipped = np.zeros(len(counts)) if batch.skipped is None else batch.skipped
         return NativeContext(
             batch.block_size,
             _slots(counts, starts, offsets, tables, batch.block_size),
-            _decodes(few, offsets, counts, starts, tables) if len(few) else None,
-            _chunks(many, offsets, counts, starts, tables) if len(many) else None,
+            rows=offsets.astype(np.int32),
+            counts=counts.astype(np.int32),
+            starts=starts.astype(np.int32),
+            skipped=np.asarray(skipped, np.int32),
+            tables=tables,
         )
 
     # ---- once per layer ----
@@ -112,23 +96,13 @@ class NativeAttention(AttentionBackend):
             context.slots.ctypes.data,
         )  # fmt: skip
         out = qkv.new_empty(len(qkv), shape.num_heads, shape.head_dim)
-        if (decodes := context.decodes) is not None:
-            self._paged_decode(
-                *call_of(qkv), len(decodes.rows), shape.num_heads, shape.num_kv_heads,
-                shape.head_dim, context.block_size, window, shape.scale, qkv.data_ptr(),
-                qkv.stride(0),
-                keys, values, decodes.rows.ctypes.data, decodes.lengths.ctypes.data,
-                decodes.tables.ctypes.data, decodes.tables.shape[1], out.data_ptr(),
-            )  # fmt: skip
-        if (chunks := context.chunks) is not None:
-            self._paged_prefill(
-                *call_of(qkv), len(chunks.rows), shape.num_heads, shape.num_kv_heads,
-                shape.head_dim, context.block_size, window, shape.scale, qkv.data_ptr(),
-                qkv.stride(0),
-                keys, values, chunks.rows.ctypes.data, chunks.counts.ctypes.data,
-                chunks.starts.ctypes.data, chunks.tables.ctypes.data, chunks.tables.shape[1],
-                out.data_ptr(),
-            )  # fmt: skip
+        self._paged_attention(
+            *call_of(qkv), len(context.rows), shape.num_heads, shape.num_kv_heads, shape.head_dim,
+            context.block_size, window, shape.chunked, shape.scale, qkv.data_ptr(), qkv.stride(0),
+            keys, values, context.rows.ctypes.data, context.counts.ctypes.data,
+            context.starts.ctypes.data, context.skipped.ctypes.data, context.tables.ctypes.data,
+            context.tables.shape[1], out.data_ptr(),
+        )  # fmt: skip
         return out
 
     def forward(
@@ -150,32 +124,6 @@ def _slots(
     sequence = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(sequence)) + np.repeat(starts - offsets, counts)
     return tables[sequence, positions // size].astype(np.int64) * size + positions % size
-
-
-def _chunks(
-    chosen: BlockIds, offsets: BlockIds, counts: BlockIds, starts: BlockIds, tables: Int32s
-) -> _Chunks:
-    return _Chunks(
-        offsets[chosen].astype(np.int32),
-        counts[chosen].astype(np.int32),
-        starts[chosen].astype(np.int32),
-        tables if len(chosen) == len(tables) else np.ascontiguousarray(tables[chosen]),
-    )
-
-
-def _decodes(
-    chosen: BlockIds, offsets: BlockIds, counts: BlockIds, starts: BlockIds, tables: Int32s
-) -> _Decodes:
-    """Splits sequences into single queries. A sequence's queries stay together, so that each finds
-    the KV in the CPU's caches that the one before it has read."""
-    counts = counts[chosen]
-    sequence = np.repeat(chosen, counts)
-    ahead = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return _Decodes(
-        (offsets[sequence] + ahead).astype(np.int32),
-        (starts[sequence] + ahead + 1).astype(np.int32),
-        tables if len(chosen) == len(sequence) == len(tables) else tables[sequence],
-    )
 
 
 def _norms(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[int | None, int | None, float]:

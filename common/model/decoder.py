@@ -175,6 +175,7 @@ class CausalLM(Decoder):
         self.stage = stage or Stage.whole(spec.num_layers)
         self.device = device
         self.dtype = dtype
+        self.kernels = sharding.kernels
         self.expert_parallel_size = sharding.all2all.group.size
         rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
         self.rope = RotaryEmbedding(spec.rope, rotated, device)

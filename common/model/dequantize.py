@@ -51,8 +51,9 @@ def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpo
 
 
 def _ranges(index: Any, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the start and end along each dimension; dimensions without an index are whole."""
-    slices = index if isinstance(index, tuple) else (index,)
+    """Returns the start and end along each dimension; dimensions without an index are whole, as all
+    are for `...`."""
+    slices = () if index is ... else index if isinstance(index, tuple) else (index,)
     slices += (slice(None),) * (len(shape) - len(slices))
     return [each.indices(size)[:2] for each, size in zip(slices, shape, strict=True)]
 

@@ -13,24 +13,24 @@ from dataclasses import dataclass
 
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.core.lora import AdapterFile
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.layers import MLP, LoRA
-from pdserve.common.model.weights import MatrixPart
+from pdserve.common.model.weights import MatrixPart, WeightMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """This rank's part of an adapter for one linear layer."""
 
-    a: Tensor  # [R, in]
-    b: Tensor  # [out, R]
+    a: WeightMatrix  # [R, in]
+    b: WeightMatrix  # [out, R]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.a), self.b)
+        return self.b.linear(self.a.linear(x))
 
 
 Pairs = Mapping[str, Pair]  # name of a layer's first matrix → pair
@@ -71,9 +71,17 @@ def load_pairs(model: CausalLM, file: AdapterFile) -> dict[str, Pair]:
             a.append(whole_a[:, part.columns])
             b.append(whole_b[part.rows] * file.scale)
         pairs[parts[0].name] = Pair(
-            torch.cat(a).to(device, dtype), torch.block_diag(*b).to(device, dtype)
+            _packed(torch.cat(a).to(device, dtype), model.kernels),
+            _packed(torch.block_diag(*b).to(device, dtype), model.kernels),
         )
     return pairs
+
+
+def _packed(values: Tensor, kernels: Kernels) -> WeightMatrix:
+    matrix = WeightMatrix(torch.empty_like(values), kernels)
+    matrix.tensor.copy_(values)
+    matrix.pack()
+    return matrix
 
 
 def _linear_layers(model: CausalLM) -> Iterator[tuple[MatrixPart, ...]]:

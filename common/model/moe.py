@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.core.model_spec import ModelSpec
@@ -15,7 +14,7 @@ from pdserve.common.distributed.all2all import RoutedTokens, occurrences
 from pdserve.common.model.expert_weights import make_experts
 from pdserve.common.model.layers import MLP
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
-from pdserve.common.model.weights import MatrixPart
+from pdserve.common.model.weights import MatrixPart, WeightMatrix
 
 
 class MoE:
@@ -60,15 +59,16 @@ class ExpertRouter:
     def __init__(self, name: str, spec: MoESpec, hidden: int, sharding: Sharding) -> None:
         self.name, self.spec = name, spec
         dtype = torch.float32 if spec.family.precise_router else None
-        self.weight = sharding.zeros(spec.num_experts, hidden, dtype=dtype)
+        weight = sharding.zeros(spec.num_experts, hidden, dtype=dtype)
+        self.weight = WeightMatrix(weight, sharding.kernels)
         self.bias: Tensor | None = None
         if spec.family.correction_bias:
             self.bias = sharding.zeros(spec.num_experts, dtype=torch.float32)
 
     def __call__(self, x: Tensor) -> RoutedTokens:
         """Routes `[T, H]`. The product is in the weight's dtype, the rest in float32."""
-        logits = F.linear(x.to(self.weight.dtype), self.weight).float()
-        scores = logits.sigmoid() if self.spec.family.scoring == "sigmoid" else logits.softmax(-1)
+        logits = self.weight.linear(x.to(self.weight.tensor.dtype)).float()
+        scores = sigmoid(logits) if self.spec.family.scoring == "sigmoid" else logits.softmax(-1)
         choice = scores if self.bias is None else scores + self.bias
         if self.spec.groups is not None:
             choice = within_groups(choice, self.spec.groups)
@@ -79,11 +79,10 @@ class ExpertRouter:
         return RoutedTokens(x, experts, weights * self.spec.weight_scale, self.spec.num_experts)
 
     def shards(self) -> Iterator[Shard]:
-        shape = tuple(self.weight.shape)
-        yield Shard(f"{self.name}.weight", shape, (slice(None), slice(None)), self.weight)
+        yield _whole(f"{self.name}.weight", self.weight)
         if self.bias is not None:
             name = f"{self.name}.e_score_correction_bias"
-            yield Shard(name, shape[:1], (slice(None),), self.bias)
+            yield Shard(name, tuple(self.bias.shape), (slice(None),), self.bias)
 
 
 def within_groups(scores: Tensor, groups: ExpertGroups) -> Tensor:
@@ -94,24 +93,38 @@ def within_groups(scores: Tensor, groups: ExpertGroups) -> Tensor:
     return grouped.masked_fill(~chosen[:, :, None], -torch.inf).flatten(1)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """As torch's, which rounds the last few numbers of a tensor in another way, so that a token's
+    would depend on how many there are; softmax takes each row by itself."""
+    return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(-1)[..., 0]
+
+
+def _whole(name: str, matrix: WeightMatrix) -> Shard:
+    target = matrix.tensor
+    everything = (slice(None), slice(None))
+    return Shard(name, tuple(target.shape), everything, target, finish=matrix.pack)
+
+
 class SharedExpert:
     """An MLP for every token, scaled by its own gate if it has one. Ranks split it like a dense
     MLP."""
 
     def __init__(self, name: str, spec: ModelSpec, moe: MoESpec, sharding: Sharding) -> None:
         self.name = f"{name}_gate.weight"
-        self.gate = sharding.zeros(1, spec.hidden_size) if moe.family.shared_gate else None
+        self.gate: WeightMatrix | None = None
+        if moe.family.shared_gate:
+            self.gate = WeightMatrix(sharding.zeros(1, spec.hidden_size), sharding.kernels)
         inner = moe.shared_intermediate_size
         self.mlp = MLP(name, spec, inner, sharding, reduce_results=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns this rank's addend of the sum over ranks, `[T, H]`."""
         y = self.mlp(x)
-        return y if self.gate is None else F.linear(x, self.gate).sigmoid() * y
+        return y if self.gate is None else sigmoid(self.gate.linear(x)) * y
 
     def shards(self) -> Iterator[Shard]:
         if self.gate is not None:
-            yield Shard(self.name, tuple(self.gate.shape), (slice(None), slice(None)), self.gate)
+            yield _whole(self.name, self.gate)
         yield from self.mlp.shards()
 
 

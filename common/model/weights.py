@@ -24,6 +24,7 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.model.kernels.ops import Kernels
+from pdserve.common.model.kernels.packed import Packer
 from pdserve.common.model.packing import PackedMatrix, pack_nibbles, unpack_nibbles
 from pdserve.common.model.sharding import Shard, Sharding
 
@@ -97,43 +98,54 @@ def _columns(parts: Sequence[MatrixPart]) -> slice:
 
 class WeightMatrix:
     """A matrix `[out, in]`, in row-major order while it is loaded. `pack` then reorders it in place
-    if the kernels can multiply it faster in their own order."""
+    if the kernels multiply it in their own order, faster, and each token alike in every batch."""
 
     def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
-        self.tensor = tensor
-        """The memory, in the order of `dense()` until it is packed."""
         self._packer = kernels.packer
+        self._memory = tensor if self._packer is None else self._packer.padded(tensor)
+        self.tensor = self._memory[: len(tensor)]
+        """The matrix, in the order of `dense()` until it is packed."""
         self.packed = False
 
     def pack(self) -> None:
         """Packs the matrix, once, after it was loaded."""
-        if not self.packed and self._packer is not None and self._packer.takes(self.tensor):
-            self._packer.pack(self.tensor)
+        if not self.packed and self._packer is not None and self._packer.takes(self._memory):
+            self._packer.pack(self._memory)
             self.packed = True
 
     def dense(self) -> Tensor:
         """Returns `[out, in]`, read-only; a copy if packed."""
         if not self.packed or self._packer is None:
             return self.tensor
-        return self._packer.unpack(self.tensor)
+        return self._packer.unpack(self._memory)[: len(self.tensor)]
 
     def rows(self, ids: Tensor) -> Tensor:
         """Looks up rows: int64 `[T]` → `[T, in]`. Raises IndexError."""
         if not self.packed or self._packer is None:
             return F.embedding(ids, self.tensor)
-        return self._packer.unpack(self.tensor, ids)
+        return self._packer.unpack(self._memory, ids)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Computes `[T, in] → [T, out]`; `x` has the matrix's dtype."""
         if not self.packed or self._packer is None:
             return F.linear(x, self.tensor, bias)
-        return self._packer.linear(x, self.tensor, bias)
+        return self._product(self._packer, x, bias)
 
     def scaled_linear(self, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Multiplies by an int8 matrix with `scales` per row; None if dequantizing is faster."""
-        if not self.packed or self._packer is None or not self._packer.wins(len(x), x.dtype):
+        """Multiplies by an int8 matrix with `scales` per row; None if the kernels do not."""
+        if not self.packed or self._packer is None or not self._packer.multiplies(x.dtype):
             return None
-        return self._packer.linear(x, self.tensor, bias, scales)
+        return self._product(self._packer, x, bias, scales)
+
+    def _product(
+        self, packer: Packer, x: Tensor, bias: Tensor | None, scales: Tensor | None = None
+    ) -> Tensor:
+        rows = len(self.tensor)
+        if not (missing := len(self._memory) - rows):
+            return packer.linear(x, self._memory, bias, scales)
+        bias = None if bias is None else F.pad(bias, (0, missing))
+        scales = None if scales is None else F.pad(scales, (0, missing))
+        return packer.linear(x, self._memory, bias, scales)[:, :rows].contiguous()
 
 
 class PlainWeight:

@@ -216,13 +216,15 @@ def _attention(
     read: what is before may be another sequence's by now, and takes neither time nor memory."""
     starts = [sequence.start for sequence in sequences]
     tables = [sequence.block_tables[index] for sequence in sequences]
+    query_lens = [sequence.num_tokens for sequence in sequences]
+    skipped = None
     if group.window is not None:
         firsts = [group.first_block(start, block_size) for start in starts]
         together = zip(starts, tables, firsts, strict=True)
         trimmed = [(start - block_size * n, table[n:]) for start, table, n in together]
         starts, tables = [start for start, _ in trimmed], [table for _, table in trimmed]
-    query_lens = [sequence.num_tokens for sequence in sequences]
-    return AttentionBatch(query_lens, starts, tables, block_size)
+        skipped = [block_size * n for n in firsts]
+    return AttentionBatch(query_lens, starts, tables, block_size, skipped)
 
 
 def verify(

@@ -45,9 +45,7 @@ def greedy(cluster: WarmCluster) -> Any:
         for choice in event["choices"]:
             logprobs = choice["logprobs"] or {}
             tokens += zip(
-                logprobs.get("tokens", ()),
-                (round(value, 2) for value in logprobs.get("token_logprobs", ())),
-                strict=True,
+                logprobs.get("tokens", ()), logprobs.get("token_logprobs", ()), strict=True
             )
             text += choice["text"]
     return text, choice["finish_reason"], tokens

@@ -29,7 +29,7 @@ class Hub:
 
 
 @contextmanager
-def running_hub(repos: Mapping[str, Path]) -> Iterator[Hub]:
+def running_hub(repos: Mapping[str, Path], host: str = "127.0.0.1") -> Iterator[Hub]:
     hub = Hub(repos)
 
     class Handler(BaseHTTPRequestHandler):
@@ -79,9 +79,9 @@ def running_hub(repos: Mapping[str, Path]) -> Iterator[Hub]:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_port}"
+    hub.url = f"http://{host}:{server.server_port}"
     thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

@@ -7,6 +7,7 @@ import base64
 import os
 import re
 import shlex
+import shutil
 import signal
 import ssl
 import subprocess
@@ -22,6 +23,7 @@ from urllib.request import urlopen
 from benchmarks.hosts import Network
 from chart import ports_of
 
+INIT_TIMEOUT, START_TIMEOUT = 300.0, 120.0  # seconds
 PDSERVE = Path(sys.executable).with_name("pdserve")
 # The host's folders, but for those that a container has of its own.
 ROOT_FOLDERS = r"""
@@ -37,7 +39,7 @@ for path in /* /root/.[!.]*; do
 done
 mkdir -p "$root/home/pdserve"
 cp -a /etc "$root/etc"
-cp "$HOSTS" "$root/etc/hosts"
+mount --bind "$HOSTS" "$root/etc/hosts"
 echo "multi on" >"$root/etc/host.conf"
 """
 ENTER = r"""
@@ -54,6 +56,7 @@ class Pod:
     spec: Any
     process: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=Path)
+    serves: bool = False  # its Service sends clients there
 
     @property
     def container(self) -> Any:
@@ -82,27 +85,33 @@ class Kubelet:
                 self._secrets[made["metadata"]["name"]] = {
                     name: base64.b64decode(value).decode() for name, value in entries
                 }
+        self._services = [made for made in objects if made["kind"] == "Service"]
         self.pods = [pod for made in objects for pod in self._pods_of(made)]
-        (folder / "hosts").write_text("\n".join(self._hosts(objects)) + "\n")
+        self._name_pods()
 
     def _pods_of(self, made: Any) -> Iterator[Pod]:
         name = made["metadata"]["name"]
         if made["kind"] == "Pod":
-            yield self._pod(name, made)
+            yield self._pod(name, _component(made), made["spec"])
         elif made["kind"] in ("Deployment", "StatefulSet"):
             for number in range(made["spec"]["replicas"]):
-                yield self._pod(f"{name}-{number}", made["spec"]["template"])
+                template = made["spec"]["template"]
+                yield self._pod(f"{name}-{number}", _component(template), template["spec"])
 
-    def _pod(self, name: str, template: Any) -> Pod:
-        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+    def _pod(self, name: str, component: str, spec: Any) -> Pod:
         address, _ = self._network.add()
         log = self._folder / f"{name}.log"
         log.touch()
-        return Pod(name, component, address, template["spec"], log=log)
+        return Pod(name, component, address, spec, log=log)
 
-    def _hosts(self, objects: Sequence[Any]) -> Iterator[str]:
-        yield "127.0.0.1 localhost"
-        for service in (made for made in objects if made["kind"] == "Service"):
+    def _name_pods(self) -> None:
+        """Writes the file by which pods find each other, in place: they all see the same."""
+        (self._folder / "hosts").write_text(
+            "\n".join(["127.0.0.1 localhost", *self._names()]) + "\n"
+        )
+
+    def _names(self) -> Iterator[str]:
+        for service in self._services:
             name, spec = service["metadata"]["name"], service["spec"]
             component = spec["selector"]["app.kubernetes.io/component"]
             pods = [pod for pod in self.pods if pod.component == component]
@@ -115,7 +124,12 @@ class Kubelet:
     # ---- one pod ----------------------------------------------------------------------------
 
     def start(self, pod: Pod) -> None:
-        container = pod.container
+        """Runs the containers that come first to their end, and starts the one that serves."""
+        for container in pod.spec.get("initContainers", ()):
+            assert self._run(pod, container).wait(INIT_TIMEOUT) == 0, pod.log.read_text()
+        pod.process = self._run(pod, pod.container)
+
+    def _run(self, pod: Pod, container: Any) -> subprocess.Popen[bytes]:
         environment = {each["name"]: self._value(each, pod) for each in container.get("env", ())}
         words = [
             re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word)
@@ -123,17 +137,25 @@ class Kubelet:
         ]
         variables = {"PATH": os.environ["PATH"], "HOME": "/home/pdserve", **environment}
         command = ["env", "-i", *(f"{n}={v}" for n, v in variables.items()), str(PDSERVE), *words]
-        script = ROOT_FOLDERS + "".join(self._mounts(pod)) + ENTER + shlex.join(command)
+        mounts = "".join(self._mounts(pod, container))
+        root = self._folder / f"{pod.name}.root"
         with pod.log.open("ab") as log:
-            pod.process = subprocess.Popen(
-                ["nsenter", "-t", str(self._network.pid(pod.address)), "-n",
-                 "unshare", "--mount", "--uts", "bash", "-c", script],
-                env={**os.environ, "POD_NAME": pod.name, "HOSTS": str(self._folder / "hosts"),
-                     "ROOT": str(self._folder / f"{pod.name}.root")},
+            return subprocess.Popen(
+                [
+                    *("nsenter", "-t", str(self._network.pid(pod.address)), "-n"),
+                    *("unshare", "--mount", "--uts", "bash", "-c"),
+                    ROOT_FOLDERS + mounts + ENTER + shlex.join(command),
+                ],
+                env={
+                    **os.environ,
+                    "POD_NAME": pod.name,
+                    "ROOT": str(root),
+                    "HOSTS": str(self._folder / "hosts"),
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def _value(self, variable: Any, pod: Pod) -> str:
         source = variable.get("valueFrom", {})
@@ -143,26 +165,36 @@ class Kubelet:
             return {"status.podIP": pod.address, "metadata.name": pod.name}[reference["fieldPath"]]
         return str(variable["value"])
 
-    def _mounts(self, pod: Pod) -> Iterator[str]:
+    def _mounts(self, pod: Pod, container: Any) -> Iterator[str]:
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        for mount in pod.container["volumeMounts"]:
-            place, volume = f'"$root"{mount["mountPath"]}', volumes[mount["name"]]
+        for mount in container["volumeMounts"]:
+            place = f'"$root"{mount["mountPath"]}'
             yield f"mkdir -p {place}\n"
-            if "hostPath" in volume:
-                yield f"mount --bind {volume['hostPath']['path']} {place}\n"
-            elif "emptyDir" in volume:
-                in_memory = volume["emptyDir"].get("medium") == "Memory"
-                yield f"mount -t tmpfs -o mode={1777 if in_memory else 777} volume {place}\n"
-            else:
-                yield f"mount --bind {self._written(volume['secret'])} {place}\n"
+            yield f"mount --bind {self._volume(pod, volumes[mount['name']])} {place}\n"
             if mount.get("readOnly"):
                 yield f"mount -o remount,bind,ro {place}\n"
 
-    def _written(self, source: Mapping[str, Any]) -> Path:
-        folder = self._folder / source["secretName"]
-        folder.mkdir(exist_ok=True, mode=0o755)
-        for name, text in self._secrets[source["secretName"]].items():
-            (folder / name).write_text(text)
+    def _volume(self, pod: Pod, volume: Mapping[str, Any]) -> Path:
+        """The folder of a volume, with owner and mode as Kubernetes gives them."""
+        if "hostPath" in volume:
+            return Path(volume["hostPath"]["path"])
+        if "secret" in volume:
+            name = volume["secret"]["secretName"]
+            folder = self._made(f"secret-{name}", 0o755)
+            for entry, text in self._secrets[name].items():
+                (folder / entry).write_text(text)
+            return folder
+        if "persistentVolumeClaim" in volume:
+            folder = self._made(f"claim-{volume['persistentVolumeClaim']['claimName']}", 0o2775)
+            os.chown(folder, 0, pod.spec["securityContext"].get("fsGroup", 0))
+            return folder
+        in_memory = volume["emptyDir"].get("medium") == "Memory"
+        return self._made(f"{pod.name}-{volume['name']}", 0o1777 if in_memory else 0o777)
+
+    def _made(self, name: str, mode: int) -> Path:
+        folder = self._folder / "volumes" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(mode)
         return folder
 
     def probe(self, pod: Pod, kind: str) -> int:
@@ -186,9 +218,16 @@ class Kubelet:
             assert pod.process is not None and pod.process.poll() is None, pod.log.read_text()
             assert time.monotonic() < deadline, pod.log.read_text()
             time.sleep(0.2)
+        pod.serves = kind == "readiness"
 
     def stop(self, *pods: Pod) -> list[int]:
-        """Ends them as Kubernetes does, but for what is before SIGTERM; their exit codes."""
+        """Ends them as Kubernetes does: no new connections, what is to be done before SIGTERM, then
+        as much time as they may take. Returns their exit codes."""
+        for pod in pods:
+            pod.serves = False
+        for pod in pods:
+            if before := pod.container.get("lifecycle", {}).get("preStop"):
+                subprocess.run(before["exec"]["command"], check=True)
         for pod in pods:
             assert pod.process is not None
             pod.process.send_signal(signal.SIGTERM)
@@ -200,12 +239,37 @@ class Kubelet:
         pod.process = None
         return code
 
+    def replace(self, pod: Pod) -> None:
+        """Gives a pod of a Deployment a successor, which serves before it ends."""
+        new = self._pod(f"{pod.name}-next", pod.component, pod.spec)
+        self.pods.append(new)
+        self._name_pods()
+        self.start(new)
+        self.wait(new, "readiness", START_TIMEOUT)
+        assert self.stop(pod) == [0], pod.log.read_text()
+        self.pods.remove(pod)
+        self._name_pods()
+
+    def restart(self, *pods: Pod) -> None:
+        """Ends pods of StatefulSets, and starts them again."""
+        assert self.stop(*pods) == [0] * len(pods)
+        for pod in pods:
+            self.start(pod)
+        for pod in pods:
+            self.wait(pod, "readiness", START_TIMEOUT)
+
+    def key(self, entry: str) -> str:
+        """An entry of the Secret of keys."""
+        (keys,) = [each for each in self._secrets.values() if entry in each]
+        return keys[entry]
+
     def close(self) -> None:
-        """Ends what still runs."""
+        """Ends what still runs, and deletes its volumes."""
         for pod in self.pods:
             if pod.process is not None and pod.process.poll() is None:
                 os.killpg(pod.process.pid, signal.SIGKILL)
                 pod.process.wait()
+        shutil.rmtree(self._folder / "volumes", ignore_errors=True)
 
     # ---- who speaks to whom -----------------------------------------------------------------
 
@@ -235,6 +299,10 @@ class Kubelet:
             for line in path.read_text().splitlines()[1:]:
                 _, local, remote, state, *_ = line.split()
                 yield _place(local), _place(remote), state
+
+
+def _component(template: Any) -> str:
+    return str(template["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
 LISTEN = "0A"  # net/tcp_states.h

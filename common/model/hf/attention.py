@@ -50,6 +50,20 @@ def outline_mask(
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """Scales queries by their positions: `1 + scale · log(1 + ⌊(position + 1) / floor⌋)`
+    (Llama 4; arXiv:2501.19399)."""
+
+    scale: float
+    floor: float
+
+    def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q `[T, heads, D]`, positions `[T]`."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor)
+        return (q * (torch.log1p(steps) * self.scale + 1.0)[:, None, None]).to(q.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Style:
     """How a layer attends."""
 
@@ -57,6 +71,7 @@ class Style:
     mask: Mask
     softcap: float | None = None  # scores become `softcap · tanh(score / softcap)` (Gemma 2)
     sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax, without a value
+    temperature: Temperature | None = None
 
 
 class Answers(ABC):
@@ -108,13 +123,25 @@ def attend(
         mask = Mask(oddity="its attention is not causal")
     else:
         mask = Mask(sliding_window)
-    style = Style(query.shape[-1] ** -0.5 if scaling is None else scaling, mask, softcap, s_aux)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    style = Style(scale, mask, softcap, s_aux, getattr(module, "temperature", None))
     return _running.answers.attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, attend)
 AttentionInterface.register(OUTLINE, attend)
 AttentionMaskInterface.register(OUTLINE, outline_mask)
+
+
+def take_temperatures(model: nn.Module) -> None:
+    """Leaves the temperatures of queries to the step: layers of Llama 4 would count the tokens of
+    one sequence, and a step has tokens of several."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            layer: Any = module
+            layer.attn_temperature_tuning = False
+            if not layer.use_rope:
+                layer.temperature = Temperature(layer.attn_scale, layer.floor_scale)
 
 
 class StyledAttention(TorchAttention):

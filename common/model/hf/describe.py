@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import Outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
-from pdserve.common.core.printable import cut
+from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Style, answering
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,15 @@ LAYERS = {
     "heavily_compressed_attention": "attention to compressed tokens, which is not supported",
 }
 """Why layers of these types of transformers cannot run on the paged cache."""
+_TOWERS = """
+    aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4 gemma4_unified
+    got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
+    llava llava_next llava_onevision mistral3 ovis2 qianfan_ocr smolvlm video_llama_3 vipllava
+"""
+WITH_TOWERS = frozenset(_TOWERS.split())
+"""Model types whose text model is served without their towers (of images, audio), because the sweep
+found that it says what the whole model says. PaliGemma's prompts, for example, attend to tokens
+after them."""
 _NO_INTERFACE = "{} does not use transformers' attention interface"
 
 
@@ -66,39 +80,77 @@ class Recorder(Answers):
 
 
 def model_class(config: Any) -> type[PreTrainedModel]:
-    """Returns transformers' class for `config`. Raises ConfigError if there is none that fits."""
-    name = (config.architectures or [type(config).__name__])[0]
+    """Returns transformers' class for a config of `read_config`. Raises ConfigError if there is
+    none that fits."""
+    name = name_of(config)
     if config.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder with a decoder: only decoders are served")
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
-        raise ConfigError(f"{name} takes images or audio: only text models are served")
+        raise ConfigError(f"{name} takes images or audio and has no text model of its own")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"{name} is not a causal language model of transformers")
+        kind = f"{name} (model type {config.model_type})"
+        raise ConfigError(f"{kind} is not a causal language model of transformers")
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    kind: type[PreTrainedModel] = found
-    return kind
+    return found[0] if isinstance(found, tuple) else found
+
+
+def name_of(config: Any) -> str:
+    """Returns the architecture that `config.json` names."""
+    return str((config.architectures or [type(config).__name__])[0])
+
+
+def _stored(name: str, folder: Path, overrides: Mapping[str, Any]) -> StoredWeights | None:
+    """Returns the format of weights that are dequantized while they are loaded. Raises ConfigError
+    for one whose weights would stay packed."""
+    config = overridden(read_json(folder / "config.json"), overrides)
+    settings = config.get("quantization_config")
+    if settings is None and isinstance(inner := config.get("text_config"), Mapping):
+        settings = inner.get("quantization_config")
+    packed, stored = weight_formats(settings, has_experts=False)
+    if packed is not None:
+        raise ConfigError(
+            f"{name} runs through transformers, where {packed.method} weights are not supported; "
+            "FP8, INT8 and MXFP4 ones are, dequantized"
+        )
+    return stored
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of another library's error, in a bounded length."""
+    """Returns the first line of another library's error in a bounded length, with the next one if
+    it ends with a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return cut(lines[0], MAX_REASON)
+    found = " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
+    return found if len(found) <= MAX_REASON else f"{found[:MAX_REASON]} …"
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
-    """Reads `config.json` with `overrides` merged into it; never runs code of the checkpoint.
-    Raises ConfigError."""
+    """Reads `config.json` with `overrides` merged into it, of a model with towers (images, audio)
+    the text model's part; never runs code of the checkpoint. Raises ConfigError."""
     config = overridden(read_json(folder / "config.json"), overrides)
-    if config.get("quantization_config"):
-        raise ConfigError("quantized weights are served natively only, not through transformers")
+    config.pop("quantization_config", None)  # `_stored` is what is known of it
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"transformers has no model type {kind!r}, which config.json names")
     try:
-        return CONFIG_MAPPING[kind].from_dict(config)
+        found = CONFIG_MAPPING[kind].from_dict(config)
     except Exception as error:  # whatever a config class of transformers checks
         why = first_line(error)
         raise ConfigError(f"transformers cannot read {folder}/config.json: {why}") from error
+    return _text_of(found)
+
+
+def _text_of(config: Any) -> Any:
+    text = getattr(config, "text_config", None)
+    if not isinstance(text, PretrainedConfig) or config.is_encoder_decoder:
+        return config
+    if config.model_type not in WITH_TOWERS:
+        raise ConfigError(
+            f"{name_of(config)} takes images or audio, and its text model alone does not say the "
+            "same, or was not compared"
+        )
+    text.architectures, text.towers = config.architectures, True
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def build(config: Any) -> Any:
@@ -128,7 +180,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     """Raises ConfigError, which says why, for a model that cannot run on the paged cache."""
     config = read_config(folder, overrides)
     model_class(config)
-    name = (config.architectures or [type(config).__name__])[0]
+    name = name_of(config)
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type in LAYERS:
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
@@ -143,11 +195,16 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         logger.debug("%s cannot be described", name, exc_info=True)
         if OUTLINE in str(error):  # its table of attentions of its own has no such one
             raise ConfigError(_NO_INTERFACE.format(name)) from error
-        raise ConfigError(
-            f"{name} cannot run on the paged cache: its code needs more than tokens and positions "
-            f"({first_line(error)})"
-        ) from error
+        if "'Mask'" in str(error):
+            raise ConfigError(
+                f"{name} works on its attention mask itself, not through the attention interface"
+            ) from error
+        why = f"its code needs more than tokens and positions ({first_line(error)})"
+        if "meta" in str(error):
+            why = "its code looks at the values of tensors"
+        raise ConfigError(f"{name} cannot be described without weights: {why}") from error
     calls = _checked(name, config, recorder)
+    stored = _stored(name, folder, overrides)
     outline = Outline.from_folder(folder, overrides)
     layers = [call.kv for call in calls]
     return ModelSpec(
@@ -173,23 +230,35 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         dtype=outline.dtype,
         eos_token_ids=outline.eos_token_ids,
         impl="transformers",
+        stored=stored,
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 
 
+def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """Returns (name, module) of the class's embedding and layers, without the head."""
+    name = model.base_model_prefix
+    if hasattr(model, name):
+        return name, getattr(model, name)
+    (found,) = (each for each in model.named_children() if isinstance(each[1], PreTrainedModel))
+    return found
+
+
 def _check_forward(name: str, model: PreTrainedModel) -> None:
     """Raises ConfigError unless the class is told the positions of its tokens."""
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+    if "position_ids" not in inspect.signature(layers_of(model)[1].forward).parameters:
         raise ConfigError(
             f"{name} takes no positions: it counts the tokens of one sequence, and a step has "
             "tokens of several"
         )
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        raise ConfigError(f"{name} numbers its positions from its padding token on")
 
 
 def _checked(name: str, config: Any, recorder: Recorder) -> list[Call]:
     """Returns the calls in order of layers. Raises ConfigError unless every layer attends once, and
     in a way that the paged cache can answer."""
-    layers = int(config.get_text_config().num_hidden_layers)
+    layers = int(config.num_hidden_layers)
     if not recorder.calls:
         raise ConfigError(_NO_INTERFACE.format(name))
     for layer in range(layers):
@@ -215,5 +284,5 @@ def _shared(calls: Sequence[Call], layers: Sequence[LayerKV]) -> Iterator[LayerK
 
 
 def _intermediate_size(config: Any) -> int:
-    found = getattr(config.get_text_config(), "intermediate_size", None)
-    return found if isinstance(found, int) else 4 * config.get_text_config().hidden_size
+    found = getattr(config, "intermediate_size", None)
+    return found if isinstance(found, int) else 4 * config.hidden_size

@@ -21,7 +21,7 @@ from pdserve.common.model.hf.parallel import (
     Unsplittable,
     split,
 )
-from pdserve.common.model.hf.pipeline import Watch, layers_of
+from pdserve.common.model.hf.pipeline import Watch, decoder_layers
 from pdserve.common.model.stages import Stage
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Heads:
 class Layout:
     """How a model is split. It is the same on all ranks."""
 
-    layers: str  # the name of the list of layers
+    layers: str  # the name of the list of layers; empty for a model that is not split
     heads: tuple[Heads, ...]  # per layer
     way: str = PLANNED  # of `split`
     gather_kv: bool = False
@@ -54,8 +54,10 @@ def choose_layout(
     def fresh() -> Any:
         return build(read_config(folder, overrides))
 
+    if stage == Stage.whole(spec.num_layers) and size == 1:
+        return Layout("", (Heads(),) * spec.num_layers)
     model = fresh()
-    name, layers = layers_of(model, spec.num_layers)
+    name, layers = decoder_layers(model, spec.num_layers)
     tuples = 0 if stage.first and stage.last else _tuples(spec, model, layers)
     if size == 1:
         return Layout(name, (Heads(),) * spec.num_layers, tuples=tuples)

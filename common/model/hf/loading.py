@@ -7,8 +7,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +19,16 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from pdserve.common.model.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
 from pdserve.common.model.hf.parallel import Cut
 
 Prepare = Callable[[Any], Mapping[str, Cut]]
 """Changes a model, on the meta device, into this rank's part, and returns the cuts by name."""
 
 
-def partial_class(kind: Any, folder: str, prepare: Prepare) -> Any:
-    """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of `folder`."""
+def partial_class(kind: Any, prepare: Prepare) -> Any:
+    """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of the given tensors
+    of a checkpoint."""
 
     class Partial(kind):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -41,9 +40,7 @@ def partial_class(kind: Any, folder: str, prepare: Prepare) -> Any:
         def _load_pretrained_model(
             model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any
         ) -> tuple[LoadStateDictInfo, None]:
-            with ExitStack() as stack:
-                checkpoint = open_checkpoint(Path(folder), stack)
-                return _Loading(model, checkpoint, load_config).run(), None
+            return _Loading(model, state_dict, load_config).run(), None
 
     Partial.__name__, Partial.__module__ = kind.__name__, kind.__module__
     return Partial

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,23 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
+from pdserve.common.core.stored_weights import StoredWeights
 from pdserve.common.model.attention import (
     AttentionContext,
     AttentionShape,
 )
+from pdserve.common.model.checkpoint import open_checkpoint
 from pdserve.common.model.decoder import Decoder, places
-from pdserve.common.model.hf.attention import NAME, Answers, Style, StyledAttention, answering
-from pdserve.common.model.hf.describe import first_line, model_class, read_config
+from pdserve.common.model.dequantize import dequantized
+from pdserve.common.model.hf.attention import (
+    NAME,
+    Answers,
+    Style,
+    StyledAttention,
+    answering,
+    take_temperatures,
+)
+from pdserve.common.model.hf.describe import first_line, layers_of, model_class, read_config
 from pdserve.common.model.hf.layout import Layout, choose_layout
 from pdserve.common.model.hf.loading import partial_class
 from pdserve.common.model.hf.parallel import Cut, split
@@ -47,7 +58,8 @@ class TransformersModel(Decoder):
         self.spec, self.stage, self.layout = spec, stage, layout
         self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
         self._model = model
-        self._base: nn.Module = model.base_model
+        take_temperatures(model)
+        self._base = layers_of(model)[1]
         self._head = _head_of(model)
         self._run: StageRun = model.stage_run
         self.attentions = [self._attention(kv) for kv in spec.kv_groups]
@@ -69,7 +81,7 @@ class TransformersModel(Decoder):
     ) -> Tensor:
         """As `CausalLM.forward`."""
         assert lora is None, "refused at start"
-        with answering(_Step(self, contexts, kv_caches)):
+        with answering(_Step(self, positions, contexts, kv_caches)):
             return self._run.forward(self._base, inputs, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -100,16 +112,20 @@ class _Step(Answers):
     def __init__(
         self,
         model: TransformersModel,
+        positions: Tensor,
         contexts: Sequence[AttentionContext],
         kv_caches: Sequence[Tensor],
     ) -> None:
-        self._model, self._contexts, self._caches = model, contexts, kv_caches
+        self._model, self._positions = model, positions
+        self._contexts, self._caches = contexts, kv_caches
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         group, index, stores = self._model.place(layer)
         attention = self._model.attentions[group]
         assert isinstance(attention, StyledAttention)
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+        if style.temperature is not None:
+            q = style.temperature.scaled(q, self._positions)
         cache, context = self._caches[group][index], self._contexts[group]
         ranks, heads = self._model.group, self._model.layout.heads[layer]
         if heads.whole_queries:
@@ -160,8 +176,15 @@ class _Head:
 
 def _head_of(model: Any) -> _Head:
     given, head = _Given(), copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: given}
+    head._modules = {**model._modules, layers_of(model)[0]: given}
     return _Head(head, given)
+
+
+_TEXT_NAMES = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language|text)_model\.(model\.)?": "model.",
+}
+"""Names of the text model's tensors in a checkpoint that has towers too, and in one of its own."""
 
 
 def load_transformers_model(
@@ -189,7 +212,7 @@ def _load(
         cuts = {}
         if sharding.group.size > 1:
             cuts = split(model, sharding.group, layout.way, layout.layers, layout.gather_kv)
-        layers = model.get_submodule(layout.layers)
+        layers = model.get_submodule(layout.layers) if layout.layers else ()
         model.stage_run = StageRun(model, layers, stage, layout.tuples)
         return cuts
 
@@ -200,26 +223,30 @@ def _load(
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
         prepare(made)
     else:
-        made = _read(partial_class(kind, config.model, prepare), config.model, hf_config, sharding)
+        made = _read(
+            partial_class(kind, prepare), config.model, spec.stored, hf_config, sharding.dtype
+        )
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)
 
 
-def _read(kind: Any, folder: str, hf_config: Any, sharding: Sharding) -> Any:
+def _read(kind: Any, folder: str, stored: StoredWeights | None, hf_config: Any, dtype: Any) -> Any:
     hf_logging.disable_progress_bar()
-    try:
-        model, info = kind.from_pretrained(
-            folder,
-            config=hf_config,
-            dtype=sharding.dtype,
-            attn_implementation=NAME,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are refused below, all at once
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # of a file, a tensor or a quantization
-        why = first_line(error)
-        raise ConfigError(f"the weights in {folder} cannot be loaded: {why}") from error
+    with ExitStack() as stack:
+        weights = dequantized(open_checkpoint(Path(folder), stack), stored)
+        try:
+            model, info = kind.from_pretrained(
+                None,
+                config=hf_config,
+                state_dict=dict(weights),  # parts of which are read when they are needed
+                dtype=dtype,
+                attn_implementation=NAME,
+                key_mapping=_TEXT_NAMES if getattr(hf_config, "towers", False) else None,
+                ignore_mismatched_sizes=True,  # they are refused below, all at once
+                output_loading_info=True,
+            )
+        except Exception as error:  # of a file or a tensor
+            why = first_line(error)
+            raise ConfigError(f"the weights in {folder} cannot be loaded: {why}") from error
     problems = [
         f"{what}: {some_of(sorted(map(str, info[key])))}"
         for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))

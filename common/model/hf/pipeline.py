@@ -18,7 +18,7 @@ from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.model.stages import Stage
 
 
-def layers_of(model: Any, count: int) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
     """Returns the name of the model's list of decoder layers, and the list. Raises ConfigError."""
     found = [
         (name, module)
@@ -83,7 +83,7 @@ class _Ended(Exception):
 class StageRun:
     """The layers of a stage; `inputs` are read by its first one."""
 
-    def __init__(self, model: Any, layers: nn.ModuleList, stage: Stage, tuples: int) -> None:
+    def __init__(self, model: Any, layers: Sequence[Any], stage: Stage, tuples: int) -> None:
         self._stage, self._tuples = stage, tuples
         self._inputs: Tensor | None = None
         for index, layer in enumerate(layers):
@@ -94,7 +94,8 @@ class StageRun:
             layers[stage.start].register_forward_pre_hook(self._enter, with_kwargs=True)
         if not stage.last:
             layers[stage.end - 1].register_forward_hook(self._leave)
-        self._drop_ends(model, bool(model.config.get_text_config().tie_word_embeddings))
+        if not (stage.first and stage.last):
+            self._drop_ends(model, bool(model.config.get_text_config().tie_word_embeddings))
 
     def _drop_ends(self, model: Any, tied: bool) -> None:
         """Forgets embedding and head where the stage does not need them."""

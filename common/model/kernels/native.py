@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from pdserve.common.core import native
-from pdserve.common.core.host import cpu_flags
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.kernels.packed import Packer
 
@@ -33,8 +32,7 @@ SIGNATURES = {
     "add_rms_norm": "IIPPPDPP",
     "silu_and_mul": "IIPP",
     "rotate_and_cache": "IIIIIPPPDPPPPP",
-    "paged_decode": "IIIIIIDPIPPPPPIP",
-    "paged_prefill": "IIIIIIDPIPPPPPPIP",
+    "paged_attention": "IIIIIIIDPIPPPPPPPIP",
     "linear": "IIIPIPPPP",
     "pack_rows": "IIIP",
     "unpack_rows": "IIIPPP",
@@ -53,7 +51,7 @@ class NativeKernels(Kernels):
         self._rms_norm = self.function("rms_norm")
         self._add_rms_norm = self.function("add_rms_norm")
         self._silu_and_mul = self.function("silu_and_mul")
-        self.packer = Packer(self.function, amx="amx_bf16" in cpu_flags())
+        self.packer = Packer(self.function)
 
     def function(self, name: str) -> Callable[..., None]:
         """Returns a function of `SIGNATURES`. It releases the GIL and does not check arguments."""

@@ -10,7 +10,6 @@ from torch import Tensor
 ROWS = 32  # rows of a packed matrix are a multiple of this: two of the widest vectors
 MAX_INT8_INPUTS = 1 << 16  # above this, sums of products could exceed 32 bits
 FLIPPED = 0x80808080  # packed int8 values are stored with 128 added
-AMX_TOKENS = 16  # above this, a CPU with AMX is faster with it
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -24,24 +23,29 @@ class Packer:
     depend on other tokens.
     """
 
-    def __init__(self, function: Callable[[str], Callable[..., None]], amx: bool) -> None:
-        """`function`: looks up a library function. `amx`: whether this CPU has bfloat16 AMX, which
-        torch uses."""
+    def __init__(self, function: Callable[[str], Callable[..., None]]) -> None:
+        """`function`: looks up a library function."""
         self._linear = function("linear")
         self._pack = function("pack_rows")
         self._unpack = function("unpack_rows")
-        self._amx = amx
 
     def takes(self, matrix: Tensor) -> bool:
         """Returns whether `matrix` `[..., out, in]` can be packed and is then faster."""
         if not matrix.is_contiguous() or matrix.device.type != "cpu":
             return False
         rows, inputs = matrix.shape[-2:]
-        if matrix.dtype == torch.int8:
-            right = inputs <= MAX_INT8_INPUTS
-        else:
-            right = matrix.dtype in _DTYPES and not (self._amx and matrix.dtype == torch.bfloat16)
+        small = matrix.dtype == torch.int8 and inputs <= MAX_INT8_INPUTS
+        right = small or matrix.dtype in _DTYPES
         return right and rows % ROWS == 0 and inputs * matrix.itemsize % 4 == 0
+
+    def padded(self, matrix: Tensor) -> Tensor:
+        """Returns zeros with the matrix's rows and so many more that they can be packed; the matrix
+        itself if none are missing, or none would help."""
+        rows = -(-len(matrix) // ROWS) * ROWS
+        if rows == len(matrix):
+            return matrix
+        padded = matrix.new_zeros(rows, matrix.shape[1])
+        return padded if self.takes(padded) else matrix
 
     def pack(self, matrix: Tensor) -> None:
         """Packs the matrix in place."""
@@ -85,11 +89,9 @@ class Packer:
         )  # fmt: skip
         return out
 
-    def wins(self, tokens: int, dtype: torch.dtype) -> bool:
-        """Returns whether multiplying by int8 directly is faster than dequantizing it."""
-        return dtype in _DTYPES and not (
-            self._amx and dtype == torch.bfloat16 and tokens > AMX_TOKENS
-        )
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Returns whether it multiplies tokens of this dtype."""
+        return dtype in _DTYPES
 
 
 def _words(matrix: Tensor) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,11 +75,14 @@ class Step:
             [start - first * self.block_size for start, first in zip(starts, firsts, strict=True)],
             [table[first:] for table, first in zip(self.tables, firsts, strict=True)],
             self.block_size,
+            [first * self.block_size for first in firsts],
         )
 
     def first_block(self, start: int) -> int:
         shape = self.shape
-        group = KVGroup((0,), shape.num_kv_heads, shape.head_dim, shape.window)
+        group = KVGroup(
+            (0,), shape.num_kv_heads, shape.head_dim, shape.window, chunked=shape.chunked
+        )
         return group.first_block(start, self.block_size)
 
     def keys_and_values(self, index: int) -> Tensor:
@@ -123,6 +127,9 @@ class Step:
             scores = torch.einsum("qhd,khd->hqk", own, keys) * self.shape.scale
             distances = torch.arange(start, start + count)[:, None] - torch.arange(len(keys))
             hidden = (distances < 0) | (distances >= (self.shape.window or len(keys)))
+            if self.shape.chunked:
+                chunks = torch.arange(len(keys)) // (self.shape.window or len(keys))
+                hidden |= chunks < chunks[start : start + count, None]
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             parts.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(parts)
@@ -197,9 +204,83 @@ def test_a_long_context_is_split_between_threads(dtype: torch.dtype, window: int
 
 @needs_compiler
 def test_heads_of_sizes_that_the_kernels_do_not_take_are_torch_s() -> None:
-    for dim in (7, 258):
-        assert type(backend("native", AttentionShape(1, 1, dim), torch.float32)) is TorchAttention
-    assert type(backend("native", AttentionShape(1, 1, 256), torch.float32)) is NativeAttention
+    for dim, kind in ((7, TorchAttention), (256, NativeAttention), (512, NativeAttention)):
+        assert type(backend("native", AttentionShape(1, 1, dim), torch.float32)) is kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [16, 64, 112])
+def test_chunks_of_tokens(kind: str, window: int) -> None:
+    shape = AttentionShape(4, 2, 32, window, chunked=True)
+    Step(shape, torch.float32, 16, DECODES + CHUNKS).check(kind)
+
+
+LENGTH = 640  # tokens: more than one of the parts that are summed by themselves
+CUTS = {
+    "one by one": [490, *[1] * 50, 100],
+    "drafts": [400, *[3] * 50, 90],
+    "chunks": [64] * 10,
+    "odd chunks": [37] * 17 + [11],
+    "a prompt and its answer": [600, *[1] * 40],
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("heads", "dtype", "window", "chunked"),
+    [
+        ((4, 4), torch.float32, None, False),
+        ((9, 3), torch.bfloat16, None, False),
+        ((14, 2), torch.bfloat16, 100, False),
+        ((20, 2), torch.float16, 600, False),
+        ((14, 2), torch.float32, 192, True),
+    ],
+)
+def test_a_token_has_the_same_bits_however_the_tokens_before_it_were_computed(
+    heads: tuple[int, int], dtype: torch.dtype, window: int | None, chunked: bool
+) -> None:
+    """In steps of any size, alone and beside another sequence, on one thread and on two, with the
+    blocks before its window and without them."""
+    shape = AttentionShape(*heads, 32, window, chunked)
+    attention, size = backend("native", shape, dtype), 16
+    group = KVGroup((0,), heads[1], 32, window, chunked=chunked)
+    torch.manual_seed(0)
+    q, kv = torch.randn(LENGTH, heads[0], 32), torch.randn(2, LENGTH, heads[1], 32)
+    q, kv = q.to(dtype), kv.to(dtype)
+    table, other = np.split(np.random.default_rng(0).permutation(2 * (LENGTH // size + 1)), 2)
+
+    def compute(counts: list[int], beside: bool, trimmed: bool) -> Tensor:
+        cache = torch.zeros(1, 2, len(table) + len(other), heads[1], size, 32, dtype=dtype)
+        outs, start = [], 0
+        for count in counts:
+            skip = size * group.first_block(start, size) if trimmed else 0
+            rows = [slice(start, start + count)] * (1 + beside)
+            batch = AttentionBatch(
+                [count] * len(rows),
+                [start - skip] * len(rows),
+                [each[skip // size :] for each in (table, other)[: len(rows)]],
+                size,
+                [skip] * len(rows),
+            )
+            parts = [torch.cat([x[row] for row in rows]) for x in (q, *kv)]
+            out = attention.forward(0, *parts, cache, attention.prepare(batch))
+            outs.append(out[-count:])
+            start += count
+        return torch.cat(outs)
+
+    whole = compute([LENGTH], beside=False, trimmed=False)
+    for index, (name, counts) in enumerate(CUTS.items()):
+        with threads(1 + index % 2):
+            found = compute(counts, beside=index % 2 == 0, trimmed=True)
+        assert torch.equal(found, whole), name
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 @needs_compiler

@@ -148,7 +148,7 @@ def test_a_split_adapter_equals_the_whole(
         if member is not None and member.rank == 0:
             pairs = adapters._pairs[digests[0]].values()
             footprint = Footprint(model.spec, "float32", size)
-            held = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
+            held = sum(pair.a.tensor.nbytes + pair.b.tensor.nbytes for pair in pairs)
             assert footprint.adapters(model.stage, 1, 4, 0) == held
         return logits(model, [tokens], of_step(adapters, [tokens], digests))[0]
 

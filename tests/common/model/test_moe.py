@@ -107,10 +107,11 @@ def skewed(model: CausalLM) -> CausalLM:
     """Whatever the token, all scores are equal but those of experts 5 and 2."""
     for layer in model.layers:
         if isinstance(layer.mlp, MoE):
-            layer.mlp.router.weight.zero_()
+            weight = layer.mlp.router.weight.dense()
+            weight.zero_()
             bias = torch.full_like(layer.mlp_norm.weight, 1.0)
-            layer.mlp.router.weight[5] = bias
-            layer.mlp.router.weight[2] = -bias
+            weight[5] = bias
+            weight[2] = -bias
     return model
 
 
@@ -121,7 +122,7 @@ def test_all_tokens_to_few_experts(tmp_path: Path) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for layer, ours in zip(reference.model.layers, model.layers, strict=True):
             assert isinstance(ours.mlp, MoE)
-            layer.mlp.gate.weight.copy_(ours.mlp.router.weight)
+            layer.mlp.gate.weight.copy_(ours.mlp.router.weight.dense())
     logits = step(model, new_cache(model), [(tokens, 0, [4, 2, 6])])
     torch.testing.assert_close(
         logits, reference(torch.tensor([tokens])).logits[0], rtol=1e-4, atol=1e-4

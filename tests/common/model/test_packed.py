@@ -16,7 +16,7 @@ from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
-from pdserve.common.model.kernels.packed import AMX_TOKENS, MAX_INT8_INPUTS, Packer
+from pdserve.common.model.kernels.packed import MAX_INT8_INPUTS, Packer
 from pdserve.common.model.moe import MoE
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
@@ -42,7 +42,7 @@ every_kind = pytest.mark.parametrize(("dtype", "stored"), KINDS)
 @pytest.fixture
 def packer() -> Packer:
     """Packs whatever it can, whichever CPU this is."""
-    return Packer(NativeKernels().function, amx=False)
+    return Packer(NativeKernels().function)
 
 
 def some(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -182,7 +182,7 @@ def test_what_cannot_be_packed_is_left_as_it_is(packer: Packer) -> None:
     taken = some(64, 32, dtype=torch.float32)
     assert packer.takes(taken)
     others = [
-        taken[:63],
+        taken[:63],  # without what `padded` adds
         taken.t(),
         taken.half(),
         some(64, 33, dtype=torch.bfloat16),
@@ -194,25 +194,31 @@ def test_what_cannot_be_packed_is_left_as_it_is(packer: Packer) -> None:
         assert not packer.takes(other)
     kernels = TorchKernels()
     kernels.packer = packer
-    matrix = WeightMatrix(taken[:63], kernels)
+    matrix = WeightMatrix(taken.half(), kernels)
     matrix.pack()
-    x = some(3, 32, dtype=torch.float32)
-    assert not matrix.packed and torch.equal(matrix.linear(x), x @ taken[:63].t())
+    x = some(3, 32, dtype=torch.float16)
+    assert not matrix.packed and torch.equal(matrix.linear(x), x @ taken.half().t())
 
 
-def test_a_cpu_with_amx_multiplies_by_it() -> None:
-    """bfloat16 stays as torch multiplies it; int8 is turned into it for more than a few tokens."""
+@every_kind
+@pytest.mark.parametrize("rows", [1, 8, 33, 60])
+def test_a_matrix_of_any_number_of_rows_is_packed_with_zeros_behind(
+    packer: Packer, dtype: torch.dtype, stored: torch.dtype, rows: int
+) -> None:
     kernels = TorchKernels()
-    kernels.packer = Packer(NativeKernels().function, amx=True)
-    assert not kernels.packer.takes(some(64, 32, dtype=torch.bfloat16))
-    assert kernels.packer.takes(some(64, 32, dtype=torch.float32))
-    plain = some(64, 32, dtype=torch.bfloat16)
-    weights = [int8_weight(plain, each) for each in (kernels, TorchKernels())]
-    for tokens in (AMX_TOKENS, AMX_TOKENS + 1):
-        x = some(tokens, 32, dtype=torch.bfloat16)
-        ours, plainly = (weight.linear(x, None) for weight in weights)
-        torch.testing.assert_close(ours, plainly, rtol=0.02, atol=0.05)
-        assert torch.equal(ours, plainly) == (tokens > AMX_TOKENS)
+    kernels.packer = packer
+    plain = some(rows, 64, dtype=stored)
+    matrix = WeightMatrix(plain, kernels)
+    matrix.tensor.copy_(plain)
+    matrix.pack()
+    assert matrix.packed and torch.equal(matrix.dense(), plain)
+    x, bias, scales = (some(*shape, dtype=dtype) for shape in ((5, 64), (rows,), (rows,)))
+    if stored == torch.int8:
+        found, product = matrix.scaled_linear(x, scales, bias), x @ plain.to(dtype).t() * scales
+    else:
+        found, product = matrix.linear(x, bias), x @ plain.t()
+    assert found is not None and found.is_contiguous()
+    torch.testing.assert_close(found, product + bias, rtol=0.02, atol=0.05)
 
 
 def int8_weight(matrix: Tensor, kernels: Kernels) -> Int8Weight:
@@ -236,9 +242,7 @@ NAMES = ["llama-gqa", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen
 
 
 def native_model(name: str, **options: Any) -> CausalLM:
-    kernels = NativeKernels()
-    kernels.packer = Packer(kernels.function, amx=False)
-    return load(MODELS / name, kernels=kernels, **options)
+    return load(MODELS / name, kernels=NativeKernels(), **options)
 
 
 def logits(model: CausalLM) -> Tensor:

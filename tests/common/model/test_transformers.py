@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Phi3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.cli.main import main
 from pdserve.cli.models import known_models
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.generic_spec import read_outline
+from pdserve.common.core.generic_spec import _TEXT_DEFAULTS, read_outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import Decoder
@@ -28,12 +29,26 @@ from pdserve.common.model.stages import Stage
 from sweep import logits, one
 from windowed import THROUGH_TRANSFORMERS
 
-EVERY_TIME = ("gemma2", "gpt_oss", "opt", "glm4_moe")  # soft caps, sinks, no rope, experts
+EVERY_TIME = (
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",  # soft caps
+    "gemma3",  # without its tower
+    "gemma4_text",  # heads of two sizes, layers that share KV
+    "glm4_moe",
+    "gpt2",
+    "gpt_oss",  # sinks
+    "llama4_text",  # chunks
+    "mistral",
+    "olmo3",
+    "opt",  # no rope
+    "phi3",
+)
 
 
 @pytest.mark.parametrize("name", EVERY_TIME)
 def test_log_probabilities_and_tokens_are_those_of_transformers(name: str) -> None:
-    assert one(name) == {**known_models()[name], "path": "transformers", "result": "exact"}
+    assert one(name) == {**known_models()[name], "result": "exact"}
 
 
 @pytest.mark.slow
@@ -67,6 +82,31 @@ def load(folder: Path, group: Any = None, **options: Any) -> Decoder:
     return load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))
 
 
+def test_a_model_with_towers_is_served_as_its_text_model(tmp_path: Path) -> None:
+    """Gemma 3's config leaves sizes of its text model to transformers' defaults."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 6}
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {**text, "sliding_window": 24},
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    spec = read_spec(tmp_path, "auto", {})
+    assert (spec.architecture, spec.num_layers) == ("Gemma3ForConditionalGeneration", 6)
+    assert [group.window for group in spec.kv_groups] == [None, 24]
+    path.write_text(json.dumps({**config, "model_type": "paligemma"}))
+    with pytest.raises(ConfigError, match="images or audio"):
+        read_spec(tmp_path, "auto", {})
+
+
+def test_defaults_of_text_models_are_those_of_transformers() -> None:
+    for name, (vocabulary, positions) in _TEXT_DEFAULTS.items():
+        config = CONFIG_MAPPING[name]()
+        assert (config.vocab_size, config.max_position_embeddings) == (vocabulary, positions)
+
+
 def test_weights_that_do_not_fit_are_refused(gemma: Path) -> None:
     file = gemma / "model.safetensors"
     weights = load_file(file)
@@ -80,7 +120,7 @@ def test_weights_that_do_not_fit_are_refused(gemma: Path) -> None:
             with pytest.raises(ConfigError, match=message):
                 load(gemma, group)
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
         load(gemma)
 
 
@@ -144,8 +184,39 @@ def test_what_layers_need_is_watched(also: bool) -> None:
 def test_dummy_weights_need_only_a_config(gemma: Path) -> None:
     (gemma / "model.safetensors").unlink()
     load(gemma, load_format="dummy")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"lacks \*\.safetensors"):
         load(gemma)
+
+
+def test_mxfp4_weights_are_dequantized_while_they_are_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(THROUGH_TRANSFORMERS["gpt-oss"])
+    model.save_pretrained(tmp_path)
+    weights, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    expected = {}
+    for name in [name for name in weights if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 128, blocks.shape[:3], dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(weights, file, {"format": "pt"})
+    path = tmp_path / "config.json"
+    config = {**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(config))
+    found = dict(load(tmp_path)._model.named_parameters())
+    assert len(expected) == 8
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight)
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+    }
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="GptOssForCausalLM runs through transformers, where awq"):
+        load(tmp_path)
 
 
 def test_rope_that_depends_on_the_longest_sequence_ends_at_the_original_context(
