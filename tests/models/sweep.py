@@ -165,8 +165,9 @@ def _get(config: Any, name: str) -> Any:
         return getattr(type(config), name, None)
 
 
-def compare(kind: Any, model_class: Any) -> dict[str, Any]:
-    """Returns the row of one class: how it is served, or why not."""
+def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
+    """Returns the row of one class: how it is served, or why not; with `split`, on what else than
+    one rank."""
     import torch
 
     from pdserve.common.core.errors import ConfigError
@@ -195,9 +196,9 @@ def compare(kind: Any, model_class: Any) -> dict[str, Any]:
             return {"result": "refused", "why": error.message.replace(str(folder), "the folder")}
         if why := _difference(found, expected):
             return {"result": "differs", "why": why}
-        split = []
+        exact = []
         for what, tp, pp in (("TP", 2, 1), ("PP", 1, 2)):
-            if spec.impl == "native":
+            if spec.impl == "native" or not split:
                 continue
             try:
                 why = _difference(logits(folder, spec, tokens, tp, pp), expected)
@@ -206,13 +207,13 @@ def compare(kind: Any, model_class: Any) -> dict[str, Any]:
             if why:
                 print(f"{spec.architecture}: {what}: {why}", file=sys.stderr)
             else:
-                split.append(what)
+                exact.append(what)
     windows = sorted({group.window for group in spec.kv_groups if group.window})
     return {
         "result": "exact",
         "path": spec.impl,
         "kv": "latent" if spec.latent else "windows" if windows else "full",
-        **({"split": ", ".join(split)} if split else {}),
+        **({"split": ", ".join(exact)} if exact else {}),
     }
 
 
@@ -295,8 +296,8 @@ def names() -> list[str]:
     return sorted(causal | WITH_TOWERS)
 
 
-def one(name: str) -> dict[str, Any]:
-    """Compares one class in this process."""
+def one(name: str, split: bool = True) -> dict[str, Any]:
+    """Compares one class in this process: see `compare`."""
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -309,7 +310,7 @@ def one(name: str) -> dict[str, Any]:
     if isinstance(model_class, tuple):
         model_class = model_class[0]
     try:
-        row = compare(kind, model_class)
+        row = compare(kind, model_class, split)
     except Exception as error:
         row = {"result": "not compared", "why": _first(error)}
     return {"class": model_class.__name__, **row}
