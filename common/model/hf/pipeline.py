@@ -62,7 +62,7 @@ class Watch:
             return
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.ndim != 3 or hidden.shape[2] != self._hidden_size:
-            self.reason = "between its layers goes more than one vector a token"
+            self.reason = "its hidden states are not one vector of the embedding's size a token"
         others = {k: v for k, v in kwargs.items() if args or k != "hidden_states"}
         for each in tree_leaves((args[1:], others)):
             if isinstance(each, Tensor) and each.requires_grad:
