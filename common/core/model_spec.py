@@ -20,6 +20,7 @@ from pdserve.common.core.moe_spec import MoESpec, required_int
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, RopeSpec, rope_settings
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
+from pdserve.common.core.towers import has_towers, native_text
 
 MAX_SHOWN = 20  # folder names that an error suggests
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,6 +55,7 @@ class ModelSpec:
     stored: StoredWeights | None = None  # of weights that are dequantized while they are loaded
     latent: LatentSpec | None = None
     num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
+    towers: bool = False  # whether the checkpoint has others beside this text model
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
     num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
     layer_kv: tuple[LayerKV | int, ...] = ()
@@ -88,6 +90,7 @@ class ModelSpec:
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> ModelSpec:
         """Like `from_folder`, from the parsed files."""
+        towers, config = has_towers(config), native_text(config)
         architecture, family = _family_of(config)
         _check_supported(config)
         heads, hidden = (
@@ -129,6 +132,7 @@ class ModelSpec:
             quantization=quantization,
             stored=stored,
             latent=latent,
+            towers=towers,
             num_extra_layers=config.get("num_nextn_predict_layers") or 0,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,10 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
+_TEXT_NAME = re.compile(
+    r"(?:(?:model\.)?language_model\.)?(?P<head>lm_head\..+)"
+    r"|(?:model\.)?(?:language|text)_model\.(?:model\.)?(?P<rest>.+)"
+)
 _PAGE = 4096  # bytes per tensor that the revision reads
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 _MAX_HEADER = 100_000_000  # the format's own limit
@@ -69,6 +74,17 @@ def open_checkpoint(folder: Path, stack: ExitStack) -> Checkpoint:
             raise ConfigError(f"{path} is not a safetensors file: {error}") from error
         checkpoint.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
     return checkpoint
+
+
+def text_model(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns a view of a checkpoint that has towers too: the text model's tensors, by the names
+    that they have in a checkpoint of their own."""
+    found = ((_TEXT_NAME.fullmatch(name), tensor) for name, tensor in checkpoint.items())
+    return {
+        name["head"] or f"model.{name['rest']}": tensor
+        for name, tensor in found
+        if name is not None
+    }
 
 
 # ---- the revision ----

@@ -19,7 +19,7 @@ from pdserve.common.core.host import usable_cores
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model.checkpoint import Checkpoint, open_checkpoint
+from pdserve.common.model.checkpoint import Checkpoint, open_checkpoint, text_model
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.dequantize import dequantized
 from pdserve.common.model.sharding import Shard, Sharding
@@ -53,7 +53,8 @@ def load_model(
     if config.model is None:
         raise ConfigError("--model must name a checkpoint folder")
     with ExitStack() as stack:
-        checkpoint = dequantized(open_checkpoint(Path(config.model), stack), spec.stored)
+        checkpoint = open_checkpoint(Path(config.model), stack)
+        checkpoint = dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
         _check(checkpoint, spec)
         parts = ((shard, checkpoint[shard.name][shard.index]) for shard in shards)
         _copy(parts, shards, on_progress)

@@ -12,8 +12,10 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     MinistralConfig,
     MistralConfig,
     Qwen2Config,
@@ -72,6 +74,24 @@ THROUGH_TRANSFORMERS = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),
     "gpt-oss": GptOssConfig(
         **SIZES, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "gemma4": Gemma4TextConfig(
+        **{**SIZES, "num_hidden_layers": 6, "global_head_dim": 32},
+        head_dim=16,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=512,
+    ),
+    "llama4": Llama4TextConfig(
+        **SIZES,
+        intermediate_size_mlp=96,
+        head_dim=16,
+        attention_chunk_size=48,
+        floor_scale=32,
+        num_local_experts=4,
+        moe_layers=[1, 3],
     ),
     "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4, eos_token_id=0),
 }

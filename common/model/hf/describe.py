@@ -24,6 +24,7 @@ from pdserve.common.core.generic_spec import Outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
+from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Style, answering
 
 logger = logging.getLogger(__name__)
@@ -41,15 +42,6 @@ LAYERS = {
     "heavily_compressed_attention": "attention to compressed tokens, which is not supported",
 }
 """Why layers of these types of transformers cannot run on the paged cache."""
-_TOWERS = """
-    aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4 gemma4_unified
-    got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
-    llava llava_next llava_onevision mistral3 ovis2 qianfan_ocr smolvlm video_llama_3 vipllava
-"""
-WITH_TOWERS = frozenset(_TOWERS.split())
-"""Model types whose text model is served without their towers (of images, audio), because the sweep
-found that it says what the whole model says. PaliGemma's prompts, for example, attend to tokens
-after them."""
 _NO_INTERFACE = "{} does not use transformers' attention interface"
 
 
@@ -103,9 +95,7 @@ def _stored(name: str, folder: Path, overrides: Mapping[str, Any]) -> StoredWeig
     """Returns the format of weights that are dequantized while they are loaded. Raises ConfigError
     for one whose weights would stay packed."""
     config = overridden(read_json(folder / "config.json"), overrides)
-    settings = config.get("quantization_config")
-    if settings is None and isinstance(inner := config.get("text_config"), Mapping):
-        settings = inner.get("quantization_config")
+    settings = native_text(config).get("quantization_config")
     packed, stored = weight_formats(settings, has_experts=False)
     if packed is not None:
         raise ConfigError(
@@ -148,7 +138,7 @@ def _text_of(config: Any) -> Any:
             f"{name_of(config)} takes images or audio, and its text model alone does not say the "
             "same, or was not compared"
         )
-    text.architectures, text.towers = config.architectures, True
+    text.architectures = config.architectures
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
@@ -231,6 +221,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         eos_token_ids=outline.eos_token_ids,
         impl="transformers",
         stored=stored,
+        towers=has_towers(read_json(folder / "config.json")),
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 

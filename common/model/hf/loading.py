@@ -21,6 +21,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
 from pdserve.common.model.hf.parallel import Cut
+from pdserve.common.model.hf.pipeline import FORGOTTEN
 
 Prepare = Callable[[Any], Mapping[str, Cut]]
 """Changes a model, on the meta device, into this rank's part, and returns the cuts by name."""
@@ -35,6 +36,11 @@ def partial_class(kind: Any, prepare: Prepare) -> Any:
             super().__init__(config)
             self._whole = self.state_dict().keys()
             self._cuts = prepare(self)
+
+        def _init_weights(self, module: Any) -> None:
+            """Makes buffers, of which a checkpoint has none, beside weights that are missing."""
+            if not any(each in FORGOTTEN for each in module.children()):
+                super()._init_weights(module)
 
         @staticmethod
         def _load_pretrained_model(

@@ -19,12 +19,11 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
-from pdserve.common.core.stored_weights import StoredWeights
 from pdserve.common.model.attention import (
     AttentionContext,
     AttentionShape,
 )
-from pdserve.common.model.checkpoint import open_checkpoint
+from pdserve.common.model.checkpoint import open_checkpoint, text_model
 from pdserve.common.model.decoder import Decoder, places
 from pdserve.common.model.dequantize import dequantized
 from pdserve.common.model.hf.attention import (
@@ -180,13 +179,6 @@ def _head_of(model: Any) -> _Head:
     return _Head(head, given)
 
 
-_TEXT_NAMES = {
-    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
-    r"^(model\.)?(language|text)_model\.(model\.)?": "model.",
-}
-"""Names of the text model's tensors in a checkpoint that has towers too, and in one of its own."""
-
-
 def load_transformers_model(
     spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage
 ) -> TransformersModel:
@@ -223,16 +215,16 @@ def _load(
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
         prepare(made)
     else:
-        made = _read(
-            partial_class(kind, prepare), config.model, spec.stored, hf_config, sharding.dtype
-        )
+        kind = partial_class(kind, prepare)
+        made = _read(kind, config.model, spec, hf_config, sharding.dtype)
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)
 
 
-def _read(kind: Any, folder: str, stored: StoredWeights | None, hf_config: Any, dtype: Any) -> Any:
+def _read(kind: Any, folder: str, spec: ModelSpec, hf_config: Any, dtype: torch.dtype) -> Any:
     hf_logging.disable_progress_bar()
     with ExitStack() as stack:
-        weights = dequantized(open_checkpoint(Path(folder), stack), stored)
+        checkpoint = open_checkpoint(Path(folder), stack)
+        weights = dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
         try:
             model, info = kind.from_pretrained(
                 None,
@@ -240,7 +232,6 @@ def _read(kind: Any, folder: str, stored: StoredWeights | None, hf_config: Any, 
                 state_dict=dict(weights),  # parts of which are read when they are needed
                 dtype=dtype,
                 attn_implementation=NAME,
-                key_mapping=_TEXT_NAMES if getattr(hf_config, "towers", False) else None,
                 ignore_mismatched_sizes=True,  # they are refused below, all at once
                 output_loading_info=True,
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -39,6 +40,9 @@ def check_stage(name: str, kept: Sequence[LayerKV | int], stage: Stage) -> None:
                 f"{name}: layer {layer} attends to the KV of layer {owner}, and "
                 "--pipeline-parallel-size and --pipeline-partition put it into another stage"
             )
+
+
+FORGOTTEN = WeakSet[nn.Module]()  # modules without their parameters
 
 
 class Watch:
@@ -141,6 +145,7 @@ class StageRun:
 
 def _forget(module: nn.Module) -> None:
     """Drops the parameters of a module that never runs."""
+    FORGOTTEN.add(module)
     for each in module.modules():
         each._is_hf_initialized = True  # type: ignore[assignment]  # transformers shall not
         for name in each._parameters:

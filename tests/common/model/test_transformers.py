@@ -40,6 +40,7 @@ EVERY_TIME = (
     "gpt_oss",  # sinks
     "llama4_text",  # chunks
     "mistral",
+    "mistral3",  # natively, without its tower
     "olmo3",
     "opt",  # no rope
     "phi3",

@@ -1,0 +1,47 @@
+"""Models with towers (of images, audio) whose text model is served alone. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES = """
+    aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4 gemma4_unified
+    got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
+    llava llava_next llava_onevision mistral3 ovis2 qianfan_ocr smolvlm video_llama_3 vipllava
+"""
+WITH_TOWERS = frozenset(_TYPES.split())
+"""Their model types. `tests/models/sweep.py` found that the text model says what the whole model
+says; PaliGemma's, for example, does not, because its prompts attend to tokens after them."""
+
+_ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Native architectures of text models whose config does not name one, by model type."""
+
+
+def has_towers(config: Mapping[str, Any]) -> bool:
+    """Returns whether `config.json` describes one of these models."""
+    inner = config.get("text_config")
+    return config.get("model_type") in WITH_TOWERS and isinstance(inner, Mapping)
+
+
+def native_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the text model's config where it lies within another; else the config itself. What
+    it does not state of end tokens, dtype, ties and quantization is the whole model's."""
+    if not has_towers(config):
+        return config
+    text = dict(config["text_config"])
+    for key in ("eos_token_id", "dtype", "torch_dtype", "quantization_config"):
+        if key in config:
+            text.setdefault(key, config[key])
+    if "tie_word_embeddings" in config:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    if not text.get("architectures"):
+        named = _ARCHITECTURES.get(text.get("model_type", ""))
+        text["architectures"] = [named] if named else config.get("architectures")
+    return text
