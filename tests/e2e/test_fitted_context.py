@@ -39,7 +39,7 @@ def test_the_least_of_the_nodes_is_the_window() -> None:
         answer = cluster.complete(long, **fields)
         assert answer["usage"]["prompt_tokens"] == WINDOW - 20
 
-        cluster.kill(small)
+        cluster.drain(small)
         cluster.start_node("decode", **auto, num_gpu_blocks_override=14)
         cluster.wait_for(lambda: window(cluster) == 12 * 16)
         cluster.wait_idle()
