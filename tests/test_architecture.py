@@ -4,6 +4,7 @@ generated stubs are what the sources generate."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +13,7 @@ from pathlib import Path
 from paths import ROOT
 
 PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
+BARE_IMPORT = re.compile(rf"^\s*(?:from|import)\b.*(?<![\w.])(?:{'|'.join(PACKAGES)})\b", re.M)
 FACE = ("cli", "client", "offline", "bench", "demo_model")  # folders of `pdserve/` itself
 SPLIT = ("common", "router")  # packages whose rooms have rules of their own
 
@@ -159,7 +161,8 @@ def test_nobody_imports_a_source_folder_by_its_bare_name() -> None:
         f"{path.relative_to(ROOT)}: write pdserve.{name} instead of {name}"
         for folder in folders
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for name in imports(ast.parse(path.read_text()), everywhere=True)
+        if BARE_IMPORT.search(text := path.read_text())  # few have a line that looks like one
+        for name in imports(ast.parse(text), everywhere=True)
         if name.partition(".")[0] in PACKAGES
     ]
     assert not wrong, "\n".join(wrong)

@@ -86,7 +86,7 @@ class ModelConfig:
     model_impl: str = option(
         "auto",
         "which code computes the model: native, transformers (any decoder that uses its attention "
-        "interface; one rank), or auto: native where it is supported",
+        "interface), or auto: native where it is supported",
         choices=("auto", "native", "transformers"),
     )
     load_format: str = option(

@@ -169,8 +169,6 @@ class ModelSpec:
         """Raises ConfigError if the model cannot be split over `size` ranks. KV heads are
         replicated when there are fewer than ranks; the vocabulary is padded and always fits."""
         flag = f"--tensor-parallel-size {size}"
-        if size > 1:
-            self._check_native(flag)
         if self.num_heads % size:
             raise ConfigError(f"{flag} does not divide the model's {self.num_heads} heads")
         for heads in {group.num_kv_heads for group in self.kv_groups}:
@@ -178,7 +176,8 @@ class ModelSpec:
                 raise ConfigError(
                     f"{flag} neither divides the model's {heads} KV heads nor is a multiple of them"
                 )
-        if self.has_dense_layers and self.intermediate_size % size:
+        native = self.impl == "native"  # of others each layer is checked when it is split
+        if native and self.has_dense_layers and self.intermediate_size % size:
             raise ConfigError(f"{flag} does not divide intermediate_size {self.intermediate_size}")
 
     def validate_expert_parallel(self, tp: int, ep: int) -> None:
@@ -190,11 +189,6 @@ class ModelSpec:
             self.moe.validate(tp, ep)
         elif ep > 1:
             raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
-
-    def check_stages(self, pp: int) -> None:
-        """Raises ConfigError if the model cannot be cut into `pp` pipeline stages."""
-        if pp > 1:
-            self._check_native(f"--pipeline-parallel-size {pp}")
 
     def check_adapters(self) -> None:
         """Raises ConfigError if the model cannot have LoRA adapters."""

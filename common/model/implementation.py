@@ -62,4 +62,4 @@ def load_decoder(
         return load_model(spec, config, sharding, stage, on_progress)
     from pdserve.common.model.hf.model import load_transformers_model
 
-    return load_transformers_model(spec, config, sharding)
+    return load_transformers_model(spec, config, sharding, stage)

@@ -44,7 +44,6 @@ class ModelFacts:
         parallel = engine.parallel
         spec.validate_tensor_parallel(parallel.tensor_parallel_size)
         spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
-        spec.check_stages(parallel.pipeline_parallel_size)
         if engine.lora.enable_lora:
             spec.check_adapters()
         stages_of(spec, parallel)

@@ -113,7 +113,7 @@ def _columns(
 ) -> Iterator[str]:
     yield f"{row['ms']:.2f}"
     yield f"{100 * row['ms'] / whole:.0f} %"
-    if row.get("floor_ms", 0.0) < LEAST_SHARE * whole:
+    if row.get("floor_ms", 0.0) <= LEAST_SHARE * whole:
         yield from ("", "", "")
     else:
         yield from (f"{row['floor_ms']:.2f}", f"{row['ratio']:.1f}", row["bound_by"])

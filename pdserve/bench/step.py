@@ -103,7 +103,7 @@ class Measured:
 
     runner: ModelRunner
     dtype: str
-    cost: StepCost
+    cost: StepCost | None  # of a native model
     peaks: Peaks
     cells: dict[Cell, Samples]
     of: Statistic  # combines the repetitions
@@ -128,15 +128,16 @@ class Measured:
 
 
 def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner) -> Measured:
-    """Runs each cell `repetitions` times, in turns, with and without part timers, and measures the
-    machine's peaks in between. All ranks call this together; each measures itself."""
+    """Runs each cell `repetitions` times, in turns, with and without part timers (a model of
+    transformers without), and measures the machine's peaks in between. All ranks call this
+    together; each measures itself."""
     clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
     vocab, block_size = runner.model.spec.vocab_size, config.block_size
     groups = runner.model.spec.kv_groups
     batches = {cell: cell.batch(block_size, vocab, groups) for cell in cells}
     meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
-    assert isinstance(runner.model, CausalLM), "it has no --model-impl"
-    timer = PartTimer(runner.model, clock)
+    model = runner.model
+    timer = PartTimer(model, clock) if isinstance(model, CausalLM) else None
     samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
     peaks: list[Peaks] = []
     for batch in batches.values():
@@ -145,9 +146,11 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
         peaks.append(meter.measure())
         for cell, batch in batches.items():
             samples[cell].steps.append(_seconds(runner, batch, clock))
-            samples[cell].parts.append(_parts(runner, batch, timer))
-    dtype = dtype_name(runner.model.dtype)
-    cost = StepCost.whole(Footprint(runner.model.spec, dtype, config.tensor_parallel_size))
+            if timer is not None:
+                samples[cell].parts.append(_parts(runner, batch, timer))
+    dtype = dtype_name(model.dtype)
+    footprint = Footprint(model.spec, dtype, config.tensor_parallel_size)
+    cost = None if timer is None else StepCost.whole(footprint)
     median = config.statistic == "median"
     of, best = (statistics.median,) * 2 if median else (min, max)
     return Measured(runner, dtype, cost, _peaks(peaks, best), samples, of)
@@ -224,6 +227,9 @@ def _gpu_name(device: torch.device) -> str | None:
 def _cell(found: Measured, cell: Cell) -> dict[str, Any]:
     windows = [each.window for each in found.runner.model.spec.kv_groups if each.window]
     shape, step, seconds = cell.shape(windows), found.step(cell), found.parts(cell)
+    if found.cost is None:
+        samples = _ms(found.cells[cell].steps)
+        return {"step": {**_row(found, step, None), "samples_ms": samples}, "parts": {}}
     costs = found.cost.parts(shape)
     names = sorted(seconds, key=ORDER.index)
     parts = {name: _row(found, seconds[name], costs.get(name)) for name in names}

@@ -51,6 +51,19 @@ def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "speed-up" in capsys.readouterr().out
 
 
+def test_a_model_of_transformers_has_steps_without_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    options = ("--batch=1", "--context=16")
+    assert run("llama-gqa", *options, f"--json={file}") == 0
+    compared = (f"--baseline={file}", f"--json={file}")
+    assert run("llama-gqa", *options, "--model-impl=transformers", *compared) == 0
+    cell = json.loads(file.read_text())["cells"]["decode 1 × 16"]
+    assert cell["step"]["ms"] > 0 and cell["parts"] == {}
+    assert "speed-up" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_model_split_over_ranks_is_compared_with_the_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

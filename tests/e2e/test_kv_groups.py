@@ -59,11 +59,11 @@ PP2 = {"pipeline_parallel_size": 2}
     [
         ("qwen3", "tcp", TP2, TP1),
         ("deepseek", "shm", PP2, TP2),
-        ("gemma4", "tcp", TP1, TP1),
-        slow("llama4", "tcp", TP1, TP1),
-        slow("gemma3", "tcp", TP1, TP1),
-        slow("gpt-oss", "shm", TP1, TP1),
-        slow("gpt2", "tcp", TP1, TP1),
+        ("gemma4", "tcp", TP2, TP1),
+        slow("llama4", "tcp", TP2, PP2),
+        slow("gemma3", "shm", TP1, TP1),
+        slow("gpt-oss", "shm", TP2, PP2),
+        slow("gpt2", "tcp", PP2, TP2),
         slow("qwen3", "shm", PP2, TP2),
         slow("qwen2", "shm", TP1, PP2),
         slow("mistral", "tcp", TP2, TP1),
@@ -101,10 +101,26 @@ def kv_bytes(model: Path, length: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", ["qwen3", slow("deepseek"), slow("mistral"), slow("gemma3")])
-def test_a_decode_node_dies_beyond_the_window(models: Any, name: str) -> None:
-    model, prompt, count = models(name), PROMPTS[3], 500  # it must still be at it
-    with WarmCluster(model, prefill=1, decode=2, max_model_len=1024) as cluster:
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        ("qwen3", TP1, TP1),
+        slow("deepseek", TP1, TP1),
+        slow("mistral", TP1, TP1),
+        ("gemma3", PP2, TP2),
+        slow("gemma3", TP2, TP1),
+    ],
+)
+def test_a_decode_node_dies_beyond_the_window(
+    models: Any, name: str, prefill: dict[str, int], decode: dict[str, int]
+) -> None:
+    # It must still be at it.
+    model, prompt, count = models(name), PROMPTS[3], 150 if name == "gemma3" else 500
+    with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
+        cluster.start_node("prefill", **prefill)
+        for _ in range(2):
+            cluster.start_node("decode", **decode)
+        cluster.wait_nodes()
         texts = []
         for event in cluster.stream(list(prompt), max_tokens=count, ignore_eos=True):
             texts.append(event["choices"][0]["text"])
@@ -123,14 +139,14 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
         tmp_path,
         [
             ("decode_node", *flags, str(mamba)),
-            ("prefill_node", *flags, gemma, "--tensor-parallel-size", "2"),
+            ("prefill_node", *flags, gemma, "--tensor-parallel-size", "3"),
             ("decode_node", *flags, gemma, "--enable-lora"),
             ("decode_node", *flags, gemma, "--model-impl", "native"),
         ],
     )
     said = (
         "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
-        "--tensor-parallel-size 2: Gemma3ForCausalLM runs through transformers",
+        "--tensor-parallel-size 3 does not divide the model's 4 heads",
         "--enable-lora: Gemma3ForCausalLM runs through transformers",
         "architecture Gemma3ForCausalLM is not supported",
     )

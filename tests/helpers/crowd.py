@@ -18,10 +18,15 @@ class Crowd:
 
     def run(self, work: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
         results: dict[int, torch.Tensor] = {}
+        errors: list[Exception] = []
 
         def rank_main(rank: int) -> None:
-            with torch.inference_mode():
-                results[rank] = work(CrowdMember(self, rank))
+            try:
+                with torch.inference_mode():
+                    results[rank] = work(CrowdMember(self, rank))
+            except Exception as error:
+                errors.append(error)
+                self.barrier.abort()  # the others wait for it
 
         ranks = range(len(self.parts))
         threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in ranks]
@@ -29,6 +34,8 @@ class Crowd:
             thread.start()
         for thread in threads:
             thread.join()
+        if errors:
+            raise errors[0]
         return [results[rank] for rank in ranks]
 
 

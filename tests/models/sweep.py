@@ -3,7 +3,8 @@
 For every class that the installed transformers has for causal language models it makes a tiny
 checkpoint (seeded random weights, float32) and compares with transformers: the log-probabilities of
 a prompt of 60 tokens, in chunks over the cache, and 16 greedy tokens where the best two logits are
-apart. Each class has a process of its own. Writes `common/model/models.json`, from which
+apart. Those of the transformers path run on two tensor-parallel ranks and as two stages too.
+Each class has a process of its own. Writes `common/model/models.json`, from which
 `pdserve models` and docs/models.md are made:
 
     python tests/models/sweep.py [model_type …]
@@ -17,6 +18,7 @@ import re
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +164,13 @@ def _get(config: Any, name: str) -> Any:
         return getattr(type(config), name, None)
 
 
-def compare(kind: Any, model_class: Any) -> dict[str, Any]:
-    """Returns the row of one class: how it is served, or why not."""
+def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
+    """Returns the row of one class: how it is served, or why not; with `split`, on what else than
+    one rank."""
     import torch
 
-    from pdserve.common.config.node import ModelConfig
     from pdserve.common.core.errors import ConfigError
-    from pdserve.common.distributed.group import GroupCoordinator
-    from pdserve.common.model.attention import AttentionBatch
-    from pdserve.common.model.implementation import load_decoder, read_spec
-    from pdserve.common.model.sharding import Sharding
-    from pdserve.common.model.stages import Stage
+    from pdserve.common.model.implementation import read_spec
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -185,48 +183,100 @@ def compare(kind: Any, model_class: Any) -> dict[str, Any]:
             _name_as_on_the_hub(folder / "model.safetensors")
         except Exception as error:
             return {"result": "not compared", "why": f"no tiny model: {_first(error)}"}
-        try:
-            spec = read_spec(folder, "auto", {})
-            config = ModelConfig(model=name)
-            sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
-            model = load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))
-        except ConfigError as error:
-            return {"result": "refused", "why": error.message.replace(str(folder), "the folder")}
-        caches = [
-            torch.zeros(len(g.layers), g.planes, 8, g.num_kv_heads, 16, g.head_dim)
-            for g in spec.kv_groups
-        ]
-
-        def step(tokens: Any, start: int) -> Any:
-            batch = [AttentionBatch([len(tokens)], [start], [list(range(8))], 16)]
-            contexts = model.prepare(batch * len(spec.kv_groups))
-            positions = torch.arange(start, start + len(tokens))
-            return model.compute_logits(model.forward(tokens, positions, contexts, caches))
-
         inner = getattr(reference, "language_model", None)
         if hasattr(inner, "lm_head"):  # Llama 4's outer class has no output without images
             reference = inner
-        tokens = torch.randint(3, VOCAB, (60,))
-        with torch.inference_mode():
-            expected = reference(tokens[None], use_cache=False).logits[0]
-            found = torch.cat([step(tokens[a:b], a) for a, b in ((0, 30), (30, 59), (59, 60))])
-            off = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
-            if not off < 1e-3:
-                return {"result": "differs", "why": f"log-probabilities differ by {off:.2g}"}
-            for _ in range(16):
-                best = expected[-1].topk(2).values
-                token = found[-1].argmax()
-                if best[0] - best[1] > 1e-3 and token != expected[-1].argmax():
-                    return {"result": "differs", "why": f"another token after {len(tokens)}"}
-                tokens = torch.cat((tokens, expected[-1].argmax()[None]))
-                found = step(tokens[-1:], len(tokens) - 1)
-                expected = reference(tokens[None], use_cache=False).logits[0]
+        try:
+            spec = read_spec(folder, "auto", {})
+            tokens, expected = _greedy(reference)
+            found = logits(folder, spec, tokens)
+        except ConfigError as error:
+            return {"result": "refused", "why": error.message.replace(str(folder), "the folder")}
+        if why := _difference(found, expected):
+            return {"result": "differs", "why": why}
+        exact = []
+        for what, tp, pp in (("TP", 2, 1), ("PP", 1, 2)):
+            if spec.impl == "native" or not split:
+                continue
+            try:
+                why = _difference(logits(folder, spec, tokens, tp, pp), expected)
+            except Exception as error:
+                why = _first(error)
+            if why:
+                print(f"{spec.architecture}: {what}: {why}", file=sys.stderr)
+            else:
+                exact.append(what)
     windows = sorted({group.window for group in spec.kv_groups if group.window})
     return {
         "result": "exact",
         "path": spec.impl,
         "kv": "latent" if spec.latent else "windows" if windows else "full",
+        **({"split": ", ".join(exact)} if exact else {}),
     }
+
+
+def logits(folder: Path, spec: Any, tokens: Any, tp: int = 1, pp: int = 1) -> Any:
+    """Returns the logits of `tokens`, the first 60 of them a prompt in chunks, by `tp` ranks, which
+    are threads, or `pp` stages."""
+    import torch
+
+    from crowd import Crowd
+    from pdserve.common.config.node import ModelConfig
+    from pdserve.common.model.attention import AttentionBatch
+    from pdserve.common.model.implementation import load_decoder
+    from pdserve.common.model.sharding import Sharding
+    from pdserve.common.model.stages import pipeline_stages
+
+    def work(member: Any) -> Any:
+        sharding = Sharding(member, torch.device("cpu"), torch.float32)
+        config = ModelConfig(model=str(folder))
+        stages = []
+        for stage in pipeline_stages(spec.num_layers, pp):
+            model = load_decoder(spec, config, sharding, stage)
+            caches = []
+            for group in spec.kv_groups:
+                (start, end), (first, last) = (
+                    group.head_range(member.rank, tp),
+                    group.layers_between(stage.start, stage.end),
+                )
+                size = (last - first, group.planes, 8, end - start, 16, group.head_dim)
+                caches.append(torch.zeros(size))
+            stages.append((model, caches))
+
+        def step(start: int, end: int) -> Any:
+            batch = [AttentionBatch([end - start], [start], [list(range(8))], 16)]
+            positions, hidden = torch.arange(start, end), tokens[start:end]
+            for model, caches in stages:
+                contexts = model.prepare(batch * len(spec.kv_groups))
+                hidden = model.forward(hidden, positions, contexts, caches)
+            return model.compute_logits(hidden)
+
+        cuts = [0, 30, 59, *range(60, len(tokens) + 1)]
+        return torch.cat([step(a, b) for a, b in pairwise(cuts)])
+
+    found: list[Any] = Crowd(tp).run(work)
+    return found[-1]
+
+
+def _greedy(reference: Any) -> tuple[Any, Any]:
+    """Returns a prompt of 60 tokens with 16 greedy ones after it, and their logits."""
+    import torch
+
+    tokens = torch.randint(3, VOCAB, (60,))
+    with torch.inference_mode():
+        for _ in range(16):
+            expected = reference(tokens[None], use_cache=False).logits[0]
+            tokens = torch.cat((tokens, expected[-1].argmax()[None]))
+        return tokens, reference(tokens[None], use_cache=False).logits[0]
+
+
+def _difference(found: Any, expected: Any) -> str:
+    off = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+    if not off < 1e-3:
+        return f"log-probabilities differ by {off:.2g}"
+    best = expected.topk(2, dim=-1).values
+    wrong = (best[:, 0] - best[:, 1] > 1e-3) & (found.argmax(-1) != expected.argmax(-1))
+    return f"another token after {int(wrong.nonzero()[0])}" if wrong[59:].any() else ""
 
 
 def _name_as_on_the_hub(file: Path) -> None:
@@ -256,8 +306,8 @@ def names() -> list[str]:
     return sorted(causal | WITH_TOWERS)
 
 
-def one(name: str) -> dict[str, Any]:
-    """Compares one class in this process."""
+def one(name: str, split: bool = True) -> dict[str, Any]:
+    """Compares one class in this process: see `compare`."""
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -270,7 +320,7 @@ def one(name: str) -> dict[str, Any]:
     if isinstance(model_class, tuple):
         model_class = model_class[0]
     try:
-        row = compare(kind, model_class)
+        row = compare(kind, model_class, split)
     except Exception as error:
         row = {"result": "not compared", "why": _first(error)}
     return {"class": model_class.__name__, **row}
@@ -310,4 +360,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))
     main()

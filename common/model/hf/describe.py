@@ -46,7 +46,7 @@ _NO_INTERFACE = "{} does not use transformers' attention interface"
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """How a layer attended; tensors are as `Answers.attend` has them."""
 
     q: Tensor
@@ -61,13 +61,13 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Recorder(Answers):
-    calls: dict[int, _Call] = field(default_factory=dict)
+class Recorder(Answers):
+    calls: dict[int, Call] = field(default_factory=dict)
     repeated: bool = False
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
-        self.calls[layer] = _Call(q, k, v, style)
+        self.calls[layer] = Call(q, k, v, style)
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -143,10 +143,27 @@ def _text_of(config: Any) -> Any:
     return text
 
 
-def build(config: Any) -> PreTrainedModel:
+def build(config: Any) -> Any:
     """Returns the model on the meta device, without memory, to be described."""
+    config._experts_implementation = "batched_mm"  # without sizes that depend on the data
     with torch.device("meta"):
-        return model_class(config)._from_config(config, attn_implementation=OUTLINE)
+        return model_class(config)._from_config(config, attn_implementation=OUTLINE).eval()
+
+
+def run_outline(model: Any) -> Recorder:
+    """Runs a model that `build` has made, and returns how its layers attended. Raises whatever a
+    class of transformers does."""
+    recorder = Recorder()
+    tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
+    positions = torch.arange(NUM_TOKENS, device="meta")[None]
+    with answering(recorder):
+        model(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            position_ids=positions,
+            use_cache=False,
+        )
+    return recorder
 
 
 def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
@@ -157,20 +174,11 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type in LAYERS:
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
-    config._experts_implementation = "batched_mm"  # without sizes that depend on the data
-    recorder = _Recorder()
     try:
-        model = build(config).eval()
+        model = build(config)
         _check_forward(name, model)
-        tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
-        positions = torch.arange(NUM_TOKENS, device="meta")[None]
-        with answering(recorder), torch.inference_mode():
-            model(
-                input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                position_ids=positions,
-                use_cache=False,
-            )
+        with torch.inference_mode():
+            recorder = run_outline(model)
     except ConfigError:
         raise
     except Exception as error:  # whatever a class of transformers does
@@ -238,7 +246,7 @@ def _check_forward(name: str, model: PreTrainedModel) -> None:
         raise ConfigError(f"{name} numbers its positions from its padding token on")
 
 
-def _checked(name: str, config: Any, recorder: _Recorder) -> list[_Call]:
+def _checked(name: str, config: Any, recorder: Recorder) -> list[Call]:
     """Returns the calls in order of layers. Raises ConfigError unless every layer attends once, and
     in a way that the paged cache can answer."""
     layers = int(config.num_hidden_layers)
@@ -258,7 +266,7 @@ def _checked(name: str, config: Any, recorder: _Recorder) -> list[_Call]:
     return calls
 
 
-def _shared(calls: Sequence[_Call], layers: Sequence[LayerKV]) -> Iterator[LayerKV | int]:
+def _shared(calls: Sequence[Call], layers: Sequence[LayerKV]) -> Iterator[LayerKV | int]:
     """Yields what each layer keeps; the first layer that has its keys, if that is another one."""
     owners: dict[int, int] = {}
     for layer, (call, kv) in enumerate(zip(calls, layers, strict=True)):

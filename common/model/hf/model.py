@@ -1,11 +1,12 @@
-"""A decoder of transformers over the paged cache, whole on one rank."""
+"""A decoder of transformers over the paged cache: a rank's part of its stage's layers."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
 from pdserve.common.model.attention import (
@@ -33,32 +35,40 @@ from pdserve.common.model.hf.attention import (
     take_temperatures,
 )
 from pdserve.common.model.hf.describe import first_line, layers_of, model_class, read_config
+from pdserve.common.model.hf.layout import Layout, choose_layout
+from pdserve.common.model.hf.loading import partial_class
+from pdserve.common.model.hf.parallel import Cut, split
+from pdserve.common.model.hf.pipeline import StageRun, check_stage
 from pdserve.common.model.layers import LoRA
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 
+_BUILDING = threading.Lock()  # transformers changes its own classes while it makes a model
+
 
 class TransformersModel(Decoder):
-    """A class of transformers, whole on this rank."""
+    """A rank's part of a class of transformers."""
 
     expert_parallel_size = 1
 
-    def __init__(self, spec: ModelSpec, model: Any, sharding: Sharding) -> None:
-        self.spec, self.stage = spec, Stage.whole(spec.num_layers)
-        self.device, self.dtype = sharding.device, sharding.dtype
+    def __init__(
+        self, spec: ModelSpec, model: Any, sharding: Sharding, stage: Stage, layout: Layout
+    ) -> None:
+        self.spec, self.stage, self.layout = spec, stage, layout
+        self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
         self._model = model
         take_temperatures(model)
         self._base = layers_of(model)[1]
         self._head = _head_of(model)
-        self.attentions = [
-            StyledAttention(
-                AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.window, kv.chunked),
-                self.device,
-                self.dtype,
-            )
-            for kv in spec.kv_groups
-        ]
+        self._run: StageRun = model.stage_run
+        self.attentions = [self._attention(kv) for kv in spec.kv_groups]
         self._places = places(spec.kv_groups, self.stage)
+
+    def _attention(self, kv: KVGroup) -> StyledAttention:
+        start, end = kv.head_range(self.group.rank, self.group.size)
+        heads = self.spec.num_heads // self.group.size
+        shape = AttentionShape(heads, end - start, kv.head_dim, kv.window, kv.chunked)
+        return StyledAttention(shape, self.device, self.dtype)
 
     def forward(
         self,
@@ -71,11 +81,7 @@ class TransformersModel(Decoder):
         """As `CausalLM.forward`."""
         assert lora is None, "refused at start"
         with answering(_Step(self, positions, contexts, kv_caches)):
-            output = self._base(
-                input_ids=inputs[None], position_ids=positions[None], use_cache=False
-            )
-        hidden: Tensor = output[0][0]
-        return hidden
+            return self._run.forward(self._base, inputs, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As `CausalLM.compute_logits`: by the class's own code, which may scale or cap."""
@@ -120,7 +126,18 @@ class _Step(Answers):
         if style.temperature is not None:
             q = style.temperature.scaled(q, self._positions)
         cache, context = self._caches[group][index], self._contexts[group]
-        return attention.attend_styled(q, k, v, style, cache, context, stores)[None]
+        ranks, heads = self._model.group, self._model.layout.heads[layer]
+        if heads.whole_queries:
+            share = q.shape[1] // ranks.size
+            mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+            q = q[:, mine]
+            if style.sinks is not None:
+                style = replace(style, sinks=style.sinks[mine])
+        if heads.whole_keys:
+            mine = slice(*self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size))
+            k, v = k[:, mine], v[:, mine]
+        out = attention.attend_styled(q, k, v, style, cache, context, stores)
+        return (ranks.all_gather(out, dim=1) if heads.whole_queries else out)[None]
 
 
 @dataclass(frozen=True)
@@ -163,22 +180,44 @@ def _head_of(model: Any) -> _Head:
 
 
 def load_transformers_model(
-    spec: ModelSpec, config: ModelConfig, sharding: Sharding
+    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage
 ) -> TransformersModel:
-    """Loads the whole model onto the sharding's device.
+    """Loads this rank's part of the model onto the sharding's device.
 
     Raises:
-        ConfigError: the folder's tensors do not match the class; the message lists differences.
+        ConfigError: the model cannot be split so, or the folder's tensors do not match the class;
+            the message lists differences.
     """
+    with _BUILDING:
+        return _load(spec, config, sharding, stage)
+
+
+def _load(
+    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage
+) -> TransformersModel:
     assert config.model is not None
-    hf_config = read_config(Path(config.model), config.overrides)
+    folder = Path(config.model)
+    check_stage(spec.architecture, spec.layer_kv, stage)
+    layout = choose_layout(spec, folder, config.overrides, sharding.group.size, stage)
+
+    def prepare(model: Any) -> dict[str, Cut]:
+        cuts = {}
+        if sharding.group.size > 1:
+            cuts = split(model, sharding.group, layout.way, layout.layers, layout.gather_kv)
+        layers = model.get_submodule(layout.layers) if layout.layers else ()
+        model.stage_run = StageRun(model, layers, stage, layout.tuples)
+        return cuts
+
+    hf_config = read_config(folder, config.overrides)
     kind = model_class(hf_config)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
+        prepare(made)
     else:
+        kind = partial_class(kind, prepare)
         made = _read(kind, config.model, spec, hf_config, sharding.dtype)
-    return TransformersModel(spec, made.to(sharding.device).eval(), sharding)
+    return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)
 
 
 def _read(kind: Any, folder: str, spec: ModelSpec, hf_config: Any, dtype: torch.dtype) -> Any:

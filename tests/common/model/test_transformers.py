@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -17,11 +18,15 @@ from pdserve.cli.models import known_models
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import _TEXT_DEFAULTS, read_outline
+from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.decoder import Decoder
+from pdserve.common.model.hf.parallel import OutlineRanks
+from pdserve.common.model.hf.pipeline import Watch, check_stage
 from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-from sweep import one
+from sweep import logits, one
 from windowed import THROUGH_TRANSFORMERS
 
 EVERY_TIME = (
@@ -40,20 +45,27 @@ EVERY_TIME = (
     "opt",  # no rope
     "phi3",
 )
+SPLIT = ("glm4_moe", "gpt2", "gpt_oss")  # by a plan, without one, whole experts
 
 
 @pytest.mark.parametrize("name", EVERY_TIME)
 def test_log_probabilities_and_tokens_are_those_of_transformers(name: str) -> None:
-    assert one(name) == {**known_models()[name], "result": "exact"}
+    row = {**known_models()[name], "result": "exact"}
+    if name not in SPLIT:
+        row.pop("split", None)
+    assert one(name, split=name in SPLIT) == row
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in known_models() if name not in EVERY_TIME])
+@pytest.mark.parametrize("name", [name for name in known_models() if name not in SPLIT])
 def test_the_list_of_models_is_what_the_sweep_finds(name: str) -> None:
     known = known_models()[name]
     if known["result"] == "not compared":
         pytest.skip(known["why"])
-    assert one(name)["result"] == known["result"]
+    found = one(name)
+    assert [found.get(key) for key in ("result", "split")] == [
+        known.get(key) for key in ("result", "split")
+    ]
 
 
 def test_the_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,10 +83,10 @@ def gemma(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, **options: Any) -> Any:
+def load(folder: Path, group: Any = None, **options: Any) -> Decoder:
     config = ModelConfig(model=str(folder), **options)
     spec = read_spec(folder, config.model_impl, {})
-    sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
+    sharding = Sharding(group or GroupCoordinator(), torch.device("cpu"), torch.float32)
     return load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))
 
 
@@ -112,11 +124,69 @@ def test_weights_that_do_not_fit_are_refused(gemma: Path) -> None:
         ({**weights, name: torch.zeros(3, 3)}, "up_proj"),
     ):
         save_file(changed, file, {"format": "pt"})
-        with pytest.raises(ConfigError, match=message):
-            load(gemma)
+        for group in (None, OutlineRanks(2)):
+            with pytest.raises(ConfigError, match=message):
+                load(gemma, group)
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ConfigError, match="is not a safetensors file"):
         load(gemma)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_ranks_load_their_part_alone(name: str, tmp_path: Path) -> None:
+    """Embedding and linear layers are divided, also in a class without a plan."""
+    AutoModelForCausalLM.from_config(THROUGH_TRANSFORMERS[name]).save_pretrained(tmp_path)
+    whole = load(tmp_path).weights_bytes
+    parts = [load(tmp_path, OutlineRanks(2, rank)).weights_bytes for rank in range(2)]
+    positions = 1024 * 64 * 4 if name == "gpt2" else 0  # on each rank
+    assert all(part < 0.51 * (whole - positions) + positions for part in parts)
+
+
+def test_more_ranks_than_kv_heads(gemma: Path) -> None:
+    spec, tokens = read_spec(gemma, "auto", {}), torch.arange(3, 76)
+    whole = logits(gemma, spec, tokens)
+    torch.testing.assert_close(logits(gemma, spec, tokens, tp=4), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_and_stages_with_dummy_weights_are_one_model(gemma: Path) -> None:
+    parts = [load(gemma, OutlineRanks(2, rank), load_format="dummy") for rank in range(2)]
+    whole = load(gemma, load_format="dummy")
+    found = [part._model.lm_head.weight for part in parts]  # type: ignore[attr-defined]
+    assert torch.equal(torch.cat(found), whole._model.lm_head.weight)  # type: ignore[attr-defined]
+
+
+def test_stages_that_need_more_than_hidden_states_are_refused() -> None:
+    kept = LayerKV(2, 16)
+    check_stage("Any", [kept, kept, 1, 0], Stage(0, 4))
+    with pytest.raises(ConfigError, match="layer 3 attends to the KV of layer 0"):
+        check_stage("Any", [kept, kept, 1, 0], Stage(1, 4, first=False))
+
+
+class Adds(nn.Module):
+    def forward(self, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return hidden + other.sum()
+
+
+class Skips(nn.Module):
+    """Its layers are given the embeddings too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Adds() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor, also: bool) -> None:
+        hidden = first = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, first if also else tokens)
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_what_layers_need_is_watched(also: bool) -> None:
+    model = Skips()
+    watch = Watch(model, model.layers, hidden_size=4)
+    model(torch.zeros(1, 3, dtype=torch.long), also)
+    assert watch.reason == ("its layers need more than the output of the one before" * also)
 
 
 def test_dummy_weights_need_only_a_config(gemma: Path) -> None:

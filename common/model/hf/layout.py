@@ -1,0 +1,128 @@
+"""Chooses how a model of transformers is split, by running it without memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.hf.describe import Call, build, first_line, read_config, run_outline
+from pdserve.common.model.hf.parallel import (
+    GATHERED,
+    PLANNED,
+    OutlineRanks,
+    Unsplittable,
+    split,
+)
+from pdserve.common.model.hf.pipeline import Watch, decoder_layers
+from pdserve.common.model.stages import Stage
+
+NOT_AS_PLANNED = {"gemma3n", "gemma3n_text"}
+"""Classes whose own plan changes what they compute, as the sweep found: Gemma 3n's sparse
+activations are relative to the mean of all features, of which a rank would have a part."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Whether a layer's code has the heads of all ranks, of which this one attends with its own."""
+
+    whole_queries: bool = False
+    whole_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is split. It is the same on all ranks."""
+
+    layers: str  # the name of the list of layers; empty for a model that is not split
+    heads: tuple[Heads, ...]  # per layer
+    way: str = PLANNED  # of `split`
+    gather_kv: bool = False
+    tuples: int = 0  # the length of what layers return, if that is a tuple
+
+
+def choose_layout(
+    spec: ModelSpec, folder: Path, overrides: Mapping[str, Any], size: int, stage: Stage
+) -> Layout:
+    """Returns the layout for `size` tensor-parallel ranks. Raises ConfigError if there is none."""
+
+    def fresh() -> Any:
+        return build(read_config(folder, overrides))
+
+    if stage == Stage.whole(spec.num_layers) and size == 1:
+        return Layout("", (Heads(),) * spec.num_layers)
+    model = fresh()
+    name, layers = decoder_layers(model, spec.num_layers)
+    tuples = 0 if stage.first and stage.last else _tuples(spec, model, layers)
+    if size == 1:
+        return Layout(name, (Heads(),) * spec.num_layers, tuples=tuples)
+    with torch.inference_mode():
+        whole = run_outline(fresh()).calls
+    gather_kv = any(call.k.shape[1] % size for call in whole.values())
+    reason = ""
+    for way in (GATHERED,) if spec.family in NOT_AS_PLANNED else (PLANNED, GATHERED):
+        model = fresh()
+        try:
+            split(model, OutlineRanks(size), way, name, gather_kv)
+            with torch.inference_mode():
+                heads = _heads(spec, whole, run_outline(model).calls, size)
+        except Unsplittable as error:
+            reason = str(error)
+        except Exception as error:  # whatever a class of transformers does with a part of the heads
+            reason = first_line(error)
+        else:
+            return Layout(name, heads, way, gather_kv, tuples)
+        logger.debug("%s cannot be split as %s: %s", spec.architecture, way, reason)
+    raise ConfigError(
+        f"{spec.architecture} cannot be split over {size} ranks ({reason}): use "
+        "--tensor-parallel-size 1"
+    )
+
+
+def _tuples(spec: ModelSpec, model: Any, layers: nn.ModuleList) -> int:
+    """Returns `Layout.tuples`. Raises ConfigError if hidden states are not all that layers need."""
+    watch = Watch(model, layers, spec.hidden_size)
+    try:
+        run_outline(model)
+    except Exception as error:  # whatever a class of transformers does
+        watch.reason = first_line(error)
+    if watch.reason:
+        raise ConfigError(
+            f"{spec.architecture} cannot be split into pipeline stages ({watch.reason}): use "
+            "--pipeline-parallel-size 1"
+        )
+    return watch.tuples
+
+
+def _heads(
+    spec: ModelSpec, whole: Mapping[int, Call], part: Mapping[int, Call], size: int
+) -> tuple[Heads, ...]:
+    """Compares how the layers attend, whole and split."""
+    found = []
+    for layer in range(spec.num_layers):
+        has, had = part[layer], whole[layer]
+        keys = had.k.shape[1]
+        found.append(
+            Heads(
+                _whole("query heads", has.q.shape[1], had.q.shape[1], had.q.shape[1] // size),
+                _whole("KV heads", has.k.shape[1], keys, max(1, keys // size)),
+            )
+        )
+        if has.v.shape[1] != has.k.shape[1]:
+            raise Unsplittable(f"layer {layer} has fewer values than keys")
+    return tuple(found)
+
+
+def _whole(what: str, count: int, whole: int, share: int) -> bool:
+    if count not in (whole, share):
+        raise Unsplittable(f"a rank has {count} of {whole} {what}")
+    return count == whole != share

@@ -1,0 +1,136 @@
+"""Reads the weights of a split model of transformers, by transformers' own rules for names and
+conversions; of a tensor that is only renamed a rank reads its part alone, and converted ones are
+whole for one layer at a time."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
+from pdserve.common.model.hf.parallel import Cut
+from pdserve.common.model.hf.pipeline import FORGOTTEN
+
+Prepare = Callable[[Any], Mapping[str, Cut]]
+"""Changes a model, on the meta device, into this rank's part, and returns the cuts by name."""
+
+
+def partial_class(kind: Any, prepare: Prepare) -> Any:
+    """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of the given tensors
+    of a checkpoint."""
+
+    class Partial(kind):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._whole = self.state_dict().keys()
+            self._cuts = prepare(self)
+
+        def _init_weights(self, module: Any) -> None:
+            """Makes buffers, of which a checkpoint has none, beside weights that are missing."""
+            if not any(each in FORGOTTEN for each in module.children()):
+                super()._init_weights(module)
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any
+        ) -> tuple[LoadStateDictInfo, None]:
+            return _Loading(model, state_dict, load_config).run(), None
+
+    Partial.__name__, Partial.__module__ = kind.__name__, kind.__module__
+    return Partial
+
+
+class _Part:
+    """A tensor of the checkpoint, of which only a part is read."""
+
+    def __init__(self, stored: StoredTensor, cut: Cut) -> None:
+        self._stored, self._cut = stored, cut
+
+    def get_shape(self) -> list[int]:
+        return list(self[...].shape)
+
+    def get_dtype(self) -> str:
+        return self._stored.get_dtype()
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._cut.of(self._stored)
+
+
+class _Loading:
+    def __init__(self, model: Any, checkpoint: Checkpoint, config: Any) -> None:
+        self._model, self._checkpoint, self._config = model, checkpoint, config
+        self._cuts: Mapping[str, Cut] = model._cuts
+        self._known = model.state_dict()
+        self._mismatched: set[Any] = set()
+
+    def run(self) -> LoadStateDictInfo:
+        infos = [self._load(part, converted) for (_, converted), part in self._parts().items()]
+        missing = [info.missing_keys for info in infos] or [set(self._known)]
+        wrong = {name for name, _, _ in self._mismatched}
+        return LoadStateDictInfo(
+            missing_keys=set.intersection(*missing) - wrong,
+            unexpected_keys=set().union(*(info.unexpected_keys for info in infos))
+            - self._model._whole,  # those of other stages
+            mismatched_keys=self._mismatched.union(*(info.mismatched_keys for info in infos)),
+            error_msgs=[line for info in infos for line in info.error_msgs],
+            conversion_errors={k: v for info in infos for k, v in info.conversion_errors.items()},
+            skipped_pp_keys=set(),
+        )
+
+    def _parts(self) -> dict[tuple[str, bool], dict[str, Any]]:
+        """Returns the tensors by layer, those that are converted apart from the others."""
+        rules = self._config.weight_mapping or []
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        prefix, parts = self._model.base_model_prefix, defaultdict[Any, dict[str, Any]](dict)
+        for name, stored in self._checkpoint.items():
+            target, pattern = rename_source_key(name, renamings, converters, prefix, self._known)
+            if target not in self._known and name in self._known:
+                target, pattern = name, None
+            found = re.search(r"\.(\d+)\.", target)
+            place = (found[1] if found else "", pattern is not None)
+            cut = self._cuts.get(target) if pattern is None else None
+            if cut is None:
+                parts[place][name] = stored
+            elif tuple(stored.get_shape()) == cut.shape:
+                parts[place][name] = _Part(stored, cut)
+            else:
+                self._mismatched.add((target, tuple(stored.get_shape()), cut.shape))
+        return dict(parts)
+
+    def _load(self, part: dict[str, Any], converted: bool) -> LoadStateDictInfo:
+        """Loads tensors into the model. Converted ones are loaded whole, then cut."""
+        waiting = {}
+        if converted:
+            for name, cut in self._cuts.items():
+                owner, key = self._owner(name)
+                if (local := owner._parameters[key]) is not None and local.is_meta:
+                    waiting[name] = local
+                    whole = torch.empty(cut.shape, dtype=local.dtype, device="meta")
+                    owner._parameters[key] = nn.Parameter(whole, requires_grad=False)
+        info: LoadStateDictInfo
+        info, _ = convert_and_load_state_dict_in_model(self._model, part, self._config)
+        for name, local in waiting.items():
+            owner, key = self._owner(name)
+            loaded = owner._parameters[key]
+            if not loaded.is_meta:
+                local = nn.Parameter(self._cuts[name].of(loaded).clone(), requires_grad=False)
+                local._is_hf_initialized = True  # type: ignore[attr-defined]
+            owner._parameters[key] = local
+        return info
+
+    def _owner(self, name: str) -> tuple[Any, str]:
+        owner, _, key = name.rpartition(".")
+        return self._model.get_submodule(owner), key
