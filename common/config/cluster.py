@@ -135,7 +135,9 @@ class PlanConfig:
     prefill_ep: int | None = option(None, "EP of prefill nodes (default: --ep)", minimum=1)
     decode_ep: int | None = option(None, "EP of decode nodes (default: --ep)", minimum=1)
     pipeline_partition: str | None = same_option(ParallelConfig, "pipeline_partition")
-    max_model_len: int | None = same_option(ModelConfig, "max_model_len")
+    max_model_len: int | None = option(
+        None, "context window in tokens (default: the model's)", minimum=1
+    )
     hf_overrides: dict[str, Any] = same_option(ModelConfig, "hf_overrides")
     rope_scaling: dict[str, Any] = same_option(ModelConfig, "rope_scaling")
     rope_theta: float | None = same_option(ModelConfig, "rope_theta")
