@@ -185,18 +185,19 @@ def test_the_types_are_those_of_the_package() -> None:
 # ---- llama.cpp ----
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16"])
-def test_logits_are_those_of_llama_cpp(kind: str, llama: Path, tmp_path: Path) -> None:
-    """Where weights are quantized it rounds activations to 8 bits, which these weights magnify."""
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_logits_are_those_of_llama_cpp(name: str, kind: str, tmp_path: Path) -> None:
+    """Where weights are quantized it rounds activations to 8 bits."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    file = write_gguf(llama, tmp_path / "a.gguf", all_of(kind))
+    file = write_gguf(MODELS / name, tmp_path / "a.gguf", all_of(kind))
     theirs = llama_cpp.Llama(str(file), n_ctx=64, logits_all=True, verbose=False)
     theirs.eval(tokens := some_tokens(40))
     expected = torch.tensor(theirs.scores[: len(tokens)])
     model = load(folder_of(file))
     found = step(model, new_cache(model), [(tokens, 0, [4, 2, 6])])
     error = (found - expected).abs().max() / expected.abs().max()
-    assert error < 0.01
+    assert error < (0.005 if kind.startswith("F") else 0.05)
 
 
 # ---- tokenizers ----
