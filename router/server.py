@@ -102,7 +102,8 @@ class RouterServer:
         self._workers = PreprocessWorkers(spec)
         self._state = AppState(
             pipeline=self._pipeline,
-            model=model,
+            served=model,
+            window=lambda: self._registry.window,
             metrics=metrics,
             adapters=adapters,
             keys=APIKeys(server.api_key, server.admin_api_key, salted=server.cache_salt_per_key),

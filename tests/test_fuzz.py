@@ -480,7 +480,7 @@ CHATS = st.builds(
     | st.builds(inference_pb2.GenerateRequest, chat=CHATS, sampling=SAMPLING)
 )  # fmt: skip
 def test_requests_over_grpc(tokenizer: Tokenizer, request_: inference_pb2.GenerateRequest) -> None:
-    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
+    serving = AppState(pipeline=FakeGenerator(tokenizer), served=served_model(tokenizer))
     service = InferenceServicer(serving)
     with contextlib.suppress(RequestError):
         asyncio.run(service._make_request(request_))
@@ -500,7 +500,7 @@ def site(tokenizer: Tokenizer) -> Iterator[http.client.HTTPConnection]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     async def start() -> HTTPServer:
-        serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer))
+        serving = AppState(pipeline=FakeGenerator(tokenizer), served=served_model(tokenizer))
         return await HTTPServer.start(
             make_app(serving, CollectorRegistry(), 1 << 20), "127.0.0.1", 0
         )

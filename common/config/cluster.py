@@ -115,7 +115,9 @@ class PlanConfig:
     The options of a node that decide what fits on its GPUs.
     """
 
-    model: str | None = option(None, "folder of a Hugging Face checkpoint, or its config.json")
+    model: str | None = option(
+        None, "folder of a Hugging Face checkpoint, its config.json, or a GGUF file"
+    )
     gpu_memory: str | None = option(None, "memory of one GPU, e.g. 24GiB")
     tensor_parallel_size: int = option(
         1, "ranks each stage is split over, in both roles", short="--tp", minimum=1
@@ -133,7 +135,9 @@ class PlanConfig:
     prefill_ep: int | None = option(None, "EP of prefill nodes (default: --ep)", minimum=1)
     decode_ep: int | None = option(None, "EP of decode nodes (default: --ep)", minimum=1)
     pipeline_partition: str | None = same_option(ParallelConfig, "pipeline_partition")
-    max_model_len: int | None = same_option(ModelConfig, "max_model_len")
+    max_model_len: int | None = option(
+        None, "context window in tokens (default: the model's)", minimum=1
+    )
     hf_overrides: dict[str, Any] = same_option(ModelConfig, "hf_overrides")
     rope_scaling: dict[str, Any] = same_option(ModelConfig, "rope_scaling")
     rope_theta: float | None = same_option(ModelConfig, "rope_theta")

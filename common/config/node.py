@@ -25,6 +25,7 @@ from pdserve.common.core.parameters import MAX_LOGPROBS
 CPU_SEQS, CPU_TOKENS = 64, 512
 GPU_SEQS, GPU_TOKENS, LARGE_GPU_TOKENS = 256, 2048, 8192
 LARGE_GPU_BYTES = 32 * 2**30  # of a node's part
+AUTO = -1  # --max-model-len auto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,8 @@ class ModelConfig:
 
     model: str | None = option(
         None,
-        "folder of a Hugging Face checkpoint, or a name on the Hub (org/name) (default: the "
-        "embedded SmolLM2-135M-Instruct)",
+        "folder of a Hugging Face checkpoint, a GGUF file, or a name on the Hub (org/name) "
+        "(default: the embedded SmolLM2-135M-Instruct)",
     )
     revision: str | None = option(
         None, "branch, tag or commit of a model by name (default: main)", metavar="TEXT"
@@ -46,8 +47,8 @@ class ModelConfig:
     )
     served_model_name: list[str] = option(
         [],
-        "model names clients may use; answers have the first one (default: the folder's name, or "
-        "the name on the Hub)",
+        "model names clients may use; answers have the first one (default: the folder's or the "
+        "GGUF file's name, or the name on the Hub)",
         metavar="NAME",
     )
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
@@ -58,7 +59,12 @@ class ModelConfig:
         choices=("auto", "hf", "mistral"),
     )
     max_model_len: int | None = option(
-        None, "context window in tokens (default: the model's)", minimum=1
+        None,
+        "context window in tokens; auto or -1: the largest of which a node's KV cache holds one "
+        "sequence (default: the model's)",
+        metavar="{N,auto}",
+        minimum=AUTO,
+        aliases={"auto": AUTO},
     )
     hf_overrides: dict[str, Any] = option(
         {},
@@ -85,7 +91,7 @@ class ModelConfig:
     )
     load_format: str = option(
         "auto",
-        "auto: safetensors; dummy: random weights, from config.json alone",
+        "auto: safetensors or GGUF; dummy: random weights, from config.json alone",
         choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
@@ -116,6 +122,8 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.max_model_len == 0:
+            raise ConfigError("--max-model-len 0: give at least 1 token, or auto")
         if "eos_token_id" in self.hf_overrides:
             raise ConfigError(
                 "--hf-overrides: eos_token_id is the tokenizer's too and stays; send "
@@ -127,6 +135,12 @@ class ModelConfig:
         """The changes to config.json of all options; the short forms win over --hf-overrides."""
         rope = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta}
         return overridden(self.hf_overrides, {key: value for key, value in rope.items() if value})
+
+    def context(self, models: int) -> int:
+        """Returns the context window in tokens of a model that has `models`; with auto, the most
+        that it may be."""
+        given = self.max_model_len
+        return models if given is None or given == AUTO else given
 
     @property
     def served_name(self) -> str:

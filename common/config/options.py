@@ -54,15 +54,18 @@ class Option:
         """
         if self.kind is list:
             return _words(text)
+        named = self._named(text)
+        if not isinstance(named, str):
+            return named
         try:
-            value: Any = _READERS[self.kind](text)
+            value: Any = _READERS[self.kind](named)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[self.kind]}") from error
         if not isinstance(value, self.kind):
             raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[self.kind]}")
         if isinstance(value, (int, float)):
             self._check_range(value)
-        return self._named(value)
+        return value
 
     def check(self, value: Any) -> Any:
         """Returns `value`, with aliases replaced, if the option accepts it.
@@ -72,9 +75,9 @@ class Option:
         """
         if value is None and self.optional:
             return value
+        value = self._named(value)
         if not self._is_of_kind(value):
             raise argparse.ArgumentTypeError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
-        value = self._named(value)
         choices = self.metadata.get("choices")
         if choices and value not in choices:
             raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}")
@@ -90,8 +93,8 @@ class Option:
         return isinstance(value, (int, float) if self.kind is float else self.kind)
 
     def _named(self, value: Any) -> Any:
-        """Replaces an alias of a choice."""
-        return self.metadata.get("aliases", {}).get(value, value) if self.kind is str else value
+        """Replaces an alias, which is a word, by its value."""
+        return self.metadata.get("aliases", {}).get(value, value) if type(value) is str else value
 
     def _check_range(self, value: float) -> None:
         low, high = self.metadata.get("minimum"), self.metadata.get("maximum")

@@ -262,23 +262,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-_NO_GGUF = (
-    "pdserve serves safetensors checkpoints: folders with config.json, tokenizer.json and "
-    "*.safetensors. Use the original model of this GGUF"
-)
-
-
 def check_folder(folder: Path) -> None:
     """Raises ConfigError unless the folder has the files of a checkpoint."""
     if folder.is_file():
         if folder.suffix.lower() == ".gguf":
-            raise ConfigError(f"{folder} is a GGUF file; {_NO_GGUF}")
+            raise ConfigError(f"{folder} is a GGUF file, which only --model of a role takes")
         raise ConfigError(f"{folder} is a file, not a checkpoint folder")
     if not folder.is_dir():
         raise ConfigError(f"the folder {folder} does not exist{_neighbours(folder)}")
     if not (folder / "config.json").is_file():
         if "gguf" in str(folder).lower() or any(folder.glob("*.[gG][gG][uU][fF]")):
-            raise ConfigError(f"{folder} has no config.json, but GGUF; {_NO_GGUF}")
+            raise ConfigError(f"{folder} has no config.json, but GGUF: name one file of it")
         raise ConfigError(f"{folder} has no config.json: it is not a checkpoint folder")
 
 

@@ -17,7 +17,8 @@ from pdserve.common.core.quantization import (
     unsupported,
 )
 
-FP8, INT8, MXFP4 = "FP8", "INT8", "MXFP4"
+FP8, INT8, MXFP4, GGUF = "FP8", "INT8", "MXFP4", "GGUF"
+_GGUF_GROUP = 32  # weights with one scale, of the types that stay packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class StoredWeights:
     `grouped` format are dequantized too, though its other layers stay packed.
     """
 
-    kind: str  # "FP8", "INT8", "MXFP4", or the method of `grouped`
+    kind: str  # "FP8", "INT8", "MXFP4", "GGUF …", or the method of `grouped`
     block: tuple[int, int] | None = None  # outputs, inputs that share a scale
     grouped: Quantization | None = None
 
@@ -58,6 +59,8 @@ def weight_formats(
         )
     if method == "compressed-tensors" and config.get("format") != "pack-quantized":
         return None, _compressed(config)
+    if method == "gguf":
+        return _gguf(config)
     reader = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "mxfp4": _mxfp4}
     if method in reader:
         return None, reader[method](config)
@@ -80,6 +83,24 @@ def _modelopt(config: Mapping[str, Any]) -> StoredWeights:
 
 def _mxfp4(config: Mapping[str, Any]) -> StoredWeights:
     return StoredWeights(MXFP4)
+
+
+def _gguf(config: Mapping[str, Any]) -> tuple[Quantization | None, StoredWeights | None]:
+    """What `pdserve/demo_model/gguf_folder.py` writes: the file's blocks of 32 with a scale read as
+    pack-quantized weights do, and other types are dequantized."""
+    kinds, bits = config["dequantized"], config["bits"]
+    stored = StoredWeights(f"{GGUF} {', '.join(kinds)}") if kinds else None
+    if bits is None:
+        return None, stored
+    packed = Quantization(
+        method="compressed-tensors",
+        bits=bits,
+        group_size=_GGUF_GROUP,
+        zero_offset=2 ** (bits - 1),
+        symmetric=True,
+        included=tuple(config["modules"]),
+    )
+    return packed, stored
 
 
 def _compressed(config: Mapping[str, Any]) -> StoredWeights:

@@ -1,4 +1,4 @@
-"""Opens a checkpoint folder's safetensors files (no executable formats), memory-mapped.
+"""Opens a checkpoint folder's safetensors files (no executable formats) or GGUF file, mapped.
 
 Their revision is a cheap identity by which two nodes can compare their weights.
 """
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.model.gguf_weights import is_gguf_folder, open_gguf, revision_parts
 
 INDEX_FILE = "model.safetensors.index.json"
 _TEXT_NAME = re.compile(
@@ -66,6 +67,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def open_checkpoint(folder: Path, stack: ExitStack) -> Checkpoint:
     """Returns tensor name → lazy slice; the files stay open until `stack` closes."""
+    if is_gguf_folder(folder):
+        return open_gguf(folder)
     checkpoint: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         try:
@@ -118,6 +121,10 @@ def weights_revision(
         digest.update(json.dumps(overrides, sort_keys=True).encode())
     if load_format == "dummy":
         digest.update(f"dummy {seed}".encode())
+        return digest.hexdigest()
+    if is_gguf_folder(folder):
+        for part in revision_parts(folder, _PAGE):
+            digest.update(part)
         return digest.hexdigest()
     for path in weight_files(folder):
         digest.update(path.name.encode())

@@ -9,7 +9,6 @@ A part of a weight is dequantized when it is read, with no more of the file than
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import Quantization
-from pdserve.common.core.stored_weights import MXFP4, StoredWeights
+from pdserve.common.core.stored_weights import GGUF, MXFP4, StoredWeights
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
 from pdserve.common.model.packing import PackedMatrix
-from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.sharding import Sharding, ranges
 from pdserve.common.model.weights import GroupedWeight, MatrixPart
 
 _SCALED_DTYPES = ("F8_E4M3", "I8")
@@ -41,21 +40,13 @@ def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpo
     Raises:
         ConfigError: a quantized weight has no scale, or one of another shape.
     """
-    if stored is None:
+    if stored is None or stored.kind.startswith(GGUF):  # `gguf_weights.py` reads those
         return checkpoint
     if stored.grouped is not None:
         return _experts_view(checkpoint, stored.grouped)
     if stored.kind == MXFP4:
         return _mxfp4_view(checkpoint)
     return _scaled_view(checkpoint, stored)
-
-
-def _ranges(index: Any, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the start and end along each dimension; dimensions without an index are whole, as all
-    are for `...`."""
-    slices = () if index is ... else index if isinstance(index, tuple) else (index,)
-    slices += (slice(None),) * (len(shape) - len(slices))
-    return [each.indices(size)[:2] for each, size in zip(slices, shape, strict=True)]
 
 
 # ---- FP8 and INT8 ----
@@ -103,7 +94,7 @@ class _Scaled:
 
     def __getitem__(self, index: Any) -> Tensor:
         scale = self._scale[()].float().reshape(self._scales)
-        for dim, (start, end) in enumerate(_ranges(index, self.get_shape())):
+        for dim, (start, end) in enumerate(ranges(index, self.get_shape())):
             if self._scales[dim] > 1:
                 places = torch.arange(start, end) // self._steps[dim]
                 scale = scale.index_select(dim, places)
@@ -141,7 +132,7 @@ class _Mxfp4:
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        experts, inputs, outputs = _ranges(index, self.get_shape())
+        experts, inputs, outputs = ranges(index, self.get_shape())
         first, last = inputs[0] // _FP4_BLOCK, -(-inputs[1] // _FP4_BLOCK)
         part = (slice(*experts), slice(*outputs), slice(first, last))
         packed = self._blocks[*part, slice(None)]
@@ -185,7 +176,7 @@ class _ExpertMatrix:
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        rows, columns = (slice(*each) for each in _ranges(index, self._shape))
+        rows, columns = (slice(*each) for each in ranges(index, self._shape))
         sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
         part = MatrixPart(self._module, self._shape, rows, columns)
         weight = GroupedWeight([part], sharding, self._kind)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ class Shard:
     target: Tensor  # destination; may be a view of a fused weight
     convert: Callable[[Tensor], Tensor] = _as_it_is  # from the tensor read to the one stored
     finish: Callable[[], None] = _nothing  # called when all shards of the model are filled
+
+
+def ranges(index: Any, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the start and end along each dimension; dimensions without an index are whole, as all
+    are for `...`."""
+    slices = () if index is ... else index if isinstance(index, tuple) else (index,)
+    slices += (slice(None),) * (len(shape) - len(slices))
+    return [each.indices(size)[:2] for each, size in zip(slices, shape, strict=True)]
 
 
 class Sharded(Protocol):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
-from pdserve.common.config.node import WorkerNodeConfig
+from pdserve.common.config.node import AUTO, WorkerNodeConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
@@ -167,6 +167,7 @@ class EngineNode(ABC, Generic[S, T]):
 
     async def _serve(self, ranks: Sequence[Ranks], stopping: Callable[[], None]) -> int:
         try:
+            self._fit_context(ranks)
             self.replicas = [self._replica(index, each) for index, each in enumerate(ranks)]
             parallel = self.config.engine.parallel
             self._utilisation = [Utilisation.of(each, self.facts, parallel) for each in ranks]
@@ -176,6 +177,18 @@ class EngineNode(ABC, Generic[S, T]):
         finally:
             stopping()
             await self._stop()
+
+    def _fit_context(self, ranks: Sequence[Ranks]) -> None:
+        """Sets the context window to what every replica's cache holds (--max-model-len auto)."""
+        engine = self.config.engine
+        num_blocks = min(each.ready[0].caches[0].num_blocks for each in ranks)
+        models = self.facts.max_model_len
+        self.facts = self.facts.within(engine, num_blocks)
+        if engine.model.max_model_len == AUTO:
+            logger.info(
+                "--max-model-len auto: %d tokens of the model's %d; the cache has %d blocks of %d",
+                self.facts.max_model_len, models, num_blocks, engine.cache.block_size,
+            )  # fmt: skip
 
     def _replica(self, index: int, ranks: Ranks) -> Replica[S, T]:
         return Replica(

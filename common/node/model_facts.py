@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,13 +18,14 @@ from pdserve.common.model.checkpoint import weights_revision
 from pdserve.common.model.device import choose_dtype, device_type, dtype_name
 from pdserve.common.model.implementation import read_spec
 from pdserve.common.model.stages import stages_of
+from pdserve.common.planning.kv_budget import fit_context
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     name: str
     spec: ModelSpec
-    max_model_len: int
+    max_model_len: int  # with --max-model-len auto the model's, until `within` knows the cache
     revision: str
     dtype: str
     device: str  # "cpu" or "cuda", of all ranks
@@ -38,7 +39,7 @@ class ModelFacts:
         folder = Path(config.model)
         spec = read_spec(folder, config.model_impl, config.overrides)
         spec = spec.quantized(config.quantization)
-        max_model_len = config.max_model_len or spec.max_position_embeddings
+        max_model_len = config.context(spec.max_position_embeddings)
         spec.check_max_model_len(max_model_len)
         parallel = engine.parallel
         spec.validate_tensor_parallel(parallel.tensor_parallel_size)
@@ -57,6 +58,12 @@ class ModelFacts:
             device=device,
             draft=_draft(engine, spec),
         )
+
+    def within(self, engine: EngineConfig, num_blocks: int) -> ModelFacts:
+        """Returns the facts with the context window of a cache that has `num_blocks` of the first
+        KV group."""
+        fitting = fit_context(engine, self.spec.kv_groups, num_blocks, self.max_model_len)
+        return replace(self, max_model_len=fitting)
 
     def kv_identity(self, block_size: int) -> dict[str, str]:
         """Returns the properties that two nodes must share to exchange KV."""

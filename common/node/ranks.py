@@ -55,6 +55,7 @@ class Ranks:
         executor = make_executor(specs, parallel, facts.device)
         answers = await executor.start()
         ready = tuple(map(_ready_ranks.decode, answers))
+        facts = facts.within(engine, ready[0].caches[0].num_blocks)
         pool = KVPool(
             facts.spec.kv_groups,
             [cache.num_blocks for cache in ready[0].caches],

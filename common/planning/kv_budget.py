@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from operator import mul
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.node import AUTO, EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import KVGroup
 
@@ -98,6 +98,23 @@ def blocks_per_sequence(
     """Returns the most blocks of each group that a sequence of `max_model_len` tokens holds."""
     in_flight, size = config.tokens_in_flight, config.cache.block_size
     return tuple(group.most_blocks(max_model_len, in_flight, size) for group in groups)
+
+
+def fit_context(
+    config: EngineConfig, groups: Sequence[KVGroup], num_blocks: int, max_model_len: int
+) -> int:
+    """Returns the context window in tokens: `max_model_len`, or with --max-model-len auto the most
+    up to it of which one sequence fits. `num_blocks`: of the first group, whose windows are the
+    longest, so that a sequence fits into the others' too. Raises ConfigError if none fits."""
+    longest = max_model_len
+    if config.model.max_model_len == AUTO:
+        lengths = range(1, max_model_len + 1)
+        fitting = bisect_right(
+            lengths, num_blocks, key=lambda n: blocks_per_sequence(config, groups, n)[0]
+        )
+        longest = max(1, fitting)
+    check_num_blocks(config, groups, num_blocks, longest)
+    return longest
 
 
 def check_num_blocks(

@@ -26,7 +26,7 @@ from pdserve.common.model.device import dtype_name
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.planning.kv_budget import (
     blocks_per_sequence,
-    check_num_blocks,
+    fit_context,
     format_bytes,
     gpu_cache_bytes,
     plan_num_blocks,
@@ -170,7 +170,7 @@ def choose_num_blocks(
     first = plan_num_blocks(engine, groups, block_bytes, max_model_len, room, device.type)
     everywhere = ranks.all_gather(torch.tensor([first], device=device), dim=0)
     num_blocks = split_blocks(engine, groups, int(everywhere.min()), max_model_len)
-    check_num_blocks(engine, groups, num_blocks[0], max_model_len)
+    fit_context(engine, groups, num_blocks[0], max_model_len)  # raises ConfigError if it cannot
     sizes = list(map(mul, num_blocks, block_bytes))
     if device.type == "cpu":
         check_ram(sum(sizes))

@@ -36,7 +36,7 @@ from pdserve.common.model.device import choose_device, choose_dtype, choose_kern
 from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
-from pdserve.common.planning.kv_budget import format_bytes
+from pdserve.common.planning.kv_budget import fit_context, format_bytes
 from pdserve.common.text.grammar import GrammarTokens
 from pdserve.common.text.tokenizer_file import read_tokenizer_json
 from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
@@ -144,6 +144,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     num_blocks = choose_num_blocks(
         engine, model_spec.kv_groups, block_bytes, max_model_len, room, state.world, device
     )
+    max_model_len = fit_context(engine, model_spec.kv_groups, num_blocks[0], max_model_len)
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
     cache = KVCache.allocate(list(map(resized, shapes, num_blocks)), device, spare)
     samples = spec.rank == spec.output_rank
@@ -292,7 +293,7 @@ def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
         )
     config = engine.model
     spec = read_spec(Path(engine.model.model), config.model_impl, config.overrides)
-    max_model_len = engine.model.max_model_len or spec.max_position_embeddings
+    max_model_len = config.context(spec.max_position_embeddings)
     spec.check_max_model_len(max_model_len)
     return spec, max_model_len
 

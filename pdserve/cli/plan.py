@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.planning.kv_budget import format_bytes, parse_bytes
 from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
+from pdserve.demo_model.embedded import resolve_model
+from pdserve.demo_model.gguf_folder import is_gguf
 
 ROLES = ("prefill", "decode")
 FOOTNOTES = """\
@@ -47,13 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if config.model is None and not config.topology:
         raise ConfigError("--model must name a checkpoint folder or its config.json")
-    plans = [] if config.model is None else plan(config)
+    plans = [] if config.model is None else plan(_with_folder(config))
     topology = read_topology() if config.topology else None
     if config.json:
         print(json.dumps(as_json(config, plans, topology), indent=2))
     else:
         _show(console_of(), plans, topology)
     return 0 if all(plan.fits for plan in plans) else 1
+
+
+def _with_folder(config: PlanConfig) -> PlanConfig:
+    """Returns the config with the cache's folder in place of a GGUF file."""
+    assert config.model is not None
+    if not is_gguf(config.model):
+        return config
+    return replace(config, model=resolve_model(ModelConfig(model=config.model)).model)
 
 
 def plan(config: PlanConfig) -> list[RolePlan]:

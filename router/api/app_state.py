@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -74,7 +74,8 @@ class AppState:
     """The pipeline, the model, the API keys, and everything else that a door needs."""
 
     pipeline: Pipeline
-    model: ServedModel
+    served: ServedModel  # as this router's options say; `model` is what nodes hold of it
+    window: Callable[[], int | None] = lambda: None  # tokens, the least of the nodes'
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     keys: APIKeys = field(default_factory=APIKeys)
     chat: ChatConfig = field(default_factory=ChatConfig)
@@ -96,6 +97,11 @@ class AppState:
         observe = self.metrics.grammar_seconds.observe
         object.__setattr__(self, "grammar", GrammarCompiler(compile, observe))
 
+    @property
+    def model(self) -> ServedModel:
+        """The model, with a context window that every registered node holds."""
+        return self.served.within(self.window())
+
     async def _compile(self, structured: StructuredOutput, client: str) -> Compiled:
         return await asyncio.to_thread(compile_here, structured, self.model)
 
@@ -115,7 +121,7 @@ class AppState:
     async def _preprocess(self, kind: str, raw: BodyBuffer, client: str) -> Preprocessed[Any]:
         adapters, workers = self.adapters.names(), self.workers
         if workers is not None and len(raw) > SMALL:
-            return await workers.preprocess(kind, raw, client, adapters)
+            return await workers.preprocess(kind, raw, client, adapters, window=self.window())
         templates: Templates = "here" if workers is None else "elsewhere"
         preprocessor = Preprocessor(self.model, self.chat, adapters, templates)
         try:
@@ -125,7 +131,9 @@ class AppState:
             return await self.threads.run(client, work)
         except CostlyTemplate:
             assert workers is not None
-            return await workers.preprocess(kind, raw, client, adapters, costly=True)
+            return await workers.preprocess(
+                kind, raw, client, adapters, costly=True, window=self.window()
+            )
 
     def response_model(self, name: str | None) -> str:
         """The model's name in a response to a request for `name`: an adapter's own, or the model's

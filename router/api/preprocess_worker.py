@@ -73,6 +73,7 @@ class Ask:
     adapters: frozenset[str] = frozenset()  # names that are models now
     request_id: str | None = None  # for the log
     costly: bool = False  # render the template in a child with bounds
+    window: int | None = None  # tokens of context that the nodes hold; None: the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ def frames_of(preprocessor: Preprocessor, ask: Ask, raw: bytes) -> list[bytes]:
     """The frames of the reply; every body has one."""
     request_id_var.set(ask.request_id)
     templates: Templates = "apart" if ask.costly else "elsewhere"
-    asked = replace(preprocessor, adapters=ask.adapters, templates=templates)
+    model = preprocessor.model.within(ask.window)
+    asked = replace(preprocessor, model=model, adapters=ask.adapters, templates=templates)
     try:
         reply = answer(asked, ask.kind, raw)
     except CostlyTemplate:

@@ -70,16 +70,17 @@ class PreprocessWorkers:
         client: str = "",
         adapters: frozenset[str] = frozenset(),
         costly: bool = False,
+        window: int | None = None,
     ) -> Preprocessed[Any]:
         """Calls `Preprocessor.preprocess` in another process; `raw` is used up. `costly`: the
-        template may take any time.
+        template may take any time. `window`: as `ServedModel.within`.
 
         Raises:
             Overloaded: too many bodies wait.
             PdserveError: as `Preprocessor.preprocess`, or two processes died of this body, or it
                 takes too long.
         """
-        ask = Ask(kind, adapters, request_id_var.get(), costly)
+        ask = Ask(kind, adapters, request_id_var.get(), costly, window)
         answer = await self._ask_in_turn(ask, raw, client)
         reply = answer.reply
         body, unknown = parse(KINDS[kind][0], reply.body), frozenset(reply.unknown)

@@ -150,6 +150,8 @@ class Registry:
         self.clock = AwakeClock()
         self.now = now = now or self.clock
         self._nodes: dict[str, Node] = {}
+        # The fewest tokens of context that a registered node holds; None: no node is registered.
+        self.window: int | None = None
         self._leaving: list[Node] = []  # deregistered nodes with requests in flight
         self._changed = asyncio.Event()
         self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, filled at `_filled_at`
@@ -193,7 +195,12 @@ class Registry:
                 info.pipeline_parallel_size, info.expert_parallel_size, info.data_parallel_size,
                 ", ".join(info.kv_connectors), info.fingerprint,
             )  # fmt: skip
+        self._find_window()
         self.notify()
+
+    def _find_window(self) -> None:
+        known = [node.info.max_model_len for node in self._nodes.values()]
+        self.window = min(filter(None, known), default=None)  # 0: the node does not say
 
     def _check_room(self) -> None:
         now = self.now()
@@ -255,6 +262,7 @@ class Registry:
         node = self._nodes.get(node_id)
         if node is not None and node.info.instance == instance:
             del self._nodes[node_id]
+            self._find_window()
             self._leaving.append(node)
             if node.info.role == pb.ROLE_PREFILL:
                 self.gone_prefills.pop(node.info.fingerprint, None)
@@ -300,6 +308,7 @@ class Registry:
 
     def _forget(self, node: Node) -> None:
         del self._nodes[node.id]
+        self._find_window()
         if node.info.role == pb.ROLE_PREFILL:
             gone = self.gone_prefills
             gone.pop(node.info.fingerprint, None)

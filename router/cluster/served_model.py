@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ class ServedModel:
     def name(self) -> str:
         """The name in answers."""
         return self.names[0]
+
+    def within(self, window: int | None) -> ServedModel:
+        """Returns the model with a context window of at most `window` tokens; None: its own."""
+        if window is None or window >= self.max_model_len:
+            return self
+        return replace(self, max_model_len=window)
 
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name; None means this model."""
@@ -143,7 +149,7 @@ def load_served_model(config: ModelConfig) -> ServedModel:
     assert config.model is not None, "main resolves the embedded model"
     folder = Path(config.model)
     spec = read_outline(folder, config.model_impl, config.overrides)
-    max_model_len = config.max_model_len or spec.max_position_embeddings
+    max_model_len = config.context(spec.max_position_embeddings)
     spec.check_max_model_len(max_model_len)
     return ServedModel(
         names=tuple(dict.fromkeys(config.served_model_name or [config.served_name])),

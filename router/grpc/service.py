@@ -27,6 +27,7 @@ from pdserve.router.api.app_state import DEFAULT_MAX_TOKENS, INLINE, AppState
 from pdserve.router.api.chat import ChatChoices, make_chat
 from pdserve.router.api.preprocess import BodyBuffer, failed
 from pdserve.router.api.structured import from_structured_outputs
+from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.chat import answer, chat_fields, structured_fields
 from pdserve.router.grpc.door import client_of, details, message_done, metadata_of
 from pdserve.router.requests.admission import Batch
@@ -52,8 +53,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, state: AppState, write_timeout: float = 30.0) -> None:
         self._state = state
-        self._model = state.model
         self._write_timeout = write_timeout
+
+    @property
+    def _model(self) -> ServedModel:
+        return self._state.model
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams deltas; the last response carries usage and timeline only."""

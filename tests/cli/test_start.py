@@ -188,13 +188,11 @@ def test_c15_what_no_checkpoint_is_is_named(
         assert main(["model", str(path)]) == 2
         return capsys.readouterr().err
 
-    file, folder, text = tmp_path / "tiny.Q4.GGUF", tmp_path / "tiny", tmp_path / "notes.txt"
-    file.touch()
+    folder, text = tmp_path / "tiny", tmp_path / "notes.txt"
     text.touch()
     folder.mkdir()
     (folder / "tiny-Q4.gguf").touch()
-    assert f"{file} is a GGUF file; pdserve serves safetensors checkpoints" in says(file)
-    assert f"{folder} has no config.json, but GGUF; pdserve serves safetensors" in says(folder)
+    assert f"{folder} has no config.json, but GGUF: name one file of it" in says(folder)
     assert f"{text} is a file, not a checkpoint folder" in says(text)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,34 @@ import pytest
 
 import reference
 from cluster import node_metrics
+from tiny_engine import some_tokens
 from warm import WarmCluster
+from windowed import make_windowed
 
 SHM, TCP = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
-FAULTS = 150  # at least
+FAULTS, GROUP_FAULTS = 150, 40  # at least
 NUM_PROMPTS, NUM_TOKENS = 24, 6
 CLIENTS = 12
 MORE_BLOCKS = 600  # than the others: least-load placement prefers this node
+# No transfer ends because somebody is late: what was spoilt would not be looked at.
+PATIENT: Any = {
+    "router": {"heartbeat_timeout": 30},
+    "kv_lease": 30,
+    "no_enable_prefix_caching": "",
+}
+GROUPS = {  # kind of KV: a model with it, its connector, the prefill node's ranks
+    "window": ("qwen3", TCP, 2),
+    "latent": ("deepseek", SHM, 1),
+}
 
 Prompt = tuple[int, ...]
 
 
-def speaks(ledger: Path, *connectors: str, seed: int = 0, probability: float = 0.7) -> Any:
+def speaks(
+    ledger: Path, *connectors: str, seed: int = 0, probability: float = 0.7, kind: str = "any"
+) -> Any:
     """Options of a node whose sink spoils what lands."""
-    config = {"probability": probability, "seed": seed, "ledger": str(ledger)}
+    config = {"probability": probability, "seed": seed, "ledger": str(ledger), "kind": kind}
     several = dict.fromkeys(connectors, config)
     return {
         "kv_connector": ",".join(connectors),
@@ -38,10 +52,8 @@ def speaks(ledger: Path, *connectors: str, seed: int = 0, probability: float = 0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    """Two prefill nodes that speak shm and tcp; a decode node for each of them. Transfers do not
-    end because somebody is late: what was spoilt would not be looked at."""
-    options = {"router": {"heartbeat_timeout": 30}, "kv_lease": 30, "no_enable_prefix_caching": ""}
-    with WarmCluster("llama-gqa", 0, 0, **options) as made:
+    """Two prefill nodes that speak shm and tcp; a decode node for each of them."""
+    with WarmCluster("llama-gqa", 0, 0, **PATIENT) as made:
         for _ in range(2):
             made.start_node("prefill", **speaks(ledger(made), SHM, TCP))
         for seed, connector in enumerate((SHM, TCP)):
@@ -61,7 +73,11 @@ def cases(cluster: WarmCluster) -> dict[Prompt, str]:
     prompts = [
         tuple(rng.randrange(3, 400) for _ in range(8 + 4 * number)) for number in range(NUM_PROMPTS)
     ]
-    folder = cluster.model
+    return answered(cluster.model, prompts)
+
+
+def answered(folder: Path, prompts: Iterable[Prompt]) -> dict[Prompt, str]:
+    """The prompts and transformers' answers."""
     return {
         prompt: reference.decode(folder, reference.greedy(folder, prompt, NUM_TOKENS))
         for prompt in prompts
@@ -122,3 +138,35 @@ def test_without_digests_tokens_are_wrong(cluster: WarmCluster, cases: dict[Prom
     cluster.kill(trusting)
     print(f"\n{wrong} of {len(cases)} answers wrong")
     assert wrong > 0
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_no_fault_of_a_kv_group_becomes_a_token(kind: str, tmp_path: Path) -> None:
+    """What a model keeps beside full attention, or in its place, is as well guarded, and was
+    spoilt: a node without digests says wrong tokens."""
+    model, connector, ranks = GROUPS[kind]
+    folder = make_windowed(model, tmp_path)
+    cases = answered(folder, [tuple(some_tokens(70 + 9 * i, seed=i)) for i in range(8)])
+    with WarmCluster(folder, 0, 0, max_model_len=1024, **PATIENT) as cluster:
+        spoils = {"kind": kind, "probability": 0.7}
+        cluster.start_node(
+            "prefill", tensor_parallel_size=ranks, **speaks(ledger(cluster), connector)
+        )
+        cluster.start_node("decode", **speaks(ledger(cluster), connector, **spoils))
+        cluster.wait_nodes()
+        with ThreadPoolExecutor(len(cases)) as pool:
+            while not ledger(cluster).exists() or spoilt(cluster).total() < GROUP_FAULTS:
+                answers = list(pool.map(lambda prompt: ask(cluster, prompt), cases))
+                assert answers == list(cases.values())
+        cluster.wait_idle()
+        assert counted(cluster, "decode", event("stopped/DIGEST_MISMATCH")) == (
+            spoilt(cluster).total()
+        )
+        assert counted(cluster, "decode", outcome("OK"))
+        trusting = speaks(ledger(cluster), connector, **{**spoils, "probability": 1.0})
+        more = {"num_gpu_blocks_override": MORE_BLOCKS, "no_enable_kv_digests": ""}
+        cluster.start_node("decode", **more, **trusting)
+        cluster.wait_nodes()
+        wrong = sum(ask(cluster, prompt) != answer for prompt, answer in cases.items())
+        print(f"\n{kind}: {spoilt(cluster)}; {wrong} of {len(cases)} wrong without digests")
+        assert wrong > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,25 @@ from pdserve.kv_transfer.connector import Event, Landed, RankContext, SinkTransf
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.shm import ShmConnector
 from pdserve.kv_transfer.connectors.tcp import TCPConnector
+from pdserve.kv_transfer.layout import CacheView
+
+KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
+    "any": lambda view, transfer: True,
+    "latent": lambda view, transfer: view.cache.shape[1] == 1,
+    "window": lambda view, transfer: transfer.first_block > 0,  # where no prefix is cached
+}
+"""Tells the KV of a group from that of others."""
 
 
 class Corrupt(P2PConnector):
     """Mixed into a connector. Options: `probability` that an arrival, a second try too, is
-    spoilt; `seed`; `ledger`, a file that gets a line for each that was: the fault's name."""
+    spoilt; `kind` of KV that is; `seed`; `ledger`, a file that gets a line for each that was: the
+    fault's name."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         options = dict(config)
         self._probability = float(options.pop("probability"))
+        self._is_kind = KINDS[options.pop("kind", "any")]
         self._rng = random.Random(options.pop("seed"))
         self._ledger = os.open(options.pop("ledger"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._places: dict[bytes, tuple[Place, np.ndarray]] = {}
@@ -32,7 +42,7 @@ class Corrupt(P2PConnector):
 
     def accept(self, transfer: SinkTransfer) -> None:
         view = self.context.view
-        if transfer.block_ids:
+        if transfer.block_ids and self._is_kind(view, transfer):
             place = Place(view, view.rect, transfer.block_ids)
             self._places[transfer.transfer_id] = place, place.read()
         super().accept(transfer)

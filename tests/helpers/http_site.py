@@ -78,7 +78,7 @@ async def serve(
     model = served_model(tokenizer, max_model_len=window, **named)
     registry = CollectorRegistry()
     Counter("pdserve_things", "Things", registry=registry).inc()
-    serving = AppState(pipeline=generator, model=model, **options)  # type: ignore[arg-type]
+    serving = AppState(pipeline=generator, served=model, **options)  # type: ignore[arg-type]
     app = make_app(serving, registry, limit, root_path=root_path, with_ui=ui)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:

@@ -1,8 +1,8 @@
 """How KV goes bad: every way in which the bytes of a run of blocks can differ from what was sent.
 
 A fault changes a run in place. Its `data` has shape [planes, blocks, bytes], a plane being one
-layer's keys or values; `strange` has the same shape and holds what has no business there: what
-lay in the blocks before, or the KV of other blocks, transfers and epochs.
+layer's keys, values or latents; `strange` has the same shape and holds what has no business there:
+what lay in the blocks before, or the KV of other blocks, transfers and epochs.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class Place:
     def read(self) -> Data:
         """A copy, [planes, blocks, bytes]."""
         taken = self._memory[:, :, self._ids]
-        return np.ascontiguousarray(taken).reshape(2 * len(taken), len(self._ids), -1)
+        layers, planes = taken.shape[:2]
+        return np.ascontiguousarray(taken).reshape(layers * planes, len(self._ids), -1)
 
     def write(self, data: Data) -> None:
-        layers, _, _, heads, nbytes = self._memory.shape
-        self._memory[:, :, self._ids] = data.reshape(layers, 2, len(self._ids), heads, nbytes)
+        layers, planes, _, heads, nbytes = self._memory.shape
+        self._memory[:, :, self._ids] = data.reshape(layers, planes, len(self._ids), heads, nbytes)

@@ -51,6 +51,7 @@ SETTINGS = {
     "data is slow": Setting(slow="data", budget={}),
     "messages are lost": Setting(budget={LOST: 2}),
     "the network is cut": Setting(damaged=True, budget={CUT: 1}),
+    "a window beside all tokens": Setting(firsts=(0, 1), damaged=True),
 }
 DEEP = {
     **SETTINGS,
@@ -59,6 +60,7 @@ DEEP = {
     "nothing to move": Setting(ranks=2, empty=True),
     "a third turn": Setting(asks=2),
     "two ranks": Setting(ranks=2),
+    "two ranks with two groups": Setting(ranks=2, firsts=(0, 1)),
 }
 
 
@@ -90,6 +92,7 @@ def test_three_events_out_of_turn_break_no_promise(name: str) -> None:
         Setting(budget={}),
         Setting(budget={}, empty=True),
         Setting(asks=0, budget={BAD: 1}),
+        Setting(asks=0, budget={BAD: 1}, firsts=(0, 1)),
         Setting(asks=0, budget={BAD: 1, RENEW: 1}),
         Setting(asks=0, budget={DUPLICATE: 1}),
         Setting(damaged=True, budget={A_ENDS: 1}),
@@ -126,6 +129,7 @@ Change = Callable[[pytest.MonkeyPatch], None]
 Cell = tuple[Any, Any, tuple[Any, tuple[Action, ...]] | None]
 P = Promise
 ANYBODY, DAMAGED = Setting(), Setting(damaged=True)
+GROUPS = Setting(firsts=(0, 1))
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,7 @@ def succeeds(**options: Any) -> Setting:
 
 _on, _abort, _commit = Machine.on, KVSink.abort, KVSink.commit
 _free, _retarget, _submit = RecvTransfer._free, RecvTransfer.retarget, RunAnnouncer.submit
+_landed, _put = RecvTransfer.landed, RunAnnouncer._put
 
 
 @method(Machine, "on", P.NO_DEFECT, Setting(slow="verify"))
@@ -228,6 +233,23 @@ async def asks_no_sink_rank_to_stop(self: RecvTransfer) -> None:
 @method(RecvTransfer, "_verify", P.RIGHT_CONTENT, DAMAGED)
 async def compares_nothing(self: RecvTransfer, epoch: int) -> None:
     self.on(SinkEvent.VERIFIED, epoch=epoch)
+
+
+@method(RecvTransfer, "landed", P.SUCCESS, succeeds(firsts=(0, 1), slow="group 1"))
+def takes_one_group_s_blocks_for_all(self: RecvTransfer, share: int, *of: Any) -> None:
+    _landed(self, 0, *of)
+    _landed(self, 1, *of)
+
+
+@method(RecvTransfer, "_quiesce", P.GIVEN_WHILE_WRITTEN, GROUPS)
+async def asks_one_group_to_stop(self: RecvTransfer) -> None:
+    await self._ranks.send_alive([0], Quiesce(self.ticket.transfer_id))
+    self.on(SinkEvent.QUIESCED)
+
+
+@method(RunAnnouncer, "_put", P.SUCCESS, succeeds(firsts=(0, 1)))
+def announces_one_group(self: RunAnnouncer, group: int, run: Any) -> None:
+    _put(self, 0, run)
 
 
 @method(RecvTransfer, "_accept", P.SUCCESS, succeeds(empty=True))

@@ -56,7 +56,7 @@ def generator(tmp_path: Path) -> FakeGenerator:
 
 def serving(generator: FakeGenerator, keys: str | None = KEY) -> AppState:
     model = served_model(generator.tokenizer)
-    return AppState(pipeline=generator, model=model, keys=APIKeys(keys))
+    return AppState(pipeline=generator, served=model, keys=APIKeys(keys))
 
 
 def client_server(

@@ -33,7 +33,7 @@ def generator(tmp_path: Path) -> FakeGenerator:
 async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     model = served_model(generator.tokenizer)
     server = grpc.aio.server()
-    service = InferenceServicer(AppState(pipeline=generator, model=model))
+    service = InferenceServicer(AppState(pipeline=generator, served=model))
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

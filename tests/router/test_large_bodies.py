@@ -357,7 +357,7 @@ async def test_clients_take_turns(
 ) -> None:
     """Where large bodies are prepared; what more than may wait is refused."""
     workers = PreprocessWorkers(Spec(asdict(CONFIG), asdict(LogConfig()), asdict(CHATS)), size=1)
-    serving = AppState(pipeline=None, model=model)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, served=model)  # type: ignore[arg-type]
     go, order = threading.Event(), list[bytes]()
 
     def enough(raw: bytes) -> None:

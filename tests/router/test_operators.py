@@ -77,7 +77,7 @@ async def serve(
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder / "tokenizer"))
     async with fake_cluster(folder / "cluster", ("p0", "d0"), **options) as cluster:
         model = served_model(tokenizer, vocab_size=VOCAB_SIZE)
-        serving = AppState(pipeline=cluster.pipeline, model=model, keys=keys)
+        serving = AppState(pipeline=cluster.pipeline, served=model, keys=keys)
         no_adapters = cast(AdapterSync, object())  # bodies without a name do not come so far
         registry = CollectorRegistry()
         app = make_app(serving, registry, 1 << 16, root_path=root_path, adapters=no_adapters)

@@ -294,7 +294,7 @@ async def test_no_body_is_more_than_its_own_refusal(
     workers: PreprocessWorkers, model: ServedModel, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On the event loop, on a thread, in a process: no worker ends, and nothing is a defect."""
-    serving = AppState(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, served=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
     await tokens(workers)
     before = pids()
     for name, (kind, raw) in ODD.items():
@@ -361,7 +361,7 @@ BOMBS = {
 async def test_a_clients_template_is_bounded_at_all_sizes(
     workers: PreprocessWorkers, model: ServedModel, name: str
 ) -> None:
-    serving = AppState(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, served=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
     await tokens(workers)
     sizes = (SMALL + 1,) if name == "time" else (0, INLINE + 1, SMALL + 1)
     for kind, size in zip(("chat", "tokenize", "chat"), sizes, strict=False):
@@ -385,7 +385,7 @@ async def test_a_clients_template_is_bounded_at_all_sizes(
 async def test_values_cannot_make_the_servers_template_a_bomb(
     workers: PreprocessWorkers, model: ServedModel
 ) -> None:
-    serving = AppState(pipeline=None, model=model, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, served=model, workers=workers)  # type: ignore[arg-type]
     raw = encode(messages=CHAT, chat_template_kwargs={"width": 10**10})
     with pytest.raises(InvalidRequest, match="takes more than") as refused:
         await serving.preprocess("chat", BodyBuffer(raw), "")
@@ -398,7 +398,7 @@ async def test_values_cannot_make_the_servers_template_a_bomb(
 async def test_what_a_bounded_template_says_comes_back(
     workers: PreprocessWorkers, model: ServedModel
 ) -> None:
-    serving = AppState(pipeline=None, model=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
+    serving = AppState(pipeline=None, served=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]
     for template, message in (
         ("{{ raise_exception('no such role') }}", "the chat template failed: no such role"),
         ("{% for %}", "the chat template failed"),

@@ -44,7 +44,7 @@ async def port(tmp_path: Path) -> AsyncIterator[int]:
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
         await cluster.ask()  # the node's stream is open
         tokenizer = Tokenizer.from_folder(byte_level_folder(tmp_path))
-        state = AppState(pipeline=cluster.pipeline, model=served_model(tokenizer))
+        state = AppState(pipeline=cluster.pipeline, served=served_model(tokenizer))
         app = make_app(state, CollectorRegistry(), 2**20)
         server = await HTTPServer.start(app, "127.0.0.1", 0)
         try:

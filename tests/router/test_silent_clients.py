@@ -78,7 +78,7 @@ class Talker:
 
 def serving_of(talker: Talker, folder: Path) -> AppState:
     tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
-    return AppState(pipeline=talker, model=served_model(tokenizer))
+    return AppState(pipeline=talker, served=served_model(tokenizer))
 
 
 @asynccontextmanager

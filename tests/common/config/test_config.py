@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import (
+    AUTO,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -90,6 +91,18 @@ def test_what_vllm_s_flags_may_look_like(tmp_path: Path) -> None:
         config = load(WorkerNodeConfig, *([] if given else ["--dtype=half"]), env=given)
         assert config.engine.model.dtype == "float16"
     assert with_values(ClusterConfig(), {"dtype": "half"}).engine.model.dtype == "float16"
+
+
+def test_auto_is_a_context_window(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (("--max-model-len", "auto"), ("--max-model-len", "-1")):
+        assert load(WorkerNodeConfig, *flags).engine.model.max_model_len == AUTO
+    given = with_values(ClusterConfig(), {"max_model_len": "auto"})
+    assert given.engine.model.max_model_len == AUTO
+    for wrong in ("0", "-2", "all"):
+        with pytest.raises(SystemExit) as ended:
+            load(WorkerNodeConfig, f"--max-model-len={wrong}")
+        assert ended.value.code == 2
+        assert "--max-model-len" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["sql=/a", [1], ["sql=/a", ""], ("sql=/a",), None, {}])

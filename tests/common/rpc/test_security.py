@@ -235,7 +235,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def http_server(
     generator: FakeGenerator, keys: APIKeys, config: ServerConfig | None = None
 ) -> AsyncIterator[int]:
-    serving = AppState(pipeline=generator, model=served_model(generator.tokenizer), keys=keys)
+    serving = AppState(pipeline=generator, served=served_model(generator.tokenizer), keys=keys)
     app = make_app(serving, CollectorRegistry(), 1 << 20)
     context = https_context(config or ServerConfig())
     server = await HTTPServer.start(app, "127.0.0.1", 0, context)
@@ -305,7 +305,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 
 @contextlib.asynccontextmanager
 async def grpc_front(tokenizer: Tokenizer, keys: APIKeys) -> AsyncIterator[grpc.aio.Channel]:
-    serving = AppState(pipeline=FakeGenerator(tokenizer), model=served_model(tokenizer), keys=keys)
+    serving = AppState(pipeline=FakeGenerator(tokenizer), served=served_model(tokenizer), keys=keys)
     server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfig
+from pdserve.common.config.node import (
+    AUTO,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.planning.kv_budget import (
+    blocks_per_sequence,
     check_num_blocks,
+    fit_context,
     parse_bytes,
     plan_num_blocks,
     split_blocks,
@@ -100,6 +109,28 @@ def test_a_window_takes_what_it_can_use_and_full_attention_the_rest() -> None:
     check_num_blocks(small, windows, 5, max_model_len=10**6)
     with pytest.raises(ConfigError, match="needs 5"):
         check_num_blocks(small, windows, 4, max_model_len=10**6)
+
+
+def test_auto_is_the_longest_sequence_that_fits() -> None:
+    auto = replace(
+        engine(),
+        model=ModelConfig(max_model_len=AUTO),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+    )
+    assert [fit_context(auto, FULL, blocks, 100) for blocks in (1, 6, 7, 99)] == [16, 96, 100, 100]
+    for blocks in range(1, 9):
+        longest = fit_context(auto, MIXED, blocks, 1000)
+        held = blocks_per_sequence(auto, MIXED, longest)
+        assert all(map(operator.le, held, split_blocks(auto, MIXED, blocks, 1000)))
+        assert blocks_per_sequence(auto, MIXED, longest + 1)[0] > blocks
+    windows = (KVGroup((0,), 1, 8, window=32),)
+    assert fit_context(auto, windows, 5, 10**6) == 10**6
+    assert fit_context(auto, windows, 4, 10**6) == 64
+    with pytest.raises(ConfigError, match="has 0 blocks"):
+        fit_context(auto, FULL, 0, 100)
+    assert fit_context(engine(), FULL, 99, 100) == 100
+    with pytest.raises(ConfigError, match="needs 7"):
+        fit_context(engine(), FULL, 6, 100)
 
 
 def test_cpu_caches_are_shared_through_one_descriptor() -> None:

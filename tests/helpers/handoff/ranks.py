@@ -13,8 +13,20 @@ from pdserve.kv_transfer.layout import Rect
 NUM_BLOCKS = 2
 
 
-def sink_rect(rank: int) -> Rect:
-    return Rect(rank, rank + 1, 0, 1)
+class Place(NamedTuple):
+    """The share of one KV group that a rank of the decode node keeps."""
+
+    number: int
+    rank: int
+    group: int
+    first: int  # block that the group takes
+
+    @property
+    def rect(self) -> Rect:
+        return Rect(self.rank, self.rank + 1, 0, 1)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f", group {self.group}," if self.group else "")
 
 
 class Write(NamedTuple):
@@ -24,9 +36,10 @@ class Write(NamedTuple):
     epoch: int
     good: bool = True
 
-    def digest(self, rank: int) -> RunDigest:
+    def digest(self, place: Place) -> RunDigest:
         said = f"{self.source}{self.epoch}{'' if self.good else ' damaged'}"
-        return RunDigest(rank, sink_rect(rank), BlockRun(0, NUM_BLOCKS), said.encode())
+        run = BlockRun(place.first, NUM_BLOCKS - place.first)
+        return RunDigest(place.number, place.rect, run, said.encode())
 
     def __str__(self) -> str:
         return f"{'' if self.good else 'damaged '}data of epoch {self.epoch} from {self.source}"
@@ -34,9 +47,9 @@ class Write(NamedTuple):
 
 @dataclass
 class SinkRank:
-    """It takes data of the epoch it was told to accept, once."""
+    """A share of it, which takes data of the epoch it was told to accept, once."""
 
-    number: int
+    place: Place
     wanted: int  # blocks
     accepted: int = 0  # epoch; 0: none
     content: Write | None = None
@@ -52,23 +65,25 @@ class SinkRank:
     def take(self, write: Write, epoch: int, given: str) -> None:
         """`epoch`: the latest that any rank was told to accept."""
         if write.epoch < epoch:
-            broken(Promise.NO_STALE_WRITE, f"{write} into rank {self.number} in epoch {epoch}")
+            broken(Promise.NO_STALE_WRITE, f"{write} into {self.place} in epoch {epoch}")
         if given:
-            broken(Promise.NO_LATE_WRITE, f"{write} into rank {self.number}, blocks {given}")
+            broken(Promise.NO_LATE_WRITE, f"{write} into {self.place}, blocks {given}")
         self.content, self.landed = write, True
 
     def wrong(self, digests: tuple[RunDigest, ...]) -> tuple[RunDigest, ...]:
         """Of what the source says it sent, that which is not here."""
-        mine = self.content and self.content.digest(self.number)
+        mine = self.content and self.content.digest(self.place)
         return tuple(each for each in digests if each != mine)
 
 
 @dataclass
 class SourceRank:
+    """What a source has of one KV group."""
+
     name: str
-    sinks: tuple[int, ...]
+    sinks: tuple[Place, ...]
     epoch: int = 0
     reading: bool = False  # it may read the blocks
 
     def ready(self) -> tuple[RunDigest, ...]:
-        return tuple(Write(self.name, self.epoch).digest(rank) for rank in self.sinks)
+        return tuple(Write(self.name, self.epoch).digest(place) for place in self.sinks)

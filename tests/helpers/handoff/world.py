@@ -13,7 +13,7 @@ import msgspec
 
 from handoff.loop import StepLoop, party_var
 from handoff.promises import Promise, Violation
-from handoff.ranks import NUM_BLOCKS, SinkRank, SourceRank, Write, sink_rect
+from handoff.ranks import NUM_BLOCKS, Place, SinkRank, SourceRank, Write
 from pdserve.common.core.errors import NodeError, PdserveError
 from pdserve.kv_transfer.commands import (
     Accept,
@@ -49,6 +49,9 @@ OVER = (SinkState.READY, SinkState.DRAINING, SinkState.FREED)
 @dataclass(frozen=True)
 class Setting:
     ranks: int = 1  # of the decode node
+    firsts: tuple[int, ...] = (
+        0,
+    )  # block of each KV group that it takes: a window's is a later one
     empty: bool = False  # the decode node has every block: ranks land as they accept
     damaged: bool = False  # what the first epoch sends
     slow: str = ""  # in the labels of what waits until nothing else is left
@@ -129,20 +132,31 @@ class World:
         self.again: Counter[str] = Counter()
         self._in_call: dict[asyncio.Task[Any], str] = {}  # calls that the sink has not answered
         self._unanswered: dict[asyncio.Task[Any], Callable[[], None]] = {}  # if it dies
-        wanted = 0 if setting.empty else NUM_BLOCKS
-        self.ranks = [SinkRank(number, wanted) for number in range(setting.ranks)]
-        sinks = tuple(range(setting.ranks)) if wanted else ()
-        self.source_ranks = {name: SourceRank(name, sinks) for name in "AB"}
+        self.firsts = [NUM_BLOCKS] * len(setting.firsts) if setting.empty else setting.firsts
+        places = [(rank, *each) for rank in range(setting.ranks) for each in enumerate(self.firsts)]
+        self.ranks = [
+            SinkRank(Place(number, *each), NUM_BLOCKS - each[-1])
+            for number, each in enumerate(places)
+        ]
+        self.source_ranks = {
+            (name, group): SourceRank(name, () if setting.empty else self._sinks(group))
+            for name in "AB"
+            for group in range(len(self.firsts))
+        }
         self.step(Option("", self._begin, "D"))
+
+    def _sinks(self, group: int) -> tuple[Place, ...]:
+        return tuple(each.place for each in self.ranks if each.place.group == group)
 
     def _begin(self) -> None:
         common: dict[str, Any] = {"fingerprint": "", "block_size": BLOCK_SIZE, "lease_s": LEASE_S}
-        endpoints = [RankEndpoint(rank.number, sink_rect(rank.number), b"") for rank in self.ranks]
+        places = [each.place for each in self.ranks]
+        endpoints = [RankEndpoint(each.rank, each.rect, b"", each.group) for each in places]
         self.sink = KVSink(endpoints, address="", call=self._sink_rank, **common)
         whole = Rect(0, self.setting.ranks, 0, 1)
         self.sources = {
             name: KVSource(
-                [Share(0, whole)],
+                [Share(0, whole, group) for group in range(len(self.firsts))],
                 call=lambda _, message, name=name: self._source_rank(name, message),  # type: ignore[misc]
                 sink=SourceClient(self, name),  # type: ignore[arg-type]
                 **common,
@@ -364,12 +378,9 @@ class World:
     # ---- the decode node ----------------------------------------------------------------------
 
     async def _decode(self) -> None:
-        blocks = range(self.ranks[0].wanted)
-        first = NUM_BLOCKS - len(blocks)
+        blocks = [GroupBlocks(first, tuple(range(NUM_BLOCKS - first))) for first in self.firsts]
         try:
-            ticket, landing = await self.sink.reserve(
-                NUM_BLOCKS * BLOCK_SIZE, [GroupBlocks(first, tuple(blocks))], self._freed
-            )
+            ticket, landing = await self.sink.reserve(NUM_BLOCKS * BLOCK_SIZE, blocks, self._freed)
             self.ticket = ticket
             self._tell_router(ticket, self.asked)
             arrival = await asyncio.shield(landing)
@@ -384,7 +395,7 @@ class World:
 
     def _freed(self) -> None:
         self._give("freed")
-        if writing := [rank.number for rank in self.ranks if rank.accepted]:
+        if writing := [str(rank.place) for rank in self.ranks if rank.accepted]:
             self._broken(Promise.GIVEN_WHILE_WRITTEN, f"freed, ranks {writing}")
 
     def _activate(self, source: str) -> None:
@@ -413,7 +424,8 @@ class World:
             self._broken(Promise.CANCEL_ENDS_IT, state[0])
 
     async def _sink_rank(self, number: int, message: bytes) -> bytes:
-        rank, command = self.ranks[number], decode_command(message)[1]
+        group, command = decode_command(message)
+        rank = self.ranks[number * len(self.firsts) + group]
         answer: asyncio.Future[Reply] = self.loop.create_future()
         if isinstance(command, Accept):
             self.opened = max(self.opened, command.transfer.epoch)
@@ -423,7 +435,7 @@ class World:
             match command:
                 case Accept(transfer):
                     if self.given:
-                        self._broken(Promise.GIVEN_WHILE_WRITTEN, f"rank {number} accepts")
+                        self._broken(Promise.GIVEN_WHILE_WRITTEN, f"{rank.place} accepts")
                     rank.accept(transfer.epoch)
                     if rank.landed:
                         self._landed(rank)
@@ -433,12 +445,12 @@ class World:
                     rank.accepted = 0
             if isinstance(command, Quiesce | Release):
                 return _answer(answer, reply)
-            label = f"D: rank {number} has done {_name(command)}"
+            label = f"D: {rank.place} has done {_name(command)}"
             return self.pending.append(Option(label, lambda: _answer(answer, reply), "D"))
 
-        option = Option(f"D: rank {number} does {_name(command)}", do, "D")
+        option = Option(f"D: {rank.place} does {_name(command)}", do, "D")
         if isinstance(command, Accept):
-            refuse = Option(f"D: rank {number} refuses", lambda: _answer(answer, REFUSED), "D")
+            refuse = Option(f"D: {rank.place} refuses", lambda: _answer(answer, REFUSED), "D")
             refuse.cost = D_ENDS
             option.variants = (refuse,)
         self.pending.append(option)
@@ -447,9 +459,10 @@ class World:
     def _landed(self, rank: SinkRank) -> None:
         assert self.sink._live
         (transfer_id,) = self.sink._live
-        event = encode_event(0, Landed(transfer_id, rank.accepted, 8))
-        label = f"D hears that rank {rank.number} has all of epoch {rank.accepted}"
-        self.pending.append(Option(label, lambda: self.sink.on_event(rank.number, event), "D"))
+        place = rank.place
+        event = encode_event(place.group, Landed(transfer_id, rank.accepted, 8))
+        label = f"D hears that {place} has all of epoch {rank.accepted}"
+        self.pending.append(Option(label, lambda: self.sink.on_event(place.rank, event), "D"))
 
     def _sink_fails(self) -> None:
         assert self.ticket
@@ -495,7 +508,9 @@ class World:
         transfer = source.begin(ticket)
         self.outcomes[name] = transfer.outcome
         transfer.outcome.add_done_callback(lambda done: self._ended(name, transfer, done))
-        transfer.ready(BlockRun(0, NUM_BLOCKS), tuple(range(NUM_BLOCKS)), last=True)
+        for group in range(len(self.firsts)):
+            ids = tuple(range(NUM_BLOCKS))
+            transfer.ready(BlockRun(0, NUM_BLOCKS), ids, last=True, group=group)
         commits = Option(f"{name}: commits", lambda: transfer.commit(name), name)  # type: ignore[arg-type]
         self.pending.append(commits)
 
@@ -505,7 +520,7 @@ class World:
         def free(transfer: Any) -> None:
             if transfer in freed:
                 self._broken(Promise.ONE_FREE, name)
-            if self.source_ranks[name].reading:
+            if any(self.source_ranks[name, group].reading for group in range(len(self.firsts))):
                 self._broken(Promise.FREED_WHILE_READ, name)
             freed.append(transfer)
             forget(transfer)
@@ -528,7 +543,8 @@ class World:
             self._broken(Promise.ONE_REPULL, name)
 
     async def _source_rank(self, name: str, message: bytes) -> bytes:
-        rank, command = self.source_ranks[name], decode_command(message)[1]
+        group, command = decode_command(message)
+        rank = self.source_ranks[name, group]
         answer: asyncio.Future[Reply] = self.loop.create_future()
 
         def do() -> None:
@@ -546,14 +562,20 @@ class World:
                     rank.reading = False
             _answer(answer, reply)
 
-        self.pending.append(Option(f"{name}: its rank does {_name(command)}", do, name))
+        self.pending.append(
+            Option(
+                f"{name}: its rank does {_name(command)}{f' of group {group}' if group else ''}",
+                do,
+                name,
+            )
+        )
         return msgspec.msgpack.encode(await answer)
 
     def _send(self, rank: SourceRank) -> None:
-        for number in rank.sinks:
+        for place in rank.sinks:
             good, bad = (Write(rank.name, rank.epoch, good) for good in (True, False))
             options = [
-                Option(f"rank {number} of D gets {write}", self._arrives(number, write), "D", cost)
+                Option(f"{place} of D gets {write}", self._arrives(place.number, write), "D", cost)
                 for write, cost in ((good, ""), (bad, BAD))
             ]
             spoilt = self.setting.damaged and rank.epoch == 1

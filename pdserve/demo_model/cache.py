@@ -1,0 +1,39 @@
+"""Folders that processes make once in a cache."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def ensure_folder(folder: Path, make: Callable[[Path], None]) -> None:
+    """Makes the folder unless it exists: `make` fills a temporary one, which is then renamed, so
+    that `folder` is never incomplete. Of several processes that call this at once, one makes it
+    and the others wait."""
+    if folder.is_dir():
+        return
+    with _locked(folder.parent / "lock"):
+        if not folder.is_dir():
+            _make_atomically(folder, make)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_atomically(folder: Path, make: Callable[[Path], None]) -> None:
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        make(partial)
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
