@@ -110,6 +110,8 @@ def _heads(
     found = []
     for layer in range(spec.num_layers):
         has, had = part[layer], whole[layer]
+        if had.q.shape[1] % size:
+            raise Unsplittable(f"layer {layer} has {had.q.shape[1]} heads")
         keys = had.k.shape[1]
         found.append(
             Heads(
