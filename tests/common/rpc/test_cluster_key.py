@@ -538,9 +538,12 @@ async def test_a_node_says_why_it_cannot_register(
         text = await said(address, own.channels(), caplog, over_tls=True)
         assert "it does not use TLS, but this role does" in text
     server = GrpcServer(ClientDoor(APIKeys(), Messages(2**18), RouterMetrics()))
-    server.server.add_generic_rpc_handlers((ElsewhereRegistry(),))
+    registry = Registry(RoutingConfig(), Clock())
+    server.server.add_generic_rpc_handlers((ElsewhereRegistry(registry),))
     port = server.bind("127.0.0.1", 0)
     await server.start()
     text = await said(f"127.0.0.1:{port}", credentials("decode").channels(), caplog)
     assert "give the router's --registry-port" in text
+    assert all("--registry-port" in reason for reason, _, _ in registry.refusals.items())
+    assert list(registry.refusals.items()), "an operator sees it in /v1/cluster"
     await server.stop(0)
