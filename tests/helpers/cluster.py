@@ -53,6 +53,12 @@ class Home:
         self.path = Path(self._folder.name)
         self.tmp = self.path / "tmp"
         self.tmp.mkdir()
+        # Where torch makes a folder as soon as transformers' models are imported: not among the
+        # files that are looked for.
+        self.environment = {
+            "TMPDIR": str(self.tmp),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
+        }
 
     def start(
         self,
@@ -69,7 +75,7 @@ class Home:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=cwd,
-                env={**os.environ, "TMPDIR": str(self.tmp), **(environment or {})},
+                env={**os.environ, **self.environment, **(environment or {})},
             )
 
     def processes(self) -> list[psutil.Process]:

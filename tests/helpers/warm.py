@@ -94,7 +94,7 @@ class WarmCluster(Fleet, Service):
     ) -> None:
         """`warm`: what forks its processes, where it is not `shared`."""
         Service.__init__(self, model)
-        environment = {"TMPDIR": str(self.home.tmp), **IMPORTS}
+        environment = {**self.home.environment, **IMPORTS}
         options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
         late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
         router = {**late, **(router or {})}
