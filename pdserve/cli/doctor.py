@@ -27,9 +27,11 @@ from pdserve.client.terminal import console_of, number, positive
 from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import AMPLE_FILES, bind, memory_left, usable_cores
+from pdserve.common.core.printable import printable
 
 PORTS = (8000, 8001, 8002)  # the defaults of HTTP, gRPC and the registry
 CONNECT_TIMEOUT = 3.0  # seconds
+MAX_TEXT = 1200  # characters that are shown; some are another host's
 MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL and Ray need
 
 
@@ -118,7 +120,8 @@ def _show(findings: Sequence[Finding]) -> None:
     table = Table("", "", "seen", "fix", box=None)
     for each in findings:
         colour = colours[each.verdict]
-        table.add_row(Text(each.verdict, colour), *map(Text, (each.subject, each.seen, each.fix)))
+        words = (printable(text, MAX_TEXT) for text in (each.subject, each.seen, each.fix))
+        table.add_row(Text(each.verdict, colour), *map(Text, words))
     console_of().print(table)
 
 

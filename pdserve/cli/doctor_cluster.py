@@ -73,6 +73,9 @@ async def _examine(url: str, timeout: float) -> list[Finding]:
             return [Finding("router", FAILED, error.message, _KEY)]
         except PdserveError as error:
             return [Finding("router", FAILED, error.message, "check the URL, the port and proxies")]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            seen = f"{server.url} answers in another way than this release: {error!r}"
+            return [Finding("router", FAILED, seen, "run one release of pdserve on all hosts")]
 
 
 async def _state(server: Server) -> dict[str, Any]:
@@ -111,12 +114,16 @@ def _membership(state: Mapping[str, Any]) -> Iterator[Finding]:
         fix = f"start a {' and a '.join(missing)} node with --router at this router's registry port"
         yield Finding("roles", FAILED, f"{seen}: no {' and no '.join(missing)} node", fix)
     else:
-        yield Finding("roles", OK, seen)
+        apart = "" if count["prefill"] else ": prompts are not computed apart"
+        yield Finding("roles", OK, seen + apart)
     for node in nodes:
         if node["state"] != "ready":
             reason = printable(str(node["reason"]), MAX_REASON)
             yield Finding(
-                node["node_id"], FAILED, f"{node['state']}: {reason}", _FIXES[node["state"]]
+                node["node_id"],
+                FAILED,
+                f"{node['state']}: {reason}",
+                _FIXES.get(node["state"], "see its log"),
             )
         elif node["reason"] not in ("", "ok"):
             reason = printable(str(node["reason"]), MAX_REASON)
@@ -124,7 +131,8 @@ def _membership(state: Mapping[str, Any]) -> Iterator[Finding]:
     for refusal in state.get("refused", ()):
         if refusal["seconds_ago"] < RECENT:
             seen = f"refused {refusal['count']} times: {printable(refusal['reason'], MAX_REASON)}"
-            yield Finding("registration", FAILED, seen, "give that node the same options")
+            verdict = WARNING if refusal.get("port") == "clients" else FAILED
+            yield Finding("registration", verdict, seen, "give that node the same options")
     for link in state.get("broken_links", ()):
         seen = printable(link["reason"], MAX_REASON)
         fix = "check --kv-host, --advertise-host, --kv-connector and firewalls between the two"
@@ -250,7 +258,11 @@ def _fault(line: Mapping[str, Any], nodes: Mapping[str, Any]) -> tuple[Verdict, 
     if line["recomputed_tokens"] or line["migrations"]:
         seen = f"{line['recomputed_tokens']} tokens were computed twice, after a node had failed"
         return FAILED, seen, _ROUTER_LOG
-    if not line["transfer_bytes"]:
+    roles = [nodes.get(name, {}).get("role") for name in (prefill, decode)]
+    if roles != ["prefill", "decode"]:
+        seen = f"KV is said to have moved from {prefill} to {decode}, which are no such nodes"
+        return FAILED, seen, "run it again when no node comes or goes"
+    if not line["transfer_bytes"] or not line["kv_connectors"]:
         return FAILED, "no byte of KV moved", "report this"
     if not line["verified_runs"]:
         seen = "KV moved, and nobody compared its digests"
@@ -330,6 +342,9 @@ async def _stream(server: Server, most: int) -> Finding:
         if len(came) < 2:
             seen = f"{len(came)} events came in time: a proxy holds them back, or nodes are slow"
             return Finding("stream", FAILED, seen, f"{_UNBUFFER}; else give a longer --timeout")
+    if len(came) < 2 or (not line and len(came) < ENOUGH_EVENTS):
+        seen = f"{len(came)} events came, which say nothing of a proxy"
+        return Finding("stream", WARNING, seen, "run it again")
     made = (line.get("finished") or 0.0) - (line.get("first_token") or 0.0)
     took = came[-1] - came[0] if came else 0.0
     if made >= MIN_STREAM and took < BUFFERED * made:

@@ -133,8 +133,8 @@ class ClusterView:
             "flows": self._flows(),
             "broken_links": self._broken_links(),
             "refused": [
-                {"reason": reason, "count": count, "seconds_ago": round(ago, 3)}
-                for reason, count, ago in self.registry.refusals.items()
+                {"reason": reason, "port": port, "count": count, "seconds_ago": round(ago, 3)}
+                for reason, port, count, ago in self.registry.refusals.items()
             ],
         }
 

@@ -173,6 +173,7 @@ class Refusal:
 
     count: int
     last: float
+    port: str
 
 
 class Refusals:
@@ -183,18 +184,19 @@ class Refusals:
         self._now = now
         self._refusals: dict[str, Refusal] = {}  # in order of the last time
 
-    def note(self, reason: str) -> None:
-        refusal = self._refusals.pop(reason, None) or Refusal(0, 0.0)
+    def note(self, reason: str, port: str = "registry") -> None:
+        """`port`: "registry", or "clients", which strangers reach."""
+        refusal = self._refusals.pop(reason, None) or Refusal(0, 0.0, port)
         refusal.count, refusal.last = refusal.count + 1, self._now()
         self._refusals[reason] = refusal
         if len(self._refusals) > MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
-    def items(self) -> Iterator[tuple[str, int, float]]:
-        """Yields (reason, how often, seconds since the last time)."""
+    def items(self) -> Iterator[tuple[str, str, int, float]]:
+        """Yields (reason, port, how often, seconds since the last time)."""
         now = self._now()
         for reason, refusal in self._refusals.items():
-            yield reason, refusal.count, now - refusal.last
+            yield reason, refusal.port, refusal.count, now - refusal.last
 
 
 MAX_FLOWS = 1024  # links; the ones used last are kept

@@ -112,7 +112,7 @@ class ElsewhereRegistry(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def _refuse(self, requests: Any, context: Context) -> None:
-        self._registry.refusals.note(_ELSEWHERE)
+        self._registry.refusals.note(_ELSEWHERE, "clients")
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, _ELSEWHERE)
 
 

@@ -15,6 +15,7 @@ import pytest
 from paths import MODELS
 from pdserve.cli import doctor
 from pdserve.cli.doctor import main
+from pdserve.client.server import Server
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -94,3 +95,24 @@ def test_gpus_that_are_not_there_are_said_so() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "failed   torch for CUDA" in done.stdout and "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"nodes": None, "ready": True, "reason": "ok"},
+        {"nodes": [{}], "ready": True, "reason": "ok"},
+        {"nodes": "no", "ready": False, "reason": "ok"},
+        {"nodes": [], "ready": False, "reason": "ok", "refused": [{}]},
+    ],
+)
+def test_a_cluster_that_answers_oddly_is_a_finding(
+    state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def get(self: Server, path: str, **_: Any) -> Any:
+        return state
+
+    monkeypatch.setattr(Server, "get", get)
+    code, seen = run(capsys, "--cluster", "http://127.0.0.1:1")
+    assert code == 1 and seen["router"]["verdict"] == "failed" and seen["router"]["fix"]

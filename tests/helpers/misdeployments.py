@@ -62,6 +62,7 @@ MISDEPLOYMENTS = (
         "a node registers at the clients' port",
         "refused … times: nodes do not register at this port",
         nodes=(("prefill", {}), ("decode", {"router": "GRPC"})),
+        verdict="warning",  # any client can call that port
     ),
     Misdeployment(
         "the roles have different dtypes",

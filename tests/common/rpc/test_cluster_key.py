@@ -544,6 +544,6 @@ async def test_a_node_says_why_it_cannot_register(
     await server.start()
     text = await said(f"127.0.0.1:{port}", credentials("decode").channels(), caplog)
     assert "give the router's --registry-port" in text
-    assert all("--registry-port" in reason for reason, _, _ in registry.refusals.items())
+    assert all("--registry-port" in reason for reason, *_ in registry.refusals.items())
     assert list(registry.refusals.items()), "an operator sees it in /v1/cluster"
     await server.stop(0)
