@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What one layer keeps of a token, and for how long: as in `KVGroup`."""
+    """Says what one layer keeps of a token, and for how long: as in `KVGroup`."""
 
     num_kv_heads: int
     head_dim: int

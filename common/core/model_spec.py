@@ -59,8 +59,8 @@ class ModelSpec:
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
     num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
     layer_kv: tuple[LayerKV | int, ...] = ()
-    """What each layer of a model of transformers keeps; a number: it attends to that layer's KV.
-    Native ones differ in their windows alone."""
+    """Says what each layer of a model of transformers keeps; a number: it attends to that layer's
+    KV. Native ones differ in their windows alone."""
 
     @classmethod
     def from_folder(

@@ -86,8 +86,8 @@ def _mxfp4(config: Mapping[str, Any]) -> StoredWeights:
 
 
 def _gguf(config: Mapping[str, Any]) -> tuple[Quantization | None, StoredWeights | None]:
-    """What `pdserve/demo_model/gguf_folder.py` writes: the file's blocks of 32 with a scale read as
-    pack-quantized weights do, and other types are dequantized."""
+    """Reads what `pdserve/demo_model/gguf_folder.py` writes: the file's blocks of 32 with a scale
+    read as pack-quantized weights do, and other types are dequantized."""
     kinds, bits = config["dequantized"], config["bits"]
     stored = StoredWeights(f"{GGUF} {', '.join(kinds)}") if kinds else None
     if bits is None:

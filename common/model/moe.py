@@ -94,8 +94,8 @@ def within_groups(scores: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """As torch's, which rounds the last few numbers of a tensor in another way, so that a token's
-    would depend on how many there are; softmax takes each row by itself."""
+    """Computes the sigmoid by softmax, which takes each row by itself: torch's sigmoid rounds the
+    last few numbers of a tensor in another way, so that a token's depend on how many there are."""
     return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(-1)[..., 0]
 
 

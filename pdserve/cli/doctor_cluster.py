@@ -236,7 +236,7 @@ def _moved(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _fault(line: Mapping[str, Any], nodes: Mapping[str, Any]) -> tuple[Verdict, str, str] | None:
-    """What is wrong with the path of one probe: verdict, what was seen, what to do."""
+    """Says what is wrong with the path of one probe: verdict, what was seen, what to do."""
     prefill, decode = line.get("prefill_node", ""), line.get("decode_node", "")
     match line.get("path"):
         case PromptPath.STAND_IN:

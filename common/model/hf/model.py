@@ -78,13 +78,13 @@ class TransformersModel(Decoder):
         kv_caches: Sequence[Tensor],
         lora: LoRA | None = None,
     ) -> Tensor:
-        """As `CausalLM.forward`."""
+        """Computes a step; see `CausalLM.forward`."""
         assert lora is None, "refused at start"
         with answering(_Step(self, positions, contexts, kv_caches)):
             return self._run.forward(self._base, inputs, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As `CausalLM.compute_logits`: by the class's own code, which may scale or cap."""
+        """Computes logits by the class's own code, which may scale or cap them."""
         self._head.given.hidden = hidden[None]
         logits: Tensor = self._head.model(input_ids=None, inputs_embeds=hidden[None]).logits[0]
         return logits[:, : self.spec.vocab_size].float()
