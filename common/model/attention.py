@@ -36,10 +36,11 @@ class AttentionShape:
     head_dim: int
     window: int | None = None  # tokens that a query attends to, itself included; None: all
     chunked: bool = False  # to those of its own chunk of `window` tokens, not to the last ones
+    own_scale: float | None = None  # of the scores; None: `head_dim ** -0.5`
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.own_scale is None else self.own_scale
 
 
 BlockIds = NDArray[np.int64]
@@ -152,18 +153,19 @@ class AttentionBackend(ABC):
         layer: int,
         qkv: Tensor,
         norms: tuple[RMSNorm, RMSNorm] | None,
-        angles: Angles,
+        angles: Angles | None,
         kv_cache: Tensor,
         context: AttentionContext,
     ) -> Tensor:
-        """Applies `norms` (if any) and rotary embedding to the queries and keys in `qkv`
+        """Applies `norms` and rotary embedding (if any) to the queries and keys in `qkv`
         (`[T, heads + 2 · kv_heads, D]`, may be overwritten), then calls `forward`."""
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         if norms is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
-        q, k = apply_rotary(qk, angles).split((heads, kv_heads), dim=1)
+        qk = qk if angles is None else apply_rotary(qk, angles)
+        q, k = qk.split((heads, kv_heads), dim=1)
         return self.forward(layer, q, k, v, kv_cache, context)
 
     @abstractmethod

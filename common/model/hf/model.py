@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.fx import Node
 from transformers.utils import logging as hf_logging
 
 from pdserve.common.config.node import ModelConfig
@@ -20,9 +21,12 @@ from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
 from pdserve.common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
     AttentionContext,
     AttentionShape,
 )
+from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.checkpoint import open_checkpoint, text_model
 from pdserve.common.model.decoder import Decoder, places
 from pdserve.common.model.dequantize import dequantized
@@ -31,23 +35,35 @@ from pdserve.common.model.hf.attention import (
     Answers,
     Style,
     StyledAttention,
-    answering,
     take_temperatures,
 )
-from pdserve.common.model.hf.describe import first_line, layers_of, model_class, read_config
-from pdserve.common.model.hf.layout import Layout, choose_layout
+from pdserve.common.model.hf.describe import first_line, model_class, read_config
+from pdserve.common.model.hf.layout import Heads, Layout, choose_layout
 from pdserve.common.model.hf.loading import partial_class
 from pdserve.common.model.hf.parallel import Cut, split
 from pdserve.common.model.hf.pipeline import StageRun, check_stage
+from pdserve.common.model.hf.steps import ClassSteps, Recorded, Steps
+from pdserve.common.model.hf.trace import RecordedRanks
+from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.layers import LoRA
+from pdserve.common.model.rotary import Angles
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 
+logger = logging.getLogger(__name__)
+
 _BUILDING = threading.Lock()  # transformers changes its own classes while it makes a model
+PROBE_BLOCK = 16  # tokens of the only block of a cache to try a graph with
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""How far a graph and its class may be apart, in parts of the largest number."""
+
+
+class Differs(Exception):
+    """A graph computes something else than the class it was recorded of."""
 
 
 class TransformersModel(Decoder):
-    """A rank's part of a class of transformers."""
+    """A rank's part of a class of transformers, whose code `record` replaces by a graph."""
 
     expert_parallel_size = 1
 
@@ -56,19 +72,74 @@ class TransformersModel(Decoder):
     ) -> None:
         self.spec, self.stage, self.layout = spec, stage, layout
         self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
-        self._model = model
+        self.kernels = sharding.kernels
+        self._bytes = sum(each.nbytes for each in model.parameters())
         take_temperatures(model)
-        self._base = layers_of(model)[1]
-        self._head = _head_of(model)
-        self._run: StageRun = model.stage_run
-        self.attentions = [self._attention(kv) for kv in spec.kv_groups]
         self._places = places(spec.kv_groups, self.stage)
+        self._steps: Steps = ClassSteps(model)
+        self.attentions = [self._styled(kv) for kv in spec.kv_groups]
 
-    def _attention(self, kv: KVGroup) -> StyledAttention:
+    def record(self) -> None:
+        """Replaces the class's code by a graph with our kernels, if it can be recorded. All ranks
+        of a stage call this together.
+
+        Raises:
+            Differs: the graph computes something else. The model is unusable.
+        """
+        assert isinstance(self._steps, ClassSteps)
+        try:
+            with torch.inference_mode():
+                recorded = Recorded(self._steps, self.stage, self.spec.hidden_size, self.kernels)
+        except Exception as error:  # whatever a class of transformers does
+            logger.debug("%s is not recorded", self.spec.architecture, exc_info=True)
+            why = first_line(error)
+            logger.info("%s runs by its class's own code: %s", self.spec.architecture, why)
+            return
+        self.attentions, plain = self._backends(recorded.calls)
+        with torch.inference_mode():
+            expected = probe(self)
+            try:
+                self._steps = recorded.fused(plain)
+                why = difference(probe(self), expected)
+            except Exception as error:
+                logger.debug("%s's graph fails", self.spec.architecture, exc_info=True)
+                raise Differs(first_line(error)) from error
+        if why:
+            raise Differs(why)
+
+    def _backends(self, calls: Mapping[int, Node]) -> tuple[list[AttentionBackend], frozenset[int]]:
+        """Returns a backend for each KV group, and the layers that ask for no more than it does:
+        the native one where no layer of the group does."""
+        backends: list[AttentionBackend] = []
+        plain: set[int] = set()
+        for number, kv in enumerate(self.spec.kv_groups):
+            layers = [layer for layer in calls if self.place(layer)[0] == number]
+            shapes = {self._plain_shape(layer, kv, calls[layer]) for layer in layers}
+            shape = shapes.pop() if len(shapes) == 1 else None
+            kernels = self.kernels
+            if shape is not None and isinstance(kernels, NativeKernels) and can_attend(shape):
+                backends.append(NativeAttention(shape, self.device, self.dtype, kernels))
+                plain.update(layers)
+            else:
+                backends.append(self._styled(kv))
+        return backends, frozenset(plain)
+
+    def _plain_shape(self, layer: int, kv: KVGroup, node: Node) -> AttentionShape | None:
+        """Returns the shape of a backend that attends as the layer asks; None if none does."""
+        style: Style = node.target.style  # type: ignore[union-attr]
+        sizes = {each.meta["shape"][3] for each in node.args[:3]}  # type: ignore[union-attr]
+        odd = any(each is not None for each in (style.softcap, style.sinks, style.temperature))
+        if odd or sizes != {kv.head_dim} or self.layout.heads[layer] != Heads():
+            return None
+        return self._shape(kv, style.scale) if self.place(layer)[2] else None
+
+    def _shape(self, kv: KVGroup, scale: float | None = None) -> AttentionShape:
         start, end = kv.head_range(self.group.rank, self.group.size)
         heads = self.spec.num_heads // self.group.size
-        shape = AttentionShape(heads, end - start, kv.head_dim, kv.window, kv.chunked)
-        return StyledAttention(shape, self.device, self.dtype)
+        return AttentionShape(heads, end - start, kv.head_dim, kv.window, kv.chunked, scale)
+
+    def _styled(self, kv: KVGroup) -> StyledAttention:
+        return StyledAttention(self._shape(kv), self.device, self.dtype)
 
     def forward(
         self,
@@ -80,21 +151,18 @@ class TransformersModel(Decoder):
     ) -> Tensor:
         """Computes a step; see `CausalLM.forward`."""
         assert lora is None, "refused at start"
-        with answering(_Step(self, positions, contexts, kv_caches)):
-            return self._run.forward(self._base, inputs, positions)
+        return self._steps.forward(inputs, positions, _Step(self, positions, contexts, kv_caches))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits by the class's own code, which may scale or cap them."""
-        self._head.given.hidden = hidden[None]
-        logits: Tensor = self._head.model(input_ids=None, inputs_embeds=hidden[None]).logits[0]
-        return logits[:, : self.spec.vocab_size].float()
+        """Computes logits by the class's own head, which may scale or cap them."""
+        return self._steps.logits(hidden)[:, : self.spec.vocab_size].float()
 
     def expert_loads(self) -> None:
         """Experts are transformers' own, which count nothing."""
 
     @property
     def weights_bytes(self) -> int:
-        return sum(each.nbytes for each in self._model.parameters())
+        return self._bytes
 
     def place(self, layer: int) -> tuple[int, int, bool]:
         """Returns (KV group, index in the group's cache, whether it stores its KV) of a layer; of
@@ -121,8 +189,11 @@ class _Step(Answers):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         group, index, stores = self._model.place(layer)
         attention = self._model.attentions[group]
-        assert isinstance(attention, StyledAttention)
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+        if not isinstance(attention, StyledAttention):
+            return attention.forward(index, q, k, v, self._caches[group], self._contexts[group])[
+                None
+            ]
         if style.temperature is not None:
             q = style.temperature.scaled(q, self._positions)
         cache, context = self._caches[group][index], self._contexts[group]
@@ -139,44 +210,54 @@ class _Step(Answers):
         out = attention.attend_styled(q, k, v, style, cache, context, stores)
         return (ranks.all_gather(out, dim=1) if heads.whole_queries else out)[None]
 
-
-@dataclass(frozen=True)
-class _Output:
-    """The output of a class's layers; what else some have is None."""
-
-    last_hidden_state: Tensor
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+    def attend_fused(
+        self, layer: int, qkv: Tensor, norms: tuple[Any, Any] | None, angles: Angles | None
+    ) -> Tensor:
+        """Attends from a layer's product `[T, (heads + 2 · kv_heads) · D]` → `[T, heads, D]`."""
+        group, index, _ = self._model.place(layer)
+        attention, cache = self._model.attentions[group], self._caches[group]
+        heads = qkv.view(len(qkv), -1, attention.shape.head_dim)
+        return attention.attend(index, heads, norms, angles, cache, self._contexts[group])
 
 
-class _Given(nn.Module):
-    """Stands in for the layers, whose output is known."""
+def probe(model: TransformersModel) -> list[Tensor]:
+    """Returns what a model computes of some inputs, over caches of its own."""
+    chance = torch.Generator().manual_seed(0)
+    found = []
+    for count in (1, 7):
+        positions = torch.arange(count)
+        if model.stage.first:
+            inputs = torch.randint(model.spec.vocab_size, (count,), generator=chance)
+        else:
+            inputs = torch.randn(count, model.spec.hidden_size, generator=chance).to(model.dtype)
+        caches = [_small_cache(model, kv) for kv in model.spec.kv_groups]
+        batch = AttentionBatch([count], [0], [[0]], PROBE_BLOCK)
+        contexts = model.prepare([batch] * len(caches))
+        given = inputs.to(model.device), positions.to(model.device)
+        hidden = model.forward(*given, contexts, caches)
+        found += [hidden, *caches]
+        if model.stage.last:
+            found.append(model.compute_logits(hidden))
+    return found
 
-    hidden: Tensor
 
-    @property
-    def decoder(self) -> _Given:  # OPT calls `model.decoder`
-        return self
-
-    def forward(self, *_: Any, **__: Any) -> _Output:
-        return _Output(self.hidden)
+def _small_cache(model: TransformersModel, kv: KVGroup) -> Tensor:
+    start, end = kv.head_range(model.group.rank, model.group.size)
+    first, last = kv.layers_between(model.stage.start, model.stage.end)
+    size = (last - first, kv.planes, 1, end - start, PROBE_BLOCK, kv.head_dim)
+    return torch.zeros(size, dtype=model.dtype, device=model.device)
 
 
-class _Head:
-    """The class's own way from the last hidden states to logits."""
-
-    def __init__(self, model: Any, given: _Given) -> None:
-        self.model, self.given = model, given
-
-
-def _head_of(model: Any) -> _Head:
-    given, head = _Given(), copy.copy(model)
-    head._modules = {**model._modules, layers_of(model)[0]: given}
-    return _Head(head, given)
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """Says how far results of `probe` are apart, if that is more than rounding."""
+    for ours, theirs in zip(found, expected, strict=True):
+        if not theirs.numel():  # layers of other stages
+            continue
+        off = (ours.float() - theirs.float()).abs().max().item()
+        off /= max(1e-6, theirs.abs().max().item())
+        if not off < TOLERANCE[found[0].dtype]:
+            return f"a step differs by {off:.2g} of its largest number"
+    return ""
 
 
 def load_transformers_model(
@@ -189,7 +270,14 @@ def load_transformers_model(
             the message lists differences.
     """
     with _BUILDING:
-        return _load(spec, config, sharding, stage)
+        model = _load(spec, config, sharding, stage)
+    try:
+        model.record()
+    except Differs as error:
+        logger.warning("%s runs by its class's own code: %s", spec.architecture, error)
+        with _BUILDING:
+            model = _load(spec, config, sharding, stage)
+    return model
 
 
 def _load(
@@ -203,7 +291,8 @@ def _load(
     def prepare(model: Any) -> dict[str, Cut]:
         cuts = {}
         if sharding.group.size > 1:
-            cuts = split(model, sharding.group, layout.way, layout.layers, layout.gather_kv)
+            group = RecordedRanks(sharding.group)
+            cuts = split(model, group, layout.way, layout.layers, layout.gather_kv)
         layers = model.get_submodule(layout.layers) if layout.layers else ()
         model.stage_run = StageRun(model, layers, stage, layout.tuples)
         return cuts

@@ -21,6 +21,7 @@ from pdserve.common.core.generic_spec import _TEXT_DEFAULTS, read_outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import Decoder
+from pdserve.common.model.hf.model import TransformersModel
 from pdserve.common.model.hf.parallel import OutlineRanks
 from pdserve.common.model.hf.pipeline import Watch, check_stage
 from pdserve.common.model.implementation import load_decoder, read_spec
@@ -148,11 +149,23 @@ def test_more_ranks_than_kv_heads(gemma: Path) -> None:
     torch.testing.assert_close(logits(gemma, spec, tokens, tp=4), whole, rtol=1e-4, atol=1e-4)
 
 
-def test_ranks_and_stages_with_dummy_weights_are_one_model(gemma: Path) -> None:
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves models as they are loaded."""
+    monkeypatch.setattr(TransformersModel, "record", lambda self: None)
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model._steps.model.named_parameters())
+
+
+def test_ranks_and_stages_with_dummy_weights_are_one_model(
+    gemma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unrecorded(monkeypatch)
     parts = [load(gemma, OutlineRanks(2, rank), load_format="dummy") for rank in range(2)]
     whole = load(gemma, load_format="dummy")
-    found = [part._model.lm_head.weight for part in parts]  # type: ignore[attr-defined]
-    assert torch.equal(torch.cat(found), whole._model.lm_head.weight)  # type: ignore[attr-defined]
+    found = [weights_of(part)["model.embed_tokens.weight"] for part in parts]
+    assert torch.equal(torch.cat(found), weights_of(whole)["model.embed_tokens.weight"])
 
 
 def test_stages_that_need_more_than_hidden_states_are_refused() -> None:
@@ -196,7 +209,10 @@ def test_dummy_weights_need_only_a_config(gemma: Path) -> None:
         load(gemma)
 
 
-def test_mxfp4_weights_are_dequantized_while_they_are_loaded(tmp_path: Path) -> None:
+def test_mxfp4_weights_are_dequantized_while_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unrecorded(monkeypatch)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(THROUGH_TRANSFORMERS["gpt-oss"])
     model.save_pretrained(tmp_path)
@@ -212,7 +228,7 @@ def test_mxfp4_weights_are_dequantized_while_they_are_loaded(tmp_path: Path) -> 
     path = tmp_path / "config.json"
     config = {**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}
     path.write_text(json.dumps(config))
-    found = dict(load(tmp_path)._model.named_parameters())
+    found = weights_of(load(tmp_path))
     assert len(expected) == 8
     for name, weight in expected.items():
         assert torch.equal(found[name], weight)

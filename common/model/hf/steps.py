@@ -1,0 +1,204 @@
+"""Steps of a class of transformers: by its own code, or by a graph that was recorded of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+
+from pdserve.common.model.hf.attention import Answers, answering
+from pdserve.common.model.hf.calls import Norm
+from pdserve.common.model.hf.describe import layers_of
+from pdserve.common.model.hf.fusions import fuse, norms_of
+from pdserve.common.model.hf.pipeline import StageRun
+from pdserve.common.model.hf.program import Function, compiled
+from pdserve.common.model.hf.trace import (
+    COUNTS,
+    META,
+    Attend,
+    Named,
+    RecordedAnswers,
+    Recorder,
+    merged,
+    on_meta,
+    recording,
+)
+from pdserve.common.model.kernels.ops import Kernels
+from pdserve.common.model.stages import Stage
+
+
+class Steps(Protocol):
+    """Computes the steps of a stage."""
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
+        """Takes token ids `[T]`, or hidden states of the stage before, and positions `[T]`; returns
+        `[T, hidden]`. `step` answers attention."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns `[B, vocabulary]`, which may be padded, of `[B, hidden]`."""
+
+
+class ClassSteps:
+    """Runs the class's own code."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        name, self._base = layers_of(model)
+        self._run: StageRun = model.stage_run
+        self._given, self._head = _Given(), copy.copy(model)
+        self._head._modules = {**model._modules, name: self._given}
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
+        with answering(step):
+            return self._run.forward(self._base, inputs, positions)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._given.hidden = hidden[None]
+        found: Tensor = self._head(input_ids=None, inputs_embeds=hidden[None]).logits[0]
+        return found
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The output of a class's layers; what else some have is None."""
+
+    last_hidden_state: Tensor
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Given(nn.Module):
+    """Stands in for the layers, whose output is known."""
+
+    hidden: Tensor
+
+    @property
+    def decoder(self) -> _Given:  # OPT calls `model.decoder`
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSteps:
+    """Runs graphs instead of the class's code."""
+
+    body: Function
+    head: Function | None  # None: the stage has none
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
+        return self.body(inputs, positions, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert self.head is not None, "only the last stage has a head"
+        return self.head(hidden)
+
+
+class Recorded:
+    """The graphs of a stage's steps, and how its layers attend: q, k, v on the meta device."""
+
+    def __init__(self, steps: ClassSteps, stage: Stage, size: int, kernels: Kernels) -> None:
+        """`size`: of the inputs of an inner stage. Raises whatever a class of transformers does."""
+        self._steps, self._stage, self._size, self._kernels = steps, stage, size, kernels
+        self._tensors: dict[str, Tensor] = {}
+        self._device = steps.model.device
+        calls = dict(norms_of(steps.model, kernels)) | dict(_experts(steps.model))
+        with on_meta(steps.model) as named:
+            self._body = self._graph(named, calls, self._run_body)
+            output = next(reversed(self._body.nodes)).args[0]
+            self._size = output.meta["shape"][-1]  # not the embedding's in every class (Electra)
+            self._head = self._graph(named, calls, self._run_head) if stage.last else None
+        found = (node for node in self._body.nodes if isinstance(node.target, Attend))
+        self.calls = {node.target.layer: node for node in found}
+
+    def fused(self, plain: frozenset[int]) -> GraphSteps:
+        """Returns the graphs with our kernels, which use up the class's weights. `plain`: layers
+        whose attention is the backend's as it is."""
+        graphs = [self._body] if self._head is None else [self._body, self._head]
+        fuse(graphs, self._tensors, self._kernels, plain, self._release)
+        body = compiled(self._body, self._tensors, "inputs")
+        head = None if self._head is None else compiled(self._head, self._tensors, "hidden")
+        return GraphSteps(body, head)
+
+    def _release(self, tensor: Tensor) -> None:
+        for module in self._steps.model.modules():
+            for key, held in module._parameters.items():
+                if held is tensor:
+                    module._parameters[key] = None
+
+    def _graph(
+        self,
+        named: Named,
+        calls: Mapping[nn.Module, Callable[..., Tensor]],
+        run: Callable[[Recorder, int], Tensor],
+    ) -> Graph:
+        runs = [Recorder(named, self._device) for _ in COUNTS]
+        for recorder, count in zip(runs, COUNTS, strict=True):
+            with _calling(calls, recorder), recording.by(recorder):
+                recorder.output(run(recorder, count))
+        self._tensors |= runs[0].tensors
+        return merged(*runs)
+
+    def _run_body(self, recorder: Recorder, count: int) -> Tensor:
+        if self._stage.first:
+            inputs = torch.empty(count, dtype=torch.long, device=META)
+        else:
+            inputs = self._hidden(count)
+        positions = torch.empty(count, dtype=torch.long, device=META)
+        recorder.input("inputs", inputs)
+        recorder.input("positions", positions)
+        recorder.input("step")
+        with recorder:
+            return self._steps.forward(inputs, positions, RecordedAnswers(recorder))
+
+    def _run_head(self, recorder: Recorder, count: int) -> Tensor:
+        hidden = self._hidden(count)
+        recorder.input("hidden", hidden)
+        with recorder:
+            return self._steps.logits(hidden)
+
+    def _hidden(self, count: int) -> Tensor:
+        return torch.empty(count, self._size, dtype=self._steps.model.dtype, device=META)
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
+    """Yields experts, which are called as a whole: their code looks at where tokens go."""
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            yield module, module.forward
+
+
+@contextmanager
+def _calling(
+    calls: Mapping[nn.Module, Callable[..., Tensor]], recorder: Recorder
+) -> Iterator[None]:
+    """Lets the modules record one call each. It returns a tensor like the first argument."""
+
+    def instead(own: Callable[..., Tensor], target: Callable[..., Tensor]) -> Any:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if isinstance(target, Norm) and target.weight.dtype != x.dtype:
+                return own(x)
+            with torch._C.DisableTorchFunction():
+                like = torch.empty_like(x)
+            return recorder.call(target, (x, *args), like, kwargs)
+
+        return forward
+
+    for module, target in calls.items():
+        module.forward = instead(module.forward, target)
+    try:
+        yield
+    finally:
+        for module in calls:
+            del module.forward
