@@ -25,7 +25,8 @@ class KVEventsOptions:
         "publish changes of the prefix cache over ZeroMQ, as JSON with vLLM's fields: "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": '
         '"tcp://*:5558", "topic": "", "buffer_steps": 10000, "hwm": 100000}; who connects can read '
-        "the prompts' token ids; replica r of a node has the ports r higher",
+        "the prompts' token ids; each further replica, and with up each further node, has the next "
+        "port",
     )
 
     def __post_init__(self) -> None:
@@ -37,6 +38,15 @@ class KVEventsOptions:
         JSON fields."""
         parsed = KVEventsConfig.read(self.kv_events_config)
         return parsed if parsed.enable_kv_cache_events and parsed.publisher == "zmq" else None
+
+    def moved(self, count: int) -> KVEventsOptions:
+        """Returns the option of a node before which so many replicas have endpoints of their own
+        on this host."""
+        if self.kv_events is None:
+            return self
+        endpoint, replay = self.kv_events.of_replica(count)
+        ends = {"endpoint": endpoint, "replay_endpoint": replay}
+        return KVEventsOptions(kv_events_config={**self.kv_events_config, **ends})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -332,5 +332,7 @@ def test_replicas_have_ports_of_their_own() -> None:
     assert config is not None
     assert config.of_replica(0) == ("tcp://*:5557", "tcp://*:6000")
     assert config.of_replica(2) == ("tcp://*:5559", "tcp://*:6002")
+    moved = KVEventsOptions(kv_events_config=on).moved(4).kv_events
+    assert moved is not None and moved.of_replica(1) == ("tcp://*:5562", "tcp://*:6005")
     assert KVEventsOptions(kv_events_config={**on, "publisher": "null"}).kv_events is None
     assert KVEventsOptions(kv_events_config={"enable_kv_cache_events": False}).kv_events is None
