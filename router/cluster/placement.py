@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TypeVar
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Unavailable
+from pdserve.common.core.errors import Gone, PdserveError, Unavailable
 from pdserve.common.core.request import PromptPath
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
@@ -79,6 +79,7 @@ class NodeSelector:
 
         Raises:
             Unavailable: no node came.
+            Gone: none will, as no node has the version of the request's tokens any more.
         """
         return await self._wait_for(lambda: self._find_decode(request), request)
 
@@ -163,21 +164,28 @@ class NodeSelector:
                 # Look again from time to time: a breaker that may be tried again does not notify.
                 patience = min(0.5, until - monotonic())
                 if patience <= 0:
-                    raise Unavailable(self._why_none(request), code="NO_NODE", retry_after=2.0)
+                    raise self._none(request)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(patience):
                         await self._view.registry.wait_for_change()
         return found
 
-    def _why_none(self, request: PlacementRequest) -> str:
+    def _none(self, request: PlacementRequest) -> PdserveError:
+        """Returns the error of a request for which no node came."""
         ready, reason = self._view.ready()
-        if not ready:
-            return reason
-        if request.version:
-            return "no usable node has the version that began this request"
-        if request.adapter:
-            return "no usable nodes have the adapter"
-        return "the remaining nodes are reserved for a request that has failed on others"
+        versions = {node.info.fingerprint for node in self._view.registry.nodes()}
+        if ready and request.version and request.version not in versions:
+            return Gone(
+                "the nodes of the model version that began this answer are gone, and another "
+                "version would not go on with it: ask anew"
+            )
+        if ready and request.version:
+            reason = "no usable node has the version that began this request"
+        elif ready and request.adapter:
+            reason = "no usable nodes have the adapter"
+        elif ready:
+            reason = "the remaining nodes are reserved for a request that has failed on others"
+        return Unavailable(reason, code="NO_NODE", retry_after=2.0)
 
 
 def _without(nodes: Candidates, avoid: Collection[str]) -> Candidates:
