@@ -7,7 +7,14 @@ import pytest
 
 from clock import Clock
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
+from pdserve.common.core.errors import (
+    Blame,
+    Gone,
+    NodeError,
+    Overloaded,
+    TransferError,
+    Unavailable,
+)
 from pdserve.common.core.request import PromptPath
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.channels import Channels
@@ -168,7 +175,7 @@ async def test_without_a_prefill_node_only_a_request_that_has_begun_is_placed(re
     assert (await place(registry, begun))[0] is None
     add(registry, "p0", pb.ROLE_PREFILL)
     begun.version = "g"
-    with pytest.raises(Unavailable, match="version"):
+    with pytest.raises(Gone, match="version"):
         await place(registry, begun)
 
 
@@ -314,7 +321,7 @@ async def test_a_node_that_failed_a_request_is_its_last_resort_whatever_its_role
     run.retries.avoid.add("b0")
     assert (await place(registry, run))[1].id == "d0"
     run.version = "g"
-    with pytest.raises(Unavailable, match="version"):
+    with pytest.raises(Gone, match="version"):
         await place(registry, run)
 
 
