@@ -39,4 +39,4 @@ def dying_reader(count: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield message
 
-    broadcast._rows = few
+    broadcast._rows = few  # type: ignore[assignment]
