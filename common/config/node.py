@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.config.compilation import CompilationConfig
+from pdserve.common.config.kv_events import KVEventsOptions
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.shared import (
     PORT,
@@ -428,6 +429,7 @@ class BothNodeConfig:
     tls: TLSConfig = field(default_factory=TLSConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    events: KVEventsOptions = field(default_factory=KVEventsOptions)
     log: LogConfig = field(default_factory=LogConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
