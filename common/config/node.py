@@ -95,6 +95,11 @@ class ModelConfig:
         "auto: safetensors or GGUF; dummy: random weights, from config.json alone",
         choices=("auto", "safetensors", "dummy"),
     )
+    load_broadcast: bool = option(
+        False,
+        "the first rank whose host has the model's folder reads it and sends it to the node's "
+        "other ranks, whose hosts need not have it",
+    )
     dtype: str = option(
         "auto",
         "compute and KV dtype; auto: the checkpoint's, or float32 on CPUs without fast bf16",
@@ -330,6 +335,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         seqs, tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
         self.compilation.graph_sizes(seqs or GPU_SEQS)  # raises ConfigError if wrong
+        if self.model.load_broadcast and self.lora.enable_lora:
+            raise ConfigError(
+                "--load-broadcast does not send adapters, which --enable-lora reads on every host: "
+                "leave out one of the two"
+            )
         if tokens is not None and tokens < (seqs or 0):
             raise ConfigError(
                 f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step "
@@ -397,6 +407,13 @@ class NodeConfig:
     metrics_port: int = option(0, "port of /metrics and /health (0: a free one)", **PORT)
     drain_timeout: float = option(
         30.0, "seconds to wait for work in flight after SIGTERM", minimum=0.0
+    )
+    orphan_lease: float = option(
+        10.0,
+        "seconds that a decode node goes on with an answer for an Idempotency-Key whose router "
+        "has died; 0: not at all",
+        minimum=0.0,
+        maximum=3600.0,
     )
 
     def __post_init__(self) -> None:
