@@ -6,6 +6,18 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+KV_AUTO = "auto"
+KV_CACHE_DTYPES = (KV_AUTO, "fp8_e4m3", "int8")
+"""Values of --kv-cache-dtype; auto: the dtype of computation."""
+_SCALE_BYTES = 4  # a float32 behind the 8-bit numbers of each row
+
+
+def kv_row(head_dim: int, dtype: str, kv_cache_dtype: str) -> tuple[int, str]:
+    """Returns the numbers and the dtype of a row of the cache: a token's key or value of a head."""
+    if kv_cache_dtype == KV_AUTO:
+        return head_dim, dtype
+    return head_dim + _SCALE_BYTES, "uint8"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "kv_rows.h"
 #include "vec.h"
 
 namespace {
@@ -25,26 +26,42 @@ INLINE void fetch(const T* row, int64_t dim) {
     for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 2);
 }
 
-// [blocks, kv_heads, block_size, dim] of keys, and as much of values.
+// [blocks, kv_heads, block_size] rows of keys, and as many of values.
 template <typename T>
 struct Cache {
-    const T *keys, *values;
-    int64_t kv_heads, dim, block_size;
-    int64_t to_values;  // from a key to its value
+    const uint8_t *keys, *values;
+    int64_t format, kv_heads, dim, block_size;
+    int64_t bytes;      // of a row
+    int64_t to_values;  // from a key to its value, where rows are read as they are
 
-    Cache(const T* keys, const T* values, int64_t kv_heads, int64_t dim, int64_t block_size)
-        : keys(keys), values(values), kv_heads(kv_heads), dim(dim), block_size(block_size),
-          to_values(values - keys) {}
+    Cache(const void* keys, const void* values, int64_t format, int64_t kv_heads, int64_t dim,
+          int64_t block_size)
+        : keys((const uint8_t*)keys), values((const uint8_t*)values), format(format),
+          kv_heads(kv_heads), dim(dim), block_size(block_size), bytes(row_bytes<T>(format, dim)),
+          to_values((const T*)values - (const T*)keys) {}
 
     // Where a sequence's keys start … end-1 are.
     void rows(const int32_t* table, int64_t kv_head, int64_t start, int64_t end,
              const T** out) const {
         for (int64_t i = start; i < end;) {
             const int64_t block = i / block_size, slot = i % block_size;
-            const T* row = keys + ((table[block] * kv_heads + kv_head) * block_size + slot) * dim;
+            const uint8_t* row =
+                keys + ((table[block] * kv_heads + kv_head) * block_size + slot) * bytes;
             const int64_t last = (block + 1) * block_size;
-            for (const int64_t stop = end < last ? end : last; i < stop; i++, row += dim) *out++ = row;
+            for (const int64_t stop = end < last ? end : last; i < stop; i++, row += bytes)
+                *out++ = (const T*)row;
         }
+    }
+
+    // Keys and values of `rows` as numbers of T in `to`; their distance.
+    int64_t unpack(const T** rows, int first, int count, int most, T* to) const {
+        for (int k = first; k < count; k++) {
+            const uint8_t* key = (const uint8_t*)rows[k];
+            read_row(format, key, dim, to + k * dim);
+            read_row(format, key + (values - keys), dim, to + (most + k) * dim);
+            rows[k] = to + k * dim;
+        }
+        return most * dim;
     }
 };
 
@@ -283,6 +300,7 @@ struct Rows {
     std::vector<int64_t> from, to;  // of each row: which keys it may see
     Seen part, all;
     std::vector<U> keys, values;  // of a tile
+    std::vector<T> unpacked;      // keys and values of a tile
 
     // Makes room for `most` rows. Memory is kept from call to call.
     void prepare(int64_t size, int64_t most) {
@@ -297,6 +315,7 @@ struct Rows {
         }
         grow(keys, most > FEW_ROWS ? KEYS * depth : 0);
         grow(values, most > FEW_ROWS ? TILE_DEPTH * padded : 0);
+        grow(unpacked, 2 * KEYS * dim);
     }
 
     // The tokens `start … end-1` of a sequence, from multiples of KEYS on.
@@ -312,11 +331,15 @@ struct Rows {
         };
         look_up(tiles[0], start);
         for (int i = 0; start < end; i ^= 1, start += KEYS) {
-            const Tile<T>&tile = tiles[i], &next = tiles[!i];
+            Tile<T>& tile = tiles[i];
+            const Tile<T>& next = tiles[!i];
             look_up(tiles[!i], start + KEYS);
+            int64_t to_values = cache.to_values;
+            if (cache.format != AS_IT_IS)
+                to_values = cache.unpack(tile.rows, tile.first, tile.count, KEYS, unpacked.data());
             if (count <= FEW_ROWS) {
                 with_rows(count, [&](auto rows) {
-                    attend_few<rows>(tile, next, cache.to_values, start, scale);
+                    attend_few<rows>(tile, next, to_values, start, scale);
                 });
                 continue;
             }
@@ -325,7 +348,7 @@ struct Rows {
                 fetch(next.rows[k] + cache.to_values, dim);
             }
             pack_keys(tile, depth, keys.data());
-            pack_values(tile, cache.to_values, dim, values.data());
+            pack_values(tile, to_values, dim, values.data());
             for (int64_t first = 0; first < count; first += ROWS)
                 if (sees(first, start, tile.count))
                     with_rows(std::min<int64_t>(ROWS, count - first), [&](auto rows) {
@@ -560,14 +583,14 @@ struct Task {
 // from there. `query` has `query_stride` numbers from token to token, `out` heads · dim. `dim` is
 // even.
 EXPORT void paged_attention(int64_t dtype, int64_t threads, int64_t sequences, int64_t heads,
-                            int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window,
-                            int64_t chunked, double scale, const void* query, int64_t query_stride,
+                            int64_t kv_heads, int64_t dim, int64_t block_size, int64_t format,
+                            int64_t window, int64_t chunked, double scale, const void* query, int64_t query_stride,
                             const void* keys, const void* values, const int32_t* rows,
                             const int32_t* counts, const int32_t* starts, const int32_t* skipped,
                             const int32_t* tables, int64_t table_stride, void* out) {
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const Cache<T> cache((const T*)keys, (const T*)values, kv_heads, dim, block_size);
+        const Cache<T> cache(keys, values, format, kv_heads, dim, block_size);
         const int64_t shared = heads / kv_heads;
         auto first_seen = [&](int64_t position) {
             return chunked ? position / window * window : std::max<int64_t>(0, position + 1 - window);
