@@ -31,8 +31,10 @@ class MaskScheduler:
     """Chooses the masks that a step computes. Normal ones take tens of microseconds. Slow ones are
     computed one per step and so rarely that they slow other rows by at most a third."""
 
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = monotonic, defers: bool = True) -> None:
+        """Without `defers` every step waits for the masks of all its rows."""
         self._now = now
+        self._defers = defers
         self._next_slow = 0.0
 
     def take(
@@ -44,7 +46,9 @@ class MaskScheduler:
             place: row for place, row in enumerate(rows) if row.grammar is None
         }
         grammars = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
-        if alone and not done:
+        if not self._defers:
+            wait([each.waits_for for each in grammars.values() if each.waits_for is not None])
+        elif alone and not done:
             _wait_for_one(list(grammars.values()))
         deferred = []
         start = self._now()
@@ -56,6 +60,7 @@ class MaskScheduler:
             slow = _is_slow(grammar)
             others = not alone or len(done) > 0
             now = self._now() < end and not (slow and others and start < self._next_slow)
+            now |= not self._defers
             masked = _masked(rows[place]) if now else None
             if now and _is_slow(grammar):
                 self._next_slow = self._now() + (SHARE - 1) * grammar.last_seconds
