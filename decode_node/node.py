@@ -89,6 +89,7 @@ class BothNode(DecodeNode):
                 tls=config.tls,
                 auth=config.auth,
                 engine=config.engine,
+                events=config.events,
                 log=config.log,
                 observability=config.observability,
             )

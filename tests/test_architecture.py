@@ -72,7 +72,7 @@ ALLOWED = {
     },
     # What users run and import.
     "demo_model": {"common.core", "common.config"},
-    "client": {"common.core"},
+    "client": {"common.core", "common.rpc"},
     "bench": {
         "common.core", "common.config", "common.distributed", "common.model", "common.planning",
         "common.engine", "common.worker", "client", "demo_model",

@@ -18,13 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
 
+from pdserve.common.core.block_hash import BlockHash
 from pdserve.common.core.kv_groups import KVGroup
-from pdserve.common.engine.block_pool import BlockHash, BlockPool
+from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 
 NO_BLOCK = -1
 """Entry of a block table whose tokens no coming query reads."""
+
+
+class CacheListener(Protocol):
+    """Hears what comes into the prefix cache and leaves it, in order. It must not block."""
+
+    def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
+        """The sequence's blocks `first … end-1` are cached now, and were not before."""
+
+    def removed(self, block_hash: BlockHash) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,9 @@ class KVPool:
         self._in_flight = in_flight
         together = zip(self.groups, self.pools, strict=True)
         self._windows = [(i, *each) for i, each in enumerate(together) if each[0].window]
+        # The group whose blocks stand for the prefix cache to others: what is longest a hit.
+        self._shown = next((i for i, group in enumerate(self.groups) if not group.window), 0)
+        self._listener: CacheListener | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -94,6 +109,18 @@ class KVPool:
             for group, pool in zip(self.groups, self.pools, strict=True)
         ]
         return min(found, key=lambda each: each[1] - each[0])
+
+    # ---- the prefix cache, as others see it -----------------------------------------------
+
+    def listen(self, listener: CacheListener | None) -> None:
+        """Tells `listener`, and no other, of changes from now on: of the blocks of the first group
+        without a window, or of the first group."""
+        self._listener = listener
+        self.pools[self._shown].on_removed = listener.removed if listener else None
+
+    def cached(self) -> list[BlockHash]:
+        """Returns the hashes of the blocks that a listener would know, parents first."""
+        return self.pools[self._shown].cached()
 
     # ---- admission ------------------------------------------------------------------------
 
@@ -191,10 +218,15 @@ class KVPool:
         full = sequence.num_computed // self.block_size
         if self.prefix_caching and full > first:
             hashes = sequence.hashes(self.block_size)
-            for table, pool in zip(sequence.block_tables, self.pools, strict=True):
-                for index in range(first, full):
-                    if table[index] != NO_BLOCK:
-                        pool.register(table[index], hashes[index])
+            for i, (table, pool) in enumerate(zip(sequence.block_tables, self.pools, strict=True)):
+                new = [
+                    index
+                    for index in range(first, full)
+                    if table[index] != NO_BLOCK and pool.register(table[index], hashes[index])
+                ]
+                if self._listener is not None and i == self._shown:
+                    for start, end in _runs(new):
+                        self._listener.stored(sequence, start, end)
         for i, group, pool in self._windows:
             table = sequence.block_tables[i]
             left = group.first_kept(before, self.block_size)
@@ -270,6 +302,13 @@ def _first(group: KVGroup, block_size: int, num_cached: int, remote_tokens: int 
     if remote_tokens is None:
         return group.first_block(num_cached * block_size, block_size)
     return group.first_kept(remote_tokens, block_size)
+
+
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields (first, end) of the runs of neighbours among ascending numbers."""
+    for _, run in groupby(enumerate(indices), lambda each: each[1] - each[0]):
+        members = [index for _, index in run]
+        yield members[0], members[-1] + 1
 
 
 def _held(table: Sequence[int]) -> list[int]:

@@ -49,6 +49,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.Registry/Heartbeat": _NODES,
     "/pdserve.v1.Registry/Deregister": _NODES,
     "/pdserve.v1.Adapters/Set": frozenset({ROUTER}),
+    "/pdserve.v1.KVEvents/Subscribe": frozenset({ROUTER}),
     "/pdserve.v1.Prefill/Run": frozenset({ROUTER}),
     "/pdserve.v1.Decode/Run": frozenset({ROUTER}),
     "/pdserve.v1.Decode/Events": frozenset({ROUTER}),

@@ -6,7 +6,7 @@
 
 The chunks are those of one stream that nothing happened to. The stream's events have ids; when it
 breaks off, the client sends the same body with the ids that it has got to the next router, which
-streams what follows (`router/http/resume.py`).
+streams what follows (`router/requests/event_ids.py`).
 """
 
 from __future__ import annotations

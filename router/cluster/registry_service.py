@@ -19,7 +19,8 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
-from pdserve.router.cluster.registry import ROLE_NAMES, Node, Registry
+from pdserve.router.cluster.node import ROLE_NAMES, Node
+from pdserve.router.cluster.registry import Registry
 
 PROBE_TIMEOUT = 2.0  # seconds
 MAX_MESSAGE_NBYTES = 1 << 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from pdserve.router.api.schema import GenerationBody
 from pdserve.router.http.encoding import as_typed, error_body, json_response, stopping
 from pdserve.router.http.logprobs import logprob_of
 from pdserve.router.http.request import STATE
-from pdserve.router.http.resume import Drawn, EventIds, resumable
+from pdserve.router.http.resume import resumable
 from pdserve.router.http.timeline import path_header, timeline_of
+from pdserve.router.requests.event_ids import Drawn, EventIds
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -270,7 +272,7 @@ class OpenAIWriter:
         if self.ids is not None:
             self.ids.add(prompt, delta)
             if chunks:
-                chunks[-1] += b"\nid: " + self.ids.next()
+                chunks[-1] += b"\nid: " + urlsafe_b64encode(self.ids.next())
         return chunks
 
     def _chunks_of(self, prompt: int, delta: TextDelta) -> Iterator[bytes]:

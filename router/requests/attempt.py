@@ -15,10 +15,11 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.status import failure_from_pb
 from pdserve.common.rpc.tokens import JobEvent, JobTokens, StepEvent
 from pdserve.router.cluster.in_flight import LINK_CODES, InFlightLoad
+from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.node_client import DecodeCall, NodeClient, protocol_error
 from pdserve.router.cluster.node_streams import NodeStreams
 from pdserve.router.cluster.placement import NodeSelector
-from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.request_state import RequestState, bad_token
 from pdserve.router.requests.stages import Phase
 

@@ -60,8 +60,8 @@ PP2 = {"pipeline_parallel_size": 2}
     [
         ("qwen3", "tcp", TP2, TP1),
         ("deepseek", "shm", PP2, TP2),
-        ("gemma3", "shm", TP1, TP1),  # a rank through transformers takes 6 CPU seconds to start
-        ("qwen3-next", "tcp", TP2, TP1),
+        slow("gemma3", "shm", TP1, TP1),
+        ("qwen3-next", "tcp", TP2, TP1),  # through transformers, as those below
         slow("qwen3-next", "shm", PP2, TP2),
         slow("qwen3-next", "tcp", TP1, PP2),
         slow("qwen3.5", "shm", TP2, TP1),

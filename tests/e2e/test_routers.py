@@ -9,6 +9,7 @@ from itertools import islice
 from time import monotonic
 from typing import Any
 
+import grpc
 import pytest
 
 import reference
@@ -18,6 +19,9 @@ from benchmarks.soak.asks import make_asks
 from benchmarks.soak.load import clients
 from callers import KINDS, call, fresh_prompt
 from pdserve.client.resuming import AsyncResumingClient, ResumingClient
+from pdserve.client.resuming_grpc import ResumingStub
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from thinned import thinned
 from warm import WarmCluster, slowness
 
@@ -236,3 +240,81 @@ async def test_an_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> No
     async with AsyncResumingClient([cluster.url]) as client:
         chunks = [chunk async for chunk in client.stream(WAYS[0], body)]
     assert gathered(chunks)[0]["finish"] == ["length"]
+
+
+# ---- the same over gRPC ----
+
+
+def collected(responses: Iterable[pb.GenerateResponse]) -> dict[Any, Any]:
+    """What a client makes of a stream: all of each choice, and what must be the same throughout."""
+    found: dict[Any, Any] = {"ids": set(), "prompt": [], "usage": []}
+    for each in responses:
+        found["ids"].add(each.request_id)
+        found["prompt"] += each.prompt_token_ids
+        if each.HasField("usage"):
+            found["usage"].append((each.usage.prompt_tokens, each.usage.completion_tokens))
+            continue
+        choice = found.setdefault(each.index, {"text": "", "tokens": [], "finish": 0})
+        choice["text"] += each.text
+        choice["tokens"] += [token.id for token in each.tokens]
+        choice["finish"] = each.finish_reason
+    return found
+
+
+def test_a_grpc_stream_outlives_its_router(cluster: WarmCluster) -> None:
+    sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True, temperature=1, seed=5, n=2)
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=fresh_prompt(20)), sampling=sampling, return_token_ids=True
+    )
+    with ResumingStub([cluster.grpc, cluster.at(OTHER).grpc]) as stub:
+        expected = collected(stub.generate(request))
+        responses: list[pb.GenerateResponse] = []
+        stream = stub.generate(request)
+        for turn, name in enumerate(cluster.routers):
+            while stub._turn < turn and (response := next(stream, None)):
+                responses.append(response)
+            responses += islice(stream, 5)
+            with cluster.standing_still("decode"):
+                cluster.kill(name)
+                cluster.start_router(name=name)
+                cluster.wait_nodes()
+        responses += stream
+        assert stub._turn, "it broke off"
+    found = collected(responses)
+    assert len(found["ids"]) == 1 and len(found["usage"]) == 1
+    assert {**found, "ids": 0} == {**expected, "ids": 0}
+    cluster.wait_idle()
+
+
+def test_a_grpc_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> None:
+    chat = pb.Chat(messages=[pb.Message(role="user", content="a b c")])
+    sampling = pb.SamplingParams(max_tokens=4, ignore_eos=True)
+    request = pb.GenerateRequest(chat=chat, sampling=sampling, resumable=True)
+    with (
+        grpc.insecure_channel(cluster.grpc) as first,
+        grpc.insecure_channel(cluster.at(OTHER).grpc) as second,
+    ):
+        whole = list(pb_grpc.InferenceStub(first).Generate(request))
+        ids = [each.event_id for each in whole if each.event_id]
+        assert len(ids) == len(whole) - 1 >= 3
+        other = pb_grpc.InferenceStub(second)
+
+        def resumed(**changed: Any) -> list[pb.GenerateResponse]:
+            again = pb.GenerateRequest()
+            again.CopyFrom(request)
+            again.MergeFrom(pb.GenerateRequest(**changed))
+            return list(other.Generate(again))
+
+        rest = resumed(resume=ids[:2])
+        assert [each.text for each in whole[2:]] == [each.text for each in rest]
+        forged = ids[1][:-1] + bytes([ids[1][-1] ^ 1])
+        wrong = [[b"x"], ids[1:], [ids[0], ids[2]], [ids[0], forged], [ids[1], ids[0]]]
+        changes: list[dict[str, Any]] = [{"resume": each} for each in wrong]
+        for change in (*changes, {"resume": ids, "priority": 0, "cache_salt": "other"}):
+            with pytest.raises(grpc.RpcError) as refused:
+                resumed(**change)
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            assert "FOREIGN_EVENT_ID" in str(refused.value.trailing_metadata())
+        request.resumable = False
+        with pytest.raises(grpc.RpcError, match="`resume` needs"):
+            resumed(resume=ids)

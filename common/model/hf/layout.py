@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +13,7 @@ from torch import nn
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.hf.describe import (
-    Call,
-    StateCall,
-    build,
-    first_line,
-    read_config,
-    run_outline,
-)
+from pdserve.common.model.hf.describe import Call, StateCall, build, first_line, run_outline
 from pdserve.common.model.hf.parallel import (
     GATHERED,
     PLANNED,
@@ -57,13 +50,12 @@ class Layout:
     tuples: int = 0  # the length of what layers return, if that is a tuple
 
 
-def choose_layout(
-    spec: ModelSpec, folder: Path, overrides: Mapping[str, Any], size: int, stage: Stage
-) -> Layout:
-    """Returns the layout for `size` tensor-parallel ranks. Raises ConfigError if there is none."""
+def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage) -> Layout:
+    """Returns the layout for `size` tensor-parallel ranks of a `config` of `read_config`. Raises
+    ConfigError if there is none."""
 
     def fresh() -> Any:
-        return build(read_config(folder, overrides))
+        return build(copy.deepcopy(config))
 
     if stage == Stage.whole(spec.num_layers) and size == 1:
         return Layout("", (Heads(),) * spec.num_layers)

@@ -171,6 +171,18 @@ class SetAdaptersResponse(_message.Message):
     failures: _containers.ScalarMap[str, str]
     def __init__(self, digests: _Optional[_Iterable[str]] = ..., failures: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
+class KVEventsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KVEventsMessage(_message.Message):
+    __slots__ = ("number", "batch")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    batch: bytes
+    def __init__(self, number: _Optional[int] = ..., batch: _Optional[bytes] = ...) -> None: ...
+
 class Job(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "adapter", "priority", "client", "router", "timed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

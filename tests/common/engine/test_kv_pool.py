@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.common.core.block_hash import hash_blocks
 from pdserve.common.core.kv_groups import KVGroup, kv_groups
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.engine.block_pool import hash_blocks
 from pdserve.common.engine.kv_pool import NO_BLOCK, KVPool
 from pdserve.common.engine.sequence import Sequence
 

@@ -51,6 +51,7 @@ async def test_tokens_equal_transformers(folder: Path) -> None:
         assert it.scheduler.cache_hits - hits == most
 
 
+@pytest.mark.slow
 async def test_a_prefix_whose_state_is_gone_is_computed_again(folder: Path) -> None:
     """Within a prompt there are states only where chunks ended."""
     async with running(folder, **ROOMY) as it:
@@ -62,6 +63,7 @@ async def test_a_prefix_whose_state_is_gone_is_computed_again(folder: Path) -> N
             assert it.scheduler.cache_hits - hits == cached
 
 
+@pytest.mark.slow
 async def test_preempted_sequences_equal_transformers(folder: Path) -> None:
     cache = CacheConfig(block_size=4, num_gpu_blocks_override=1600, enable_prefix_caching=False)
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=CHUNK)
@@ -75,7 +77,8 @@ async def test_preempted_sequences_equal_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"pipeline_parallel_size": 2}, slow({"tensor_parallel_size": 2})]
+    "parallel",
+    [slow({"pipeline_parallel_size": 2}, id="PP"), slow({"tensor_parallel_size": 2}, id="TP")],
 )
 async def test_ranks_equal_transformers(folder: Path, parallel: dict[str, Any]) -> None:
     async with running(folder, parallel) as it:
