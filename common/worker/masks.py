@@ -46,9 +46,7 @@ class MaskScheduler:
             place: row for place, row in enumerate(rows) if row.grammar is None
         }
         grammars = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
-        if not self._defers:
-            wait([each.waits_for for each in grammars.values() if each.waits_for is not None])
-        elif alone and not done:
+        if alone and not done:
             _wait_for_one(list(grammars.values()))
         deferred = []
         start = self._now()
@@ -60,8 +58,9 @@ class MaskScheduler:
             slow = _is_slow(grammar)
             others = not alone or len(done) > 0
             now = self._now() < end and not (slow and others and start < self._next_slow)
-            now |= not self._defers
-            masked = _masked(rows[place]) if now else None
+            masked = _masked(rows[place]) if now or not self._defers else None
+            while masked is None and not self._defers:
+                masked = _masked_later(rows[place])
             if now and _is_slow(grammar):
                 self._next_slow = self._now() + (SHARE - 1) * grammar.last_seconds
                 end = 0.0
@@ -91,6 +90,14 @@ def _masked(row: StepSequence) -> StepSequence | FailedRow | None:
     # A complete text allows only end tokens, so min_tokens must not ban them.
     banned = () if row.grammar.complete else row.banned_token_ids
     return replace(row, mask=mask, banned_token_ids=banned)
+
+
+def _masked_later(row: StepSequence) -> StepSequence | FailedRow | None:
+    """Tries once more, when the grammar is compiled."""
+    assert row.grammar is not None
+    if row.grammar.waits_for is not None:
+        wait([row.grammar.waits_for])
+    return _masked(row)
 
 
 def _wait_for_one(grammars: Sequence[RowGrammar]) -> None:
