@@ -105,12 +105,14 @@ class RegisterRequest(_message.Message):
     def __init__(self, node: _Optional[_Union[NodeInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., time_s: _Optional[float] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("heartbeat_interval_s", "router")
+    __slots__ = ("heartbeat_interval_s", "router", "sibling_ports")
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    SIBLING_PORTS_FIELD_NUMBER: _ClassVar[int]
     heartbeat_interval_s: float
     router: str
-    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., router: _Optional[str] = ...) -> None: ...
+    sibling_ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., router: _Optional[str] = ..., sibling_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("node_id", "load", "instance", "time_s")
