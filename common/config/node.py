@@ -415,6 +415,13 @@ class NodeConfig:
     drain_timeout: float = option(
         30.0, "seconds to wait for work in flight after SIGTERM", minimum=0.0
     )
+    orphan_lease: float = option(
+        10.0,
+        "seconds that a decode node goes on with an answer for an Idempotency-Key whose router "
+        "has died; 0: not at all",
+        minimum=0.0,
+        maximum=3600.0,
+    )
 
     def __post_init__(self) -> None:
         for router in self.routers:

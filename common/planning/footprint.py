@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from pdserve.common.core.kv_groups import KV_AUTO, kv_row
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.moe_spec import MoESpec
@@ -210,23 +210,22 @@ class Footprint:
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:
-        """Bytes in all KV groups."""
-        return sum(self.kv_of_groups(stage))
+        """Bytes in all KV groups but states, which do not grow."""
+        together = zip(self.spec.kv_groups, self.kv_of_blocks(stage, 1), strict=True)
+        return sum(0 if group.state else nbytes for group, nbytes in together)
 
-    def kv_of_groups(self, stage: Stage) -> tuple[int, ...]:
-        """Bytes per token in each KV group: planes (key, value; or one of latents) × layers × KV
-        heads of the rank × bytes of a row. With more ranks than KV heads each rank still holds
-        one."""
+    def kv_of_blocks(self, stage: Stage, block_size: int) -> tuple[int, ...]:
+        """Bytes of a block in each KV group: planes (key, value; or one of latents) × layers × KV
+        heads of the rank × slots × bytes of a row. With more ranks than KV heads each rank still
+        holds one."""
         return tuple(
-            group.planes * (end - start) * (last - first) * self._row_bytes(group.head_dim)
+            group.planes * (end - start) * (last - first) * slots * numbers * DTYPE_BYTES[dtype]
             for group in self.spec.kv_groups
             for start, end in [group.layers_between(stage.start, stage.end)]
             for first, last in [group.head_range(0, self.tp)]
+            for slots, _ in [group.page(block_size)]
+            for numbers, dtype in [group.row(self.dtype, self.kv_cache_dtype)]
         )
-
-    def _row_bytes(self, head_dim: int) -> int:
-        numbers, dtype = kv_row(head_dim, self.dtype, self.kv_cache_dtype)
-        return numbers * DTYPE_BYTES[dtype]
 
     # ---- activations ----
 

@@ -18,7 +18,7 @@ import torch
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
-from pdserve.common.core.kv_groups import KVGroup, kv_row
+from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.model.decoder import Decoder
@@ -86,16 +86,12 @@ def cache_shapes(
         CacheShape(
             *group.layers_between(stage.start, stage.end),
             *group.head_range(ranks.rank, ranks.size),
-            num_blocks=1,
-            block_size=block_size,
-            head_dim=numbers,
-            dtype=dtype,
+            1,  # block
+            group.page(block_size)[0],
+            *group.row(dtype_name(model.dtype), attention.kv_cache_dtype),
             planes=group.planes,
         )
         for group, attention in zip(spec.kv_groups, model.attentions, strict=True)
-        for numbers, dtype in [
-            kv_row(group.head_dim, dtype_name(model.dtype), attention.kv_cache_dtype)
-        ]
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,18 @@ class RegistryService(pb_grpc.RegistryServicer):
     """Registers nodes. It refuses nodes of another model, because the router cannot tokenize for
     them."""
 
-    def __init__(self, registry: Registry, model: str, heartbeat_interval: float) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        model: str,
+        heartbeat_interval: float,
+        sibling_ports: Sequence[int] = (),
+    ) -> None:
+        """`sibling_ports`: where other workers of this router take registrations."""
         self._registry = registry
         self._model = model
         self._heartbeat_interval = heartbeat_interval
+        self._sibling_ports = sibling_ports
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         async with serving(context):
@@ -57,7 +65,9 @@ class RegistryService(pb_grpc.RegistryServicer):
                 self._registry.register(request.node, request.load)
             self._registry.clock_shown(request.node.node_id, request.time_s)
         return pb.RegisterResponse(
-            heartbeat_interval_s=self._heartbeat_interval, router=self._registry.router_id
+            heartbeat_interval_s=self._heartbeat_interval,
+            router=self._registry.router_id,
+            sibling_ports=self._sibling_ports,
         )
 
     async def Heartbeat(

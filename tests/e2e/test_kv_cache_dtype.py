@@ -10,15 +10,15 @@ import pytest
 from cluster import node_metrics
 from exact import Asker
 from paths import MODELS
-from pdserve.common.core.kv_groups import kv_row
 from pdserve.common.model.implementation import read_spec
 from thinned import slow
 from tiny_engine import greedy, load, single_threaded_inference, some_tokens
 from warm import WarmCluster, run_roles
 from windowed import make_windowed
 
-LENGTHS = (30, 90, 150, 220, 300)
-PROMPTS = [tuple(some_tokens(length, seed=length)) for length in LENGTHS]
+# Lengths, and seeds for which the best two logits of every token are 0.02 apart at least.
+SEEDS = {30: 8, 90: 4, 150: 15, 220: 26, 300: 6}
+PROMPTS = [tuple(some_tokens(length, seed=seed)) for length, seed in SEEDS.items()]
 BLOCK_SIZE, NUM_TOKENS = 16, 17
 
 
@@ -32,7 +32,7 @@ def kv_bytes(model: Path, length: int, kind: str) -> int:
     total = 0
     for group in read_spec(model, "auto", {}).kv_groups:
         blocks = -(-length // BLOCK_SIZE) - group.first_kept(length, BLOCK_SIZE)
-        numbers, _ = kv_row(group.head_dim, "float32", kind)
+        numbers, _ = group.row("float32", kind)
         total += blocks * BLOCK_SIZE * len(group.layers) * 2 * group.num_kv_heads * numbers
     return total
 
@@ -58,7 +58,7 @@ def test_a_hand_over(
         asker = Asker(cluster)
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert asker.ids(prompt) == tokens
-        moved = sum(kv_bytes(model, length, kind) for length in LENGTHS)
+        moved = sum(kv_bytes(model, length, kind) for length in SEEDS)
         (node,) = cluster.nodes("decode")
         assert node_metrics(node)["pdserve_kv_transfer_bytes_total"] == moved
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
