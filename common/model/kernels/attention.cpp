@@ -359,8 +359,9 @@ void attend(const Call& call, const Cache<T>& cache) {
 // from there. `query` has `query_stride` numbers from token to token, `out` heads · dim. `dim` is
 // even.
 EXPORT void paged_attention(int64_t dtype, int64_t threads, int64_t sequences, int64_t heads,
-                            int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window,
-                            int64_t chunked, double scale, const void* query, int64_t query_stride,
+                            int64_t kv_heads, int64_t dim, int64_t block_size, int64_t format,
+                            int64_t window, int64_t chunked, double scale, const void* query,
+                            int64_t query_stride,
                             const void* keys, const void* values, const int32_t* rows,
                             const int32_t* counts, const int32_t* starts, const int32_t* skipped,
                             const int32_t* tables, int64_t table_stride, void* out) {
@@ -368,7 +369,7 @@ EXPORT void paged_attention(int64_t dtype, int64_t threads, int64_t sequences, i
                     query_stride, rows, counts, starts,   skipped, tables,       table_stride, out};
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const Cache<T> cache((const T*)keys, (const T*)values, kv_heads, dim, block_size);
+        const Cache<T> cache(keys, values, format, kv_heads, dim, block_size);
 #if defined(HAS_AMX)
         if constexpr (std::is_same_v<T, BFloat16>) {
             if (has_tiles()) return attend<TileProducts>(call, cache);

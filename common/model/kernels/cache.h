@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "kv_rows.h"
 #include "vec.h"
 
 constexpr int KEYS = 64;  // of a tile
@@ -41,21 +42,23 @@ struct Tile {
     }
 };
 
-// [blocks, kv_heads, block_size, dim] of keys, and as much of values.
+// [blocks, kv_heads, block_size] rows of keys, and as many of values.
 template <typename T>
 struct Cache {
     using S = Stored<T>;
-    const T *keys, *values;
-    int64_t kv_heads, dim, block_size;
+    const uint8_t *keys, *values;
+    int64_t format, kv_heads, dim, block_size;
     int64_t row;  // numbers of a row of a tile: dim in whole vectors of words
 
-    Cache(const T* keys, const T* values, int64_t kv_heads, int64_t dim, int64_t block_size)
-        : keys(keys), values(values), kv_heads(kv_heads), dim(dim), block_size(block_size),
+    Cache(const void* keys, const void* values, int64_t format, int64_t kv_heads, int64_t dim,
+          int64_t block_size)
+        : keys((const uint8_t*)keys), values((const uint8_t*)values), format(format),
+          kv_heads(kv_heads), dim(dim), block_size(block_size),
           row(round_up(dim, LANES * PER_WORD<S>)) {}
 
-    // Finds the tokens `at … at+KEYS-1` of a sequence, of which those from `first` to `end` exist.
-    // Its table begins with token `first`'s block, at that token. A group is read in place where it
-    // is whole in one block and its rows are whole vectors, else it is copied.
+    // Finds the tokens `at … at+KEYS-1` of a sequence, of which those from `first` to `end` exist;
+    // its table begins with token `first`. A group is read in place where it is whole in one block
+    // and its rows are whole vectors of what is computed with, else it is copied.
     void find(const int32_t* table, int64_t kv_head, int64_t first, int64_t at, int64_t end,
               Tile<S>& tile) const {
         const int64_t before = std::clamp<int64_t>(first - at, 0, KEYS);
@@ -67,13 +70,11 @@ struct Cache {
             const int64_t to = std::min<int64_t>((g + 1) * LANES, count);
             const int64_t token = at + from - first;
             const bool whole = to - from == LANES && token % block_size + LANES <= block_size;
-            if constexpr (std::is_same_v<T, S>) {
-                if (whole && row == dim) {
-                    const int64_t offset = place(table, kv_head, token);
-                    tile.keys[g] = keys + offset;
-                    tile.values[g] = values + offset;
-                    continue;
-                }
+            if (std::is_same_v<T, S> && format == AS_IT_IS && whole && row == dim) {
+                const int64_t place = place_of(table, kv_head, token);
+                tile.keys[g] = (const S*)(keys + place);
+                tile.values[g] = (const S*)(values + place);
+                continue;
             }
             tile.copies.resize(2 * KEYS * row);
             S* copy = tile.copies.data() + 2 * g * LANES * row;
@@ -81,26 +82,28 @@ struct Cache {
             tile.values[g] = copy + LANES * row;
             std::fill_n(copy, 2 * LANES * row, S{});
             for (int64_t i = from; i < to; i++) {
-                const int64_t offset = place(table, kv_head, at + i - first);
+                const int64_t place = place_of(table, kv_head, at + i - first);
                 S* out = copy + (i - g * LANES) * row;
-                copy_row(keys + offset, out);
-                copy_row(values + offset, out + LANES * row);
+                read(keys + place, out);
+                read(values + place, out + LANES * row);
             }
         }
     }
 
 private:
-    int64_t place(const int32_t* table, int64_t kv_head, int64_t token) const {
-        const int64_t block = table[token / block_size];
-        return ((block * kv_heads + kv_head) * block_size + token % block_size) * dim;
+    int64_t place_of(const int32_t* table, int64_t kv_head, int64_t token) const {
+        const int64_t block = table[token / block_size], slot = token % block_size;
+        return ((block * kv_heads + kv_head) * block_size + slot) * row_bytes<T>(format, dim);
     }
 
-    void copy_row(const T* from, S* to) const {
-        if constexpr (std::is_same_v<T, S>) {
+    void read(const uint8_t* from, S* to) const {
+        if (format != AS_IT_IS) {
+            read_row(format, from, dim, to);
+        } else if constexpr (std::is_same_v<T, S>) {
             memcpy(to, from, dim * sizeof(S));
         } else {
             for_vectors(dim, [&](int64_t i, int64_t some) {
-                store_some(to + i, load_some(from + i, some), some);
+                store_some(to + i, load_some((const T*)from + i, some), some);
             });
         }
     }
