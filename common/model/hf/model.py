@@ -23,6 +23,7 @@ from pdserve.common.model.attention import (
     AttentionShape,
 )
 from pdserve.common.model.decoder import Decoder, places
+from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs
 from pdserve.common.model.dequantize import model_view
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.hf.attention import (
@@ -33,6 +34,7 @@ from pdserve.common.model.hf.attention import (
     answering,
     take_temperatures,
 )
+from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.describe import first_line, layers_of, model_class, read_config
 from pdserve.common.model.hf.layout import Layout, choose_layout
 from pdserve.common.model.hf.loading import Prepare, partial_class
@@ -57,10 +59,14 @@ class TransformersModel(Decoder):
         self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
         self._model = model
         take_temperatures(model)
+        take_delta_nets(model)
         self._base = layers_of(model)[1]
         self._head = _head_of(model)
         self._run: StageRun = model.stage_run
-        self.attentions = [self._attention(kv) for kv in spec.kv_groups]
+        self.attentions = [
+            DeltaBackend(sharding.kernels) if kv.state else self._attention(kv)
+            for kv in spec.kv_groups
+        ]
         self._places = places(spec.kv_groups, self.stage)
 
     def _attention(self, kv: KVGroup) -> StyledAttention:
@@ -137,6 +143,15 @@ class _Step(Answers):
             k, v = k[:, mine], v[:, mine]
         out = attention.attend_styled(q, k, v, style, cache, context, stores)
         return (ranks.all_gather(out, dim=1) if heads.whole_queries else out)[None]
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        group, index, _ = self._model.place(layer)
+        ranks, backend = self._model.group, self._model.attentions[group]
+        assert isinstance(backend, DeltaBackend)
+        start, end = self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size)
+        states = self._caches[group][index][0, :, :, 0]
+        out = backend.scan(inputs.of_units(start, end), states, self._contexts[group])
+        return ranks.all_gather(out, dim=1) if ranks.size > 1 else out
 
 
 @dataclass(frozen=True)
