@@ -239,14 +239,18 @@ class PipelineCollector(Collector):
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
-        index = self._pipeline.caches.index
-        yield GaugeMetricFamily(
-            "pdserve_prefix_index_blocks", "Blocks that some node has, by its KV events", len(index)
+        known = GaugeMetricFamily(
+            "pdserve_prefix_index_blocks",
+            "Blocks that nodes have cached, by their KV events",
+            labels=("role",),
         )
+        for role, count in self._pipeline.caches.num_blocks().items():
+            known.add_metric((role,), count)
+        yield known
         yield CounterMetricFamily(
             "pdserve_prefix_index_evicted_blocks",
             "Blocks that a full prefix index has forgotten",
-            index.num_evicted,
+            self._pipeline.caches.index.num_evicted,
         )
         nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))
         for labels, count in self._pipeline.view.counts().items():

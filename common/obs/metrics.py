@@ -159,6 +159,7 @@ class RouterMetrics(_Metrics):
             self.requests.labels(code)
         for role in ("prefill", "decode", "both"):
             self.migrations.labels(role, "PROTOCOL_ERROR")
+            self.policy_failures.labels(role)
 
     def observe_request(
         self,

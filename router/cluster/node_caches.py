@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import count
@@ -24,7 +25,7 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.kv_events import BlockRemoved, BlockStored, KVEventBatch, decode_batch
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
-from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.node import ROLE_NAMES, Node
 from pdserve.router.cluster.prefix_index import PrefixIndex, PromptBlocks
 from pdserve.router.cluster.registry import Registry
 
@@ -50,7 +51,7 @@ class NodeCaches:
         metrics: RouterMetrics,
         index: PrefixIndex | None = None,
     ) -> None:
-        self.index = index or PrefixIndex()
+        self.index = PrefixIndex() if index is None else index
         self._registry = registry
         self._channels = channels
         self._roles = roles
@@ -67,6 +68,14 @@ class NodeCaches:
                 if node.info.block_size == size:
                     found[node] = max(depth, found.get(node, 0))
         return found
+
+    def num_blocks(self) -> Counter[str]:
+        """Returns how many blocks the nodes of each role have, replicas counted apart."""
+        counts = Counter({ROLE_NAMES[role]: 0 for role in self._roles})
+        for node in self._following:
+            places = ((node, replica) for replica in range(node.replicas))
+            counts[node.role] += sum(map(self.index.num_blocks, places))
+        return counts
 
     @property
     def wanted(self) -> bool:

@@ -149,7 +149,7 @@ class PrefixAware(Policy):
 
     The queue counts for less than the prompt's own tokens: what is computed twice costs the whole
     cluster, a wait only this request. It is still a bound. A node whose queue is longer than
-    another's by five times what it has cached gets no more. The last term deals out prompts that
+    another's by ten times what it has cached gets no more. The last term deals out prompts that
     nobody has, also where no node ever queues, and takes a hot prefix to a second node before the
     first one is full. The weights are from benchmarks/bench_placement.py.
 
@@ -159,7 +159,7 @@ class PrefixAware(Policy):
 
     uses_prefixes = True
 
-    QUEUED, RECENT = 0.2, 0.05
+    QUEUED, RECENT = 0.1, 0.05
     FADING = 60.0  # seconds in which what was given fades to a third
     SPREAD = 1.25
     LOOKED_AT = 32  # nodes of each order; of more than this some are left out in turn
@@ -241,7 +241,7 @@ def load_policy(name: str, flag: str) -> Policy:
     try:
         kind = found or resolve(name, dict.fromkeys(BUILT_IN, ""), GROUP)
     except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from error
+        raise ConfigError(f"{flag}: {error.message}") from error
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ConfigError(
             f"{flag} {name} is not a subclass of pdserve.router.cluster.policy:Policy"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Protocol
 
 from pdserve.common.core.block_hash import BlockHash, hash_blocks, short_hash
 
@@ -23,6 +24,13 @@ SHARDS = 1024  # a power of two
 EVICTED = 16  # a full shard loses one block of so many, those that came first
 MAX_INTERNED = 1 << 16  # sets of places of which one copy is shared
 _KEY = (1 << 60) - 1  # an integer of more bits takes half as much again
+
+
+class Blocks(Protocol):
+    """Hashes of a prompt's full blocks, as KV events name them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> int: ...
 
 
 class PromptBlocks:
@@ -118,7 +126,7 @@ class PrefixIndex:
 
     # ---- who has a prefix -------------------------------------------------------------------
 
-    def match(self, blocks: PromptBlocks) -> dict[Hashable, int]:
+    def match(self, blocks: Blocks) -> dict[Hashable, int]:
         """Returns how many of a prompt's first blocks each place has; places with none are left
         out."""
         found: dict[Hashable, int] = {}
@@ -132,7 +140,7 @@ class PrefixIndex:
             alive = stay
         return found
 
-    def _first_gap(self, blocks: PromptBlocks, alive: int, has: int) -> int:
+    def _first_gap(self, blocks: Blocks, alive: int, has: int) -> int:
         """Returns the first block after `has` that not all of `alive` have: by steps that double,
         so that no more than twice what they have is hashed, then by bisection."""
         step, end = 1, len(blocks)
@@ -149,7 +157,7 @@ class PrefixIndex:
                 has = middle
         return lacks
 
-    def _mask(self, blocks: PromptBlocks, index: int) -> int:
+    def _mask(self, blocks: Blocks, index: int) -> int:
         key = blocks[index] & _KEY
         return self._shards[key % SHARDS].get(key, 0)
 
