@@ -60,8 +60,9 @@ ALLOWED = {
     },
     "router.http": {
         "common.core", "common.config", "common.http", "common.obs", "common.rpc", "common.text",
-        "router.api", "router.cluster", "router.requests",
+        "router.api", "router.cluster", "router.requests", "router.workers",
     },
+    "router.workers": {"common.obs"},
     "router.grpc": {
         "common.core", "common.config", "common.obs", "common.rpc", "common.text",
         "router.api", "router.cluster", "router.requests",
@@ -69,6 +70,7 @@ ALLOWED = {
     "router": {
         "common.core", "common.config", "common.http", "common.obs", "common.rpc", "common.text",
         "router.api", "router.cluster", "router.grpc", "router.http", "router.requests",
+        "router.workers",
     },
     # What users run and import.
     "demo_model": {"common.core", "common.config"},

@@ -3,11 +3,15 @@
     group         block table of a sequence, entry i for tokens i · block_size …
     all tokens    [7, 3, 9, 4, 8]
     window        [-, -, 2, 5, 0]     before the window: NO_BLOCK
+    state         [-, -, -, 1, 6]     after the last full block, and after the last token
 
 A sequence gets blocks in all groups or in none. In a group with a window a block is freed once no
 coming query can read it (or one block later: `KVGroup.first_kept`); a prompt's blocks there are
 allocated chunk by chunk, so a long prompt holds its window and the chunks in flight. A prefix is
 cached if every group has what the queries after it read (the hashes are the same in all groups).
+
+A state is a window of two tokens, but large: a chunk gets blocks for two states only, its last one
+and the one after the last full block before, where the next prompt of these tokens can begin.
 """
 
 from __future__ import annotations
@@ -191,17 +195,25 @@ class KVPool:
 
     def extend(self, sequence: EngineSequence, num_tokens: int) -> int:
         """Like `grow`, as far as there are free blocks; returns how many of the tokens fit."""
-        needed = self.blocks_for(num_tokens)
-        for i, _, pool in self._windows:
+        fitting = num_tokens
+        for i, group, pool in self._windows:  # states last, which need to know where it ends
             table = sequence.block_tables[i]
-            table += pool.allocate(max(0, min(needed - len(table), pool.num_free)))
-        return min(num_tokens, self.block_size * min(map(len, sequence.block_tables)))
+            missing = self.blocks_for(fitting) - len(table)
+            if group.state:
+                written = min(2, missing)
+                if 0 < written <= pool.num_free:
+                    table += [NO_BLOCK] * (missing - written) + pool.allocate(written)
+            else:
+                table += pool.allocate(max(0, min(missing, pool.num_free)))
+            fitting = min(fitting, self.block_size * len(table))
+        return min(fitting, self.block_size * min(map(len, sequence.block_tables)))
 
     def computed(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Records that the KV of the sequence's next `num_tokens` tokens exists: full blocks are
         registered, those that left a window freed. No draft and no step in flight reads them, since
         their queries come after these tokens."""
-        first = sequence.num_computed // self.block_size
+        before = sequence.num_computed
+        first = before // self.block_size
         sequence.num_computed += num_tokens
         full = sequence.num_computed // self.block_size
         if self.prefix_caching and full > first:
@@ -217,11 +229,10 @@ class KVPool:
                         self._listener.stored(sequence, start, end)
         for i, group, pool in self._windows:
             table = sequence.block_tables[i]
-            left = group.first_kept(sequence.num_computed, self.block_size)
-            while left and table[left - 1] != NO_BLOCK:
-                left -= 1
-                pool.free((table[left],))
-                table[left] = NO_BLOCK
+            left = group.first_kept(before, self.block_size)
+            kept = group.first_kept(sequence.num_computed, self.block_size)
+            pool.free(_held(table[left:kept]))
+            table[left:kept] = [NO_BLOCK] * (kept - left)
 
     # ---- the end --------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.Prefill/Run": frozenset({ROUTER}),
     "/pdserve.v1.Decode/Run": frozenset({ROUTER}),
     "/pdserve.v1.Decode/Events": frozenset({ROUTER}),
+    "/pdserve.v1.Decode/FindOrphan": frozenset({ROUTER}),
     "/pdserve.v1.Decode/FinishChoice": frozenset({ROUTER}),
     "/pdserve.v1.KVTransfer/Commit": frozenset({PREFILL}),
     "/pdserve.v1.KVTransfer/Renew": frozenset({PREFILL}),

@@ -86,13 +86,12 @@ def cache_shapes(
         CacheShape(
             *group.layers_between(stage.start, stage.end),
             *group.head_range(ranks.rank, ranks.size),
-            num_blocks=1,
-            block_size=block_size,
-            head_dim=group.head_dim,
-            dtype=dtype_name(model.dtype),
+            1,  # block
+            group.page(block_size)[0],
+            *group.row(dtype_name(model.dtype), attention.kv_cache_dtype),
             planes=group.planes,
         )
-        for group in spec.kv_groups
+        for group, attention in zip(spec.kv_groups, model.attentions, strict=True)
     )
 
 

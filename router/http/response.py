@@ -28,7 +28,7 @@ from pdserve.router.api.schema import GenerationBody
 from pdserve.router.http.encoding import as_typed, error_body, json_response, stopping
 from pdserve.router.http.logprobs import logprob_of
 from pdserve.router.http.request import STATE
-from pdserve.router.http.resume import resumable
+from pdserve.router.http.resume import idempotent, resumable
 from pdserve.router.http.timeline import path_header, timeline_of
 from pdserve.router.requests.event_ids import Drawn, EventIds
 from pdserve.router.requests.generation import (
@@ -197,8 +197,13 @@ class OpenAIWriter:
     async def resumable(
         self, request: web.Request, asked: Preprocessed[Any]
     ) -> Sequence[GenerationRequest]:
-        """Returns the generations, which go on where the client is if the body resumes a stream.
-        Raises as `resume.resumable`."""
+        """Returns the generations, which go on where the client is if the body resumes a stream,
+        and have orphan keys if the request has an Idempotency-Key. Raises as `resume.resumable` and
+        `resume.idempotent`."""
+        prefix = self.id.partition("-")[0]
+        if (keyed := idempotent(request, asked, self.generations, prefix)) is not None:
+            self.id, self.generations = keyed
+            return self.generations
         seeds = [each.sampling.seed for each in self.generations]
         drawn = Drawn(self.id, self.created, seeds)
         if (found := await resumable(request, asked, self.generations, drawn)) is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+import requests
 
 import reference
 from benchmarks.chaos import NODE_OPTIONS, Soak, learn_and_run
@@ -18,7 +19,8 @@ from benchmarks.fleet import FAST
 from benchmarks.soak.asks import make_asks
 from benchmarks.soak.load import clients
 from callers import KINDS, call, fresh_prompt
-from pdserve.client.resuming import AsyncResumingClient, ResumingClient
+from cluster import node_metrics
+from pdserve.client.resuming import KEY_HEADER, AsyncResumingClient, ResumingClient
 from pdserve.client.resuming_grpc import ResumingStub
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
@@ -31,6 +33,7 @@ IN_FLIGHT = 16
 PLACES, QUEUE = 16, 32
 OTHER = "router-2"
 KEY = {"cluster_key": "k" * 32}
+LEASE = 4 * slowness()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def cluster() -> Iterator[WarmCluster]:
     places = {"max_concurrent_requests": PLACES, "max_queued_requests": QUEUE}
     router = {**places, "max_client_share": 1, **KEY}
     with WarmCluster(MODEL, routers=2, decode=0, router=router, **NODE_OPTIONS, **KEY) as made:
-        made.start_held("decode")
+        made.start_held("decode", orphan_lease=LEASE)
         made.wait_nodes()
         yield made
 
@@ -318,3 +321,81 @@ def test_a_grpc_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> None
         request.resumable = False
         with pytest.raises(grpc.RpcError, match="`resume` needs"):
             resumed(resume=ids)
+
+
+# ---- answers that are not streamed ----
+
+
+@pytest.mark.parametrize(("path", "sampling"), thinned(STYLES[:3], 3, first=1))
+def test_a_whole_answer_is_taken_over(
+    cluster: WarmCluster, path: str, sampling: dict[str, Any]
+) -> None:
+    """Its router dies while it is computed; the next one gives all of it, and nothing of it has
+    been computed twice."""
+    body = bodies(path, **sampling)
+    other = cluster.at(OTHER)
+    before = transfers(other)
+    with ThreadPoolExecutor() as pool:
+        client = ResumingClient([cluster.url, other.url])
+        answer = pool.submit(client.complete, path, body, "a key of my own")
+        cluster.wait_for(lambda: other.nodes("decode")[0]["running"] == sampling.get("n", 1))
+        with cluster.standing_still("decode"):
+            cluster.kill("router")
+            cluster.wait_for(lambda: client._turn == 1)
+        found = answer.result()
+    assert transfers(other) == before + 1
+    expected = keyed(other, "a key of my own", path, body)
+    assert whole(found) == whole(expected.json())
+    assert transfers(other) == before + 2
+    cluster.start_router()
+    cluster.wait_nodes()
+    cluster.wait_idle()
+
+
+def transfers(cluster: WarmCluster) -> float:
+    """Prompts whose KV has come to the decode node."""
+    (decode,) = cluster.nodes("decode")
+    return node_metrics(decode).get('pdserve_kv_transfers_total{outcome="OK"}', 0.0)
+
+
+def keyed(cluster: WarmCluster, key: str, path: str, body: dict[str, Any]) -> requests.Response:
+    return requests.post(cluster.url + path, json=body, headers={KEY_HEADER: key}, timeout=60)
+
+
+def whole(answer: dict[str, Any]) -> dict[str, Any]:
+    return {name: answer[name] for name in ("id", "choices")}
+
+
+def test_what_a_dead_router_left_ends_with_its_lease(cluster: WarmCluster) -> None:
+    """It goes on meanwhile, and is freed when nobody comes for it."""
+    other, body = cluster.at(OTHER), bodies(WAYS[0], max_tokens=400)
+    with ThreadPoolExecutor() as pool, cluster.standing_still("decode"):
+        ask = pool.submit(keyed, cluster, "left", WAYS[0], body)
+        cluster.wait_for(lambda: other.nodes("decode")[0]["running"] == 1)
+        cluster.kill("router")
+        assert ask.exception() is not None
+        since = monotonic()
+        cluster.start_router()
+        cluster.wait_nodes()
+        cluster.wait_for(lambda: not other.nodes("decode")[0]["running"])
+        assert monotonic() - since > LEASE
+    cluster.wait_idle()
+
+
+def test_a_key_is_of_one_request_at_a_time(cluster: WarmCluster) -> None:
+    other, body = cluster.at(OTHER), bodies(WAYS[0], max_tokens=30)
+    with ThreadPoolExecutor() as pool, cluster.standing_still("decode"):
+        first = pool.submit(keyed, cluster, "mine", WAYS[0], body)
+        cluster.wait_for(lambda: other.nodes("decode")[0]["running"] == 1)
+        for each in (cluster, other):
+            refused = keyed(each, "mine", WAYS[0], body)
+            assert refused.status_code == 409 and refused.headers["Retry-After"] == "1"
+            assert refused.json()["error"]["code"] == "request_in_progress"
+    again = keyed(other, "mine", WAYS[0], body).json()
+    assert whole(again) == whole(first.result().json())
+    another = keyed(other, "another", WAYS[0], body).json()
+    assert another["id"] != again["id"]
+    for key, changed, why in (("mine", {"stream": True}, "resumable"), ("k" * 256, {}, "1 to 255")):
+        refused = keyed(other, key, WAYS[0], body | changed)
+        assert refused.status_code == 400 and why in refused.text
+    cluster.wait_idle()

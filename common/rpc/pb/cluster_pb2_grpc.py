@@ -448,6 +448,11 @@ class DecodeStub:
                 request_serializer=cluster__pb2.EventsRequest.SerializeToString,
                 response_deserializer=cluster__pb2.StepEvents.FromString,
                 _registered_method=True)
+        self.FindOrphan = channel.unary_unary(
+                '/pdserve.v1.Decode/FindOrphan',
+                request_serializer=cluster__pb2.FindOrphanRequest.SerializeToString,
+                response_deserializer=cluster__pb2.FindOrphanResponse.FromString,
+                _registered_method=True)
         self.FinishChoice = channel.unary_unary(
                 '/pdserve.v1.Decode/FinishChoice',
                 request_serializer=cluster__pb2.FinishChoiceRequest.SerializeToString,
@@ -477,6 +482,13 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindOrphan(self, request, context):
+        """Says whether the node has the job of a key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FinishChoice(self, request, context):
         """Ends a choice while its job goes on: it has reached a stop string, which only the router knows.
         """
@@ -496,6 +508,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=cluster__pb2.EventsRequest.FromString,
                     response_serializer=cluster__pb2.StepEvents.SerializeToString,
+            ),
+            'FindOrphan': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindOrphan,
+                    request_deserializer=cluster__pb2.FindOrphanRequest.FromString,
+                    response_serializer=cluster__pb2.FindOrphanResponse.SerializeToString,
             ),
             'FinishChoice': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishChoice,
@@ -558,6 +575,33 @@ class Decode:
             '/pdserve.v1.Decode/Events',
             cluster__pb2.EventsRequest.SerializeToString,
             cluster__pb2.StepEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindOrphan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Decode/FindOrphan',
+            cluster__pb2.FindOrphanRequest.SerializeToString,
+            cluster__pb2.FindOrphanResponse.FromString,
             options,
             channel_credentials,
             insecure,
