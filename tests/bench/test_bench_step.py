@@ -42,6 +42,18 @@ def test_a_table_and_a_result(
         assert cell["step"]["bound_by"] in ("memory", "compute")
 
 
+def test_kv_of_eight_bits(tmp_path: Path) -> None:
+    """It has half the bytes and is computed with the same parts."""
+    files = [tmp_path / f"{kind}.json" for kind in ("auto", "int8")]
+    for file in files:
+        options = (f"--kv-cache-dtype={file.stem}", f"--json={file}", "--dtype=float32")
+        assert run("llama-gqa", "--batch=1", "--context=120", *options) == 0
+    plain, eight = (json.loads(file.read_text())["cells"]["decode 1 × 120"] for file in files)
+    assert eight["parts"].keys() == plain["parts"].keys()
+    read = [each["parts"]["attention"]["floor_ms"] for each in (eight, plain)]
+    assert read[0] < read[1] / 2
+
+
 def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "before.json"
     options = ("--batch=1", "--context=16")

@@ -53,6 +53,11 @@ struct Cache {
         }
     }
 
+    void fetch_bytes(const T* key) const {
+        fetch((const uint8_t*)key, bytes);
+        fetch((const uint8_t*)key + (values - keys), bytes);
+    }
+
     // Keys and values of `rows` as numbers of T in `to`; their distance.
     int64_t unpack(const T** rows, int first, int count, int most, T* to) const {
         for (int k = first; k < count; k++) {
@@ -335,8 +340,10 @@ struct Rows {
             const Tile<T>& next = tiles[!i];
             look_up(tiles[!i], start + KEYS);
             int64_t to_values = cache.to_values;
-            if (cache.format != AS_IT_IS)
+            if (cache.format != AS_IT_IS) {
+                for (int k = next.first; k < next.count; k++) cache.fetch_bytes(next.rows[k]);
                 to_values = cache.unpack(tile.rows, tile.first, tile.count, KEYS, unpacked.data());
+            }
             if (count <= FEW_ROWS) {
                 with_rows(count, [&](auto rows) {
                     attend_few<rows>(tile, next, to_values, start, scale);
