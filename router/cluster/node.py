@@ -47,6 +47,9 @@ class Node:
     skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
     unreachable: str = ""  # why it does not answer, though its heartbeats may come
     last_answer: float = 0.0  # the time of its last answer
+    # ---- when and whether it is asked for its health; `probe_nodes` writes these
+    look_at: float = 0.0
+    probing: bool = False
     # ---- `info` as JSON; `ClusterView` writes it
     described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
 
