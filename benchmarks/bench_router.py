@@ -42,7 +42,8 @@ from pdserve.common.config.router import RoutingConfig  # noqa: E402
 from pdserve.common.obs.process import read_ports  # noqa: E402
 from pdserve.common.rpc.pb import cluster_pb2 as pb  # noqa: E402
 from pdserve.router.cluster.cluster_view import ClusterView  # noqa: E402
-from pdserve.router.cluster.placement import NodeSelector, PlacementRequest  # noqa: E402
+from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies  # noqa: E402
+from pdserve.router.cluster.prefix_index import PromptBlocks  # noqa: E402
 from pdserve.router.cluster.registry import Registry  # noqa: E402
 
 MODEL = ROOT / "tests/models/llama-gqa"
@@ -170,10 +171,11 @@ def placement(count: int) -> dict[str, Any]:
         role = pb.ROLE_DECODE if number % 2 else pb.ROLE_PREFILL
         registry.register(info(role, f"127.0.0.1:{number + 1}", MODEL.name), load(""))
     view = ClusterView(registry)
-    selector = NodeSelector(RoutingConfig(), view)
+    selector = NodeSelector(RoutingConfig(), view, load_policies(RoutingConfig()))
     request = PlacementRequest(
         request_id="r", num_tokens=9, adapter="", version=None, avoid=(), local_prefill=False,
         last_chance=lambda role: False, waiting=lambda: nullcontext(0.0),
+        blocks=lambda size: PromptBlocks((), size),
     )  # fmt: skip
 
     async def place() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import OPEN_FILES, RouterConfig
@@ -196,6 +196,8 @@ class RouterServer:
         ]
         if self._config.lora.enable_lora:
             self._tasks.append(asyncio.create_task(self._sync.keep()))
+        if self._pipeline.caches.wanted:
+            self._tasks.append(asyncio.create_task(self._pipeline.caches.run()))
         for task in self._tasks:
             propagate_failure(task, self._failed)
         self._ports = ports
@@ -248,6 +250,19 @@ class PipelineCollector(Collector):
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
+        known = GaugeMetricFamily(
+            "pdserve_prefix_index_blocks",
+            "Blocks that nodes have cached, by their KV events",
+            labels=("role",),
+        )
+        for role, count in self._pipeline.caches.num_blocks().items():
+            known.add_metric((role,), count)
+        yield known
+        yield CounterMetricFamily(
+            "pdserve_prefix_index_evicted_blocks",
+            "Blocks that a full prefix index has forgotten",
+            self._pipeline.caches.index.num_evicted,
+        )
         nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))
         for labels, count in self._pipeline.view.counts().items():
             nodes.add_metric(labels, count)

@@ -72,6 +72,11 @@ class Node:
         return self.prefill_tokens + self.load.others_tokens
 
     @property
+    def free_blocks(self) -> int:
+        """The KV blocks that no sequence holds on the replica that has most, by its report."""
+        return self.load.most_free_blocks
+
+    @property
     def replicas(self) -> int:
         """The replicas that share its load."""
         return max(1, self.info.data_parallel_size)
