@@ -126,6 +126,7 @@ def test_a_node_that_drains_leaves_both(cluster: WarmCluster) -> None:
         assert new not in {node["name"] for node in cluster.state(router)["nodes"]}
 
 
+@pytest.mark.slow  # the death of one under load is above; of many, in benchmarks/chaos.py
 def test_routers_die_in_a_soak(cluster: WarmCluster) -> None:
     """Streams over HTTP go on elsewhere; of the rest, what a killed router served ends with it."""
     kill = ("router-kill",)
