@@ -46,6 +46,7 @@ from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.requests.trace import RequestTraces
+from pdserve.router.workers.siblings import Siblings
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,11 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
 class RouterServer:
     """The router's parts, and their start and stop."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, siblings: Siblings | None = None) -> None:
+        """`siblings`: other workers, which listen at the same ports for clients."""
         self._config = config
+        self._siblings = siblings or Siblings()
+        self._shares_ports = siblings is not None
         server, routing = config.server, config.routing
         node_id = new_node_id(ROUTER)
         self._credentials = Credentials.load(
@@ -120,7 +124,8 @@ class RouterServer:
         )
         by_clients = self._sync if server.runtime_lora_dir is not None else None
         self._app = make_app(
-            *(self._state, shown, limit, bodies, cors, root_path, server.ui, by_clients)
+            *(self._state, shown, limit, bodies, cors, root_path, server.ui, by_clients),
+            self._siblings,
         )
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
@@ -132,7 +137,8 @@ class RouterServer:
         config, routing, state = self._config.server, self._config.routing, self._state
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
-        server = GrpcServer(ClientDoor(state.keys, messages, state.metrics), limit)
+        door = ClientDoor(state.keys, messages, state.metrics)
+        server = GrpcServer(door, limit, shares_port=self._shares_ports)
         server.add(
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             inference_pb2_grpc.add_InferenceServicer_to_server,
@@ -143,10 +149,12 @@ class RouterServer:
 
     def _registry_server(self) -> GrpcServer:
         interval = self._config.routing.heartbeat_interval
-        service = RegistryService(self._registry, self._model.name, interval)
+        service = RegistryService(
+            self._registry, self._model.name, interval, self._siblings.registry_ports
+        )
         auth = self._credentials.interceptor()
         auth.on_refused = service.refused
-        server = GrpcServer(auth, MAX_MESSAGE_NBYTES)
+        server = GrpcServer(auth, MAX_MESSAGE_NBYTES, shares_port=self._shares_ports)
         server.add(
             cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
             cluster_pb2_grpc.add_RegistryServicer_to_server,
@@ -166,7 +174,7 @@ class RouterServer:
         most = max(_MIN_CONNECTIONS, open_file_limit() - OPEN_FILES)
         limits = Limits(config.timeout_keep_alive, config.write_timeout, most)
         self._http = await HTTPServer.start(
-            self._app, config.host, config.port, self._https, limits
+            self._app, config.host, config.port, self._https, limits, self._shares_ports
         )
         ports["http"] = self._http.port
         await self._grpc.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.common.config.kv_events import KVEventsOptions
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import (
     CacheConfig,
@@ -75,6 +76,7 @@ class ClusterConfig:
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    events: KVEventsOptions = field(default_factory=KVEventsOptions)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.config.compilation import CompilationConfig
+from pdserve.common.config.kv_events import KVEventsOptions
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.shared import (
     PORT,
@@ -93,6 +94,11 @@ class ModelConfig:
         "auto",
         "auto: safetensors or GGUF; dummy: random weights, from config.json alone",
         choices=("auto", "safetensors", "dummy"),
+    )
+    load_broadcast: bool = option(
+        False,
+        "the first rank whose host has the model's folder reads it and sends it to the node's "
+        "other ranks, whose hosts need not have it",
     )
     dtype: str = option(
         "auto",
@@ -329,6 +335,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         seqs, tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
         self.compilation.graph_sizes(seqs or GPU_SEQS)  # raises ConfigError if wrong
+        if self.model.load_broadcast and self.lora.enable_lora:
+            raise ConfigError(
+                "--load-broadcast does not send adapters, which --enable-lora reads on every host: "
+                "leave out one of the two"
+            )
         if tokens is not None and tokens < (seqs or 0):
             raise ConfigError(
                 f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step "
@@ -397,6 +408,13 @@ class NodeConfig:
     drain_timeout: float = option(
         30.0, "seconds to wait for work in flight after SIGTERM", minimum=0.0
     )
+    orphan_lease: float = option(
+        10.0,
+        "seconds that a decode node goes on with an answer for an Idempotency-Key whose router "
+        "has died; 0: not at all",
+        minimum=0.0,
+        maximum=3600.0,
+    )
 
     def __post_init__(self) -> None:
         for router in self.routers:
@@ -421,6 +439,7 @@ class BothNodeConfig:
     tls: TLSConfig = field(default_factory=TLSConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    events: KVEventsOptions = field(default_factory=KVEventsOptions)
     log: LogConfig = field(default_factory=LogConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 

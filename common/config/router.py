@@ -45,6 +45,12 @@ class ServerConfig:
     registry_port: int = option(
         8002, "gRPC port at which nodes register; not for clients (0: a free one)", **PORT
     )
+    router_workers: int = option(
+        1,
+        "processes that serve behind these ports, each a router with its part of the load; nodes "
+        "register with each of them, at --registry-port and the ports behind it",
+        minimum=1,
+    )
     ports_file: str | None = option(
         None, "file to write the ports to once they are open, as JSON", metavar="FILE"
     )
@@ -268,5 +274,10 @@ class RouterConfig:
         folder = self.server.runtime_lora_dir
         if folder is not None and not self.lora.enable_lora:
             raise ConfigError("--runtime-lora-dir needs --enable-lora")
+        if folder is not None and self.server.router_workers > 1:
+            raise ConfigError(
+                "--runtime-lora-dir goes with one of --router-workers, because what a client loads "
+                "is one worker's: give --lora-modules, or run one worker"
+            )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"--runtime-lora-dir {folder} is not a folder")

@@ -171,7 +171,12 @@ class ModelSpec:
         flag = f"--tensor-parallel-size {size}"
         if self.num_heads % size:
             raise ConfigError(f"{flag} does not divide the model's {self.num_heads} heads")
-        for heads in {group.num_kv_heads for group in self.kv_groups}:
+        for group in self.kv_groups:
+            heads = group.num_kv_heads
+            if group.state and heads % size:
+                raise ConfigError(
+                    f"{flag} does not divide the {heads} key heads of the model's linear attention"
+                )
             if heads % size and size % heads:
                 raise ConfigError(
                     f"{flag} neither divides the model's {heads} KV heads nor is a multiple of them"

@@ -117,16 +117,11 @@ def pad_tables(tables: Sequence[BlockIds]) -> Tensor:
 AttentionContext = Any  # the result of a backend's `prepare`, private to the backend
 
 
-class AttentionBackend(ABC):
-    """Writes a step's keys and values into the cache and attends over it."""
+class StepBackend(ABC):
+    """Computes the layers of a KV group over its cache."""
 
     has_fixed = False
     """Whether steps of single queries can run on fixed buffers, which CUDA graphs need."""
-
-    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.device = device
-        self.dtype = dtype
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
@@ -146,6 +141,15 @@ class AttentionBackend(ABC):
         """Fills a context of `fixed` with a step. `block_ids`: its used tables end to end, int64 on
         the device."""
         raise NotImplementedError
+
+
+class AttentionBackend(StepBackend):
+    """Writes a step's keys and values into the cache and attends over it."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
 
     def attend(
         self,

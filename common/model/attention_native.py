@@ -63,7 +63,7 @@ class NativeAttention(AttentionBackend):
         counts = np.asarray(batch.query_lens, np.int64)
         starts = np.asarray(batch.starts, np.int64)
         offsets = np.cumsum(counts) - counts
-        tables = _pad([np.asarray(table) for table in batch.block_tables])
+        tables = pad([np.asarray(table) for table in batch.block_tables])
         skipped = np.zeros(len(counts)) if batch.skipped is None else batch.skipped
         return NativeContext(
             batch.block_size,
@@ -111,7 +111,8 @@ class NativeAttention(AttentionBackend):
         return self.attend(layer, torch.cat((q, k, v), dim=1), None, None, kv_cache, context)
 
 
-def _pad(tables: Sequence[BlockIds]) -> Int32s:
+def pad(tables: Sequence[BlockIds]) -> Int32s:
+    """Returns block tables as one array; the padding of shorter ones is 0."""
     padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table

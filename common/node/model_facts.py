@@ -47,6 +47,8 @@ class ModelFacts:
         if engine.lora.enable_lora:
             spec.check_adapters()
         stages_of(spec, parallel)
+        if any(group.state for group in spec.kv_groups):
+            _check_state(spec, engine)
         device = device_type(parallel.device)
         dtype = choose_dtype(config.dtype, spec.dtype, torch.device(device))
         return cls(
@@ -76,6 +78,15 @@ class ModelFacts:
             "layers": str(self.spec.num_layers),
             "kv_groups": "; ".join(map(str, self.spec.kv_groups)),
         }
+
+
+def _check_state(spec: ModelSpec, engine: EngineConfig) -> None:
+    """Raises ConfigError for options that need a recurrent state to go back."""
+    if engine.speculation.speculation is not None:
+        raise ConfigError(
+            f"--speculative-config: {spec.architecture} has linear attention, whose state does not "
+            "go back to the token before a guess that was wrong; leave the option out"
+        )
 
 
 def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:

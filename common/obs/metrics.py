@@ -216,6 +216,14 @@ class NodeMetrics(_Metrics):
             "tokens are never even (with pipeline stages, the layers of the last one)",
             BALANCEDNESS,
         )
+        self.kv_events = self._counter(
+            "kv_events_total",
+            "KV events sent to routers and --kv-events-config, by type; Snapshot: all of the "
+            "prefix cache, to a router that is new or was too far behind",
+            "event",
+        )
+        for event in ("BlockStored", "BlockRemoved", "Snapshot"):
+            self.kv_events.labels(event)
         self.transfer_events = TransferEvents()
         self.registry.register(self.transfer_events)
         self.healthy = Gauge(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
 
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
@@ -208,18 +209,20 @@ class Footprint:
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:
-        """Bytes in all KV groups."""
-        return sum(self.kv_of_groups(stage))
+        """Bytes in all KV groups but states, which do not grow."""
+        together = zip(self.spec.kv_groups, self.kv_of_blocks(stage, 1), strict=True)
+        return sum(0 if group.state else nbytes for group, nbytes in together)
 
-    def kv_of_groups(self, stage: Stage) -> tuple[int, ...]:
-        """Bytes per token in each KV group: planes (key, value; or one of latents) × layers × KV
-        heads of the rank × head dimension × item size. With more ranks than KV heads each rank
-        still holds one."""
+    def kv_of_blocks(self, stage: Stage, block_size: int) -> tuple[int, ...]:
+        """Bytes of a block in each KV group: planes (key, value; or one of latents) × layers × KV
+        heads of the rank × slots × head dimension × item size; a state is float32. With more ranks
+        than KV heads each rank still holds one."""
         return tuple(
-            group.planes * (end - start) * (last - first) * group.head_dim * self.item
+            group.planes * (end - start) * (last - first) * prod(group.page(block_size)) * item
             for group in self.spec.kv_groups
             for start, end in [group.layers_between(stage.start, stage.end)]
             for first, last in [group.head_range(0, self.tp)]
+            for item in [DTYPE_BYTES["float32"] if group.state else self.item]
         )
 
     # ---- activations ----

@@ -86,10 +86,9 @@ def cache_shapes(
         CacheShape(
             *group.layers_between(stage.start, stage.end),
             *group.head_range(ranks.rank, ranks.size),
-            num_blocks=1,
-            block_size=block_size,
-            head_dim=group.head_dim,
-            dtype=dtype_name(model.dtype),
+            1,  # block
+            *group.page(block_size),
+            dtype="float32" if group.state else dtype_name(model.dtype),
             planes=group.planes,
         )
         for group in spec.kv_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
-from pdserve.router.cluster.registry import ROLE_NAMES, Node, Registry
+from pdserve.router.cluster.node import ROLE_NAMES, Node
+from pdserve.router.cluster.registry import Registry
 
 PROBE_TIMEOUT = 2.0  # seconds
 MAX_MESSAGE_NBYTES = 1 << 20
@@ -42,10 +43,18 @@ class RegistryService(pb_grpc.RegistryServicer):
     """Registers nodes. It refuses nodes of another model, because the router cannot tokenize for
     them."""
 
-    def __init__(self, registry: Registry, model: str, heartbeat_interval: float) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        model: str,
+        heartbeat_interval: float,
+        sibling_ports: Sequence[int] = (),
+    ) -> None:
+        """`sibling_ports`: where other workers of this router take registrations."""
         self._registry = registry
         self._model = model
         self._heartbeat_interval = heartbeat_interval
+        self._sibling_ports = sibling_ports
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         async with serving(context):
@@ -56,7 +65,9 @@ class RegistryService(pb_grpc.RegistryServicer):
                 self._registry.register(request.node, request.load)
             self._registry.clock_shown(request.node.node_id, request.time_s)
         return pb.RegisterResponse(
-            heartbeat_interval_s=self._heartbeat_interval, router=self._registry.router_id
+            heartbeat_interval_s=self._heartbeat_interval,
+            router=self._registry.router_id,
+            sibling_ports=self._sibling_ports,
         )
 
     async def Heartbeat(

@@ -56,6 +56,7 @@ class GenerationRequest:
     # The client wants no token, only what is computed of the prompt, which comes with the first.
     prompt_only: bool = False
     past: tuple[Past, ...] = ()  # what the client has already, in order
+    orphan_key: bytes = b""  # as `Job.orphan_key`
 
 
 @dataclass(frozen=True, slots=True)

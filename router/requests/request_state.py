@@ -120,6 +120,8 @@ class RequestState:
             self._adapter,
             request.priority,
             request.batch.alias,
+            # Whoever adopts it takes all tokens from the first one on.
+            orphan_key=b"" if any(self._outputs.values()) else request.orphan_key,
         )
 
     @property

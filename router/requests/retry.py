@@ -17,7 +17,7 @@ from pdserve.common.core.errors import (
     RequestError,
     TransferError,
 )
-from pdserve.router.cluster.registry import Node
+from pdserve.router.cluster.node import Node
 
 TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
 WAITING = 0.125  # what a death counts for of a node that did not compute the request just then

@@ -34,6 +34,7 @@ PATIENT: Any = {
 GROUPS = {  # kind of KV: a model with it, its connector, the prefill node's ranks
     "window": ("qwen3", TCP, 2),
     "latent": ("deepseek", SHM, 1),
+    "state": ("qwen3-next", TCP, 2),
 }
 
 Prompt = tuple[int, ...]

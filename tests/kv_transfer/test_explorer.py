@@ -51,7 +51,7 @@ SETTINGS = {
     "data is slow": Setting(slow="data", budget={}),
     "messages are lost": Setting(budget={LOST: 2}),
     "the network is cut": Setting(damaged=True, budget={CUT: 1}),
-    "a window beside all tokens": Setting(firsts=(0, 1), damaged=True),
+    "a window, or a state, beside all tokens": Setting(firsts=(0, 1), damaged=True),
 }
 DEEP = {
     **SETTINGS,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
 from pdserve.common.config.node import ModelConfig
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
@@ -23,9 +22,10 @@ from pdserve.common.model.attention import (
     AttentionContext,
     AttentionShape,
 )
-from pdserve.common.model.checkpoint import open_checkpoint, text_model
 from pdserve.common.model.decoder import Decoder, places
-from pdserve.common.model.dequantize import dequantized
+from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs
+from pdserve.common.model.dequantize import model_view
+from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.hf.attention import (
     NAME,
     Answers,
@@ -34,9 +34,10 @@ from pdserve.common.model.hf.attention import (
     answering,
     take_temperatures,
 )
+from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.describe import first_line, layers_of, model_class, read_config
 from pdserve.common.model.hf.layout import Layout, choose_layout
-from pdserve.common.model.hf.loading import partial_class
+from pdserve.common.model.hf.loading import Prepare, partial_class
 from pdserve.common.model.hf.parallel import Cut, split
 from pdserve.common.model.hf.pipeline import StageRun, check_stage
 from pdserve.common.model.layers import LoRA
@@ -58,10 +59,14 @@ class TransformersModel(Decoder):
         self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
         self._model = model
         take_temperatures(model)
+        take_delta_nets(model)
         self._base = layers_of(model)[1]
         self._head = _head_of(model)
         self._run: StageRun = model.stage_run
-        self.attentions = [self._attention(kv) for kv in spec.kv_groups]
+        self.attentions = [
+            DeltaBackend(sharding.kernels) if kv.state else self._attention(kv)
+            for kv in spec.kv_groups
+        ]
         self._places = places(spec.kv_groups, self.stage)
 
     def _attention(self, kv: KVGroup) -> StyledAttention:
@@ -139,6 +144,15 @@ class _Step(Answers):
         out = attention.attend_styled(q, k, v, style, cache, context, stores)
         return (ranks.all_gather(out, dim=1) if heads.whole_queries else out)[None]
 
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        group, index, _ = self._model.place(layer)
+        ranks, backend = self._model.group, self._model.attentions[group]
+        assert isinstance(backend, DeltaBackend)
+        start, end = self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size)
+        states = self._caches[group][index][0, :, :, 0]
+        out = backend.scan(inputs.of_units(start, end), states, self._contexts[group])
+        return ranks.all_gather(out, dim=1) if ranks.size > 1 else out
+
 
 @dataclass(frozen=True)
 class _Output:
@@ -180,25 +194,30 @@ def _head_of(model: Any) -> _Head:
 
 
 def load_transformers_model(
-    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage
+    spec: ModelSpec,
+    config: ModelConfig,
+    sharding: Sharding,
+    stage: Stage,
+    folder: ModelFolder | None = None,
 ) -> TransformersModel:
-    """Loads this rank's part of the model onto the sharding's device.
+    """Loads this rank's part of the model, of `config` or `folder`, onto the sharding's device.
 
     Raises:
         ConfigError: the model cannot be split so, or the folder's tensors do not match the class;
             the message lists differences.
     """
+    assert config.model is not None
     with _BUILDING:
-        return _load(spec, config, sharding, stage)
+        return _load(spec, config, sharding, stage, folder or ModelFolder(config.model))
 
 
 def _load(
-    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage
+    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage, folder: ModelFolder
 ) -> TransformersModel:
-    assert config.model is not None
-    folder = Path(config.model)
     check_stage(spec.architecture, spec.layer_kv, stage)
-    layout = choose_layout(spec, folder, config.overrides, sharding.group.size, stage)
+    with folder.files() as path:
+        hf_config = read_config(path, config.overrides)
+    layout = choose_layout(spec, hf_config, sharding.group.size, stage)
 
     def prepare(model: Any) -> dict[str, Cut]:
         cuts = {}
@@ -208,36 +227,41 @@ def _load(
         model.stage_run = StageRun(model, layers, stage, layout.tuples)
         return cuts
 
-    hf_config = read_config(folder, config.overrides)
     kind = model_class(hf_config)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
         prepare(made)
     else:
-        kind = partial_class(kind, prepare)
-        made = _read(kind, config.model, spec, hf_config, sharding.dtype)
+        made = _read(kind, prepare, folder, spec, hf_config, sharding.dtype)
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)
 
 
-def _read(kind: Any, folder: str, spec: ModelSpec, hf_config: Any, dtype: torch.dtype) -> Any:
+def _read(
+    kind: Any,
+    prepare: Prepare,
+    folder: ModelFolder,
+    spec: ModelSpec,
+    hf_config: Any,
+    dtype: torch.dtype,
+) -> Any:
     hf_logging.disable_progress_bar()
-    with ExitStack() as stack:
-        checkpoint = open_checkpoint(Path(folder), stack)
-        weights = dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
+    with folder.weights(partial(model_view, spec)) as weights:
         try:
-            model, info = kind.from_pretrained(
+            model, info = partial_class(kind, prepare, weights).from_pretrained(
                 None,
                 config=hf_config,
-                state_dict=dict(weights),  # parts of which are read when they are needed
+                state_dict=dict(weights.tensors),  # parts of which are read when they are needed
                 dtype=dtype,
                 attn_implementation=NAME,
                 ignore_mismatched_sizes=True,  # they are refused below, all at once
                 output_loading_info=True,
             )
+        except PdserveError:
+            raise
         except Exception as error:  # of a file or a tensor
             why = first_line(error)
-            raise ConfigError(f"the weights in {folder} cannot be loaded: {why}") from error
+            raise ConfigError(f"the weights in {folder.path} cannot be loaded: {why}") from error
     problems = [
         f"{what}: {some_of(sorted(map(str, info[key])))}"
         for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))

@@ -33,6 +33,7 @@ SIGNATURES = {
     "silu_and_mul": "IIPP",
     "rotate_and_cache": "IIIIIPPPDPPPPP",
     "paged_attention": "IIIIIIIDPIPPPPPPPIP",
+    "delta_net": "IIIIIIIPPPPPPPPPIP",
     "linear": "IIIPIPPPP",
     "pack_rows": "IIIP",
     "unpack_rows": "IIIPPP",

@@ -357,9 +357,9 @@ async def test_groups_are_those_of_a_node(
     full, window = decode.rank.groups
     assert [full.num_blocks, window.num_blocks] == [cache.num_blocks for cache in rank.caches]
     assert (window.name, window.num_layers, window.num_blocks) == ("windows of 24 tokens", 2, 64)
-    assert full.num_blocks == (8 * 2**20 - window.nbytes) // (16 * full.kv_per_token)
+    assert full.num_blocks == (8 * 2**20 - window.nbytes) // full.block_bytes
     assert decode.max_concurrent_sequences == min(8, full.num_blocks // 64)
-    assert decode.rank.kv_per_sequence == 16 * (64 * full.kv_per_token + 8 * window.kv_per_token)
+    assert decode.rank.kv_per_sequence == 64 * full.block_bytes + 8 * window.block_bytes
     for group in decode.rank.groups:
         assert f"# KV blocks of {group.name}: {group.num_blocks} (=" in caplog.text
     argv = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
