@@ -292,7 +292,7 @@ def test_a_grpc_stream_outlives_its_router(cluster: WarmCluster) -> None:
 
 def test_a_grpc_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> None:
     chat = pb.Chat(messages=[pb.Message(role="user", content="a b c")])
-    sampling = pb.SamplingParams(max_tokens=4, ignore_eos=True)
+    sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True)
     request = pb.GenerateRequest(chat=chat, sampling=sampling, resumable=True)
     with (
         grpc.insecure_channel(cluster.grpc) as first,
