@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import OPEN_FILES, RouterConfig
@@ -30,12 +30,12 @@ from pdserve.router.api.preprocess_worker import Spec
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import AdaptersCollector, read_adapters
+from pdserve.router.cluster.probes import probe_nodes
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.registry_service import (
     MAX_MESSAGE_NBYTES,
     ElsewhereRegistry,
     RegistryService,
-    probe_nodes,
 )
 from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.grpc.door import MAX_NBYTES, ClientDoor, Messages
@@ -51,6 +51,7 @@ from pdserve.router.workers.siblings import Siblings
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING = 1.0  # seconds between two rounds, at most
+_PAUSE = 0.05  # seconds at least: a thousand nodes may come at once
 _MIN_CONNECTIONS = 64  # HTTP's, however few files the process may open
 _GRPC_GRACE = 1.0  # seconds that gRPC calls in flight get after the drain
 
@@ -148,9 +149,9 @@ class RouterServer:
         return server
 
     def _registry_server(self) -> GrpcServer:
-        interval = self._config.routing.heartbeat_interval
         service = RegistryService(
-            self._registry, self._model.name, interval, self._siblings.registry_ports
+            *(self._registry, self._model.name, self._config.routing),
+            self._siblings.registry_ports,
         )
         auth = self._credentials.interceptor()
         auth.on_refused = service.refused
@@ -186,14 +187,17 @@ class RouterServer:
             " over mutual TLS" if tls else "", ports["grpc"], ports["registry"],
             " with the cluster key" if self._credentials.key else "",
         )  # fmt: skip
-        period = min(_HOUSEKEEPING, self._config.routing.heartbeat_timeout / 4)
+        timeout = self._config.routing.heartbeat_timeout
+        period = min(_HOUSEKEEPING, timeout / 4)
         self._tasks = [
             asyncio.create_task(self._registry.clock.run()),
             asyncio.create_task(self._keep_house(period)),
-            asyncio.create_task(probe_nodes(self._registry, self._channels, period)),
+            asyncio.create_task(probe_nodes(self._registry, self._channels, timeout)),
         ]
         if self._config.lora.enable_lora:
             self._tasks.append(asyncio.create_task(self._sync.keep()))
+        if self._pipeline.caches.wanted:
+            self._tasks.append(asyncio.create_task(self._pipeline.caches.run()))
         for task in self._tasks:
             propagate_failure(task, self._failed)
         self._ports = ports
@@ -226,6 +230,7 @@ class RouterServer:
             self._pipeline.admission.placed_by_others(*self._pipeline.view.placed_by_others())
             addresses = {node.info.address for node in self._registry.connected()}
             await self._channels.keep(addresses)
+            await asyncio.sleep(_PAUSE)
             with suppress(TimeoutError):
                 async with asyncio.timeout(period):
                     await self._registry.wait_for_change()
@@ -245,6 +250,19 @@ class PipelineCollector(Collector):
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
+        known = GaugeMetricFamily(
+            "pdserve_prefix_index_blocks",
+            "Blocks that nodes have cached, by their KV events",
+            labels=("role",),
+        )
+        for role, count in self._pipeline.caches.num_blocks().items():
+            known.add_metric((role,), count)
+        yield known
+        yield CounterMetricFamily(
+            "pdserve_prefix_index_evicted_blocks",
+            "Blocks that a full prefix index has forgotten",
+            self._pipeline.caches.index.num_evicted,
+        )
         nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))
         for labels, count in self._pipeline.view.counts().items():
             nodes.add_metric(labels, count)

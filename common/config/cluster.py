@@ -157,6 +157,7 @@ class PlanConfig:
         None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU)"
     )
     block_size: int = same_option(CacheConfig, "block_size")
+    kv_cache_dtype: str = same_option(CacheConfig, "kv_cache_dtype")
     max_num_seqs: int | None = same_option(SchedulerConfig, "max_num_seqs")
     max_num_batched_tokens: int | None = same_option(SchedulerConfig, "max_num_batched_tokens")
     enable_lora: bool = same_option(LoRAConfig, "enable_lora")

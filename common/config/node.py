@@ -20,6 +20,7 @@ from pdserve.common.config.shared import (
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_address
+from pdserve.common.core.kv_groups import KV_AUTO, KV_CACHE_DTYPES
 from pdserve.common.core.model_spec import overridden
 from pdserve.common.core.parameters import MAX_LOGPROBS
 
@@ -250,6 +251,12 @@ class CacheConfig:
         "number of KV blocks, instead of a size in bytes; if windows differ by layer, of the first "
         "KV group, which the others follow",
         minimum=1,
+    )
+    kv_cache_dtype: str = option(
+        KV_AUTO,
+        "what KV is kept and moved as; auto: the dtype of computation; fp8_e4m3, int8: 8 bits with "
+        "a scale per token and head, on CPUs; prefill and decode nodes must have the same",
+        choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
 

@@ -28,6 +28,7 @@ REASONING_PARSERS = (
     "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "glm47", "granite", "holo2", "kimi_k2",
     "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "seed_oss", "step3",
 )  # fmt: skip
+POLICIES = ("round-robin", "least-load", "power-of-two", "prefix-aware")  # `router.cluster.policy`
 HARMONY, HARMONY_TOOLS = "openai_gptoss", "openai"  # the two names of one format
 AUTO = "auto"  # the parser that the chat template shows
 
@@ -185,10 +186,15 @@ class RoutingConfig:
     """Routing"""
 
     prefill_policy: str = option(
-        "least-load", "how prefill nodes are chosen", choices=("round-robin", "least-load")
+        "least-load",
+        f"how prefill nodes are chosen: {', '.join(POLICIES)}, an entry point in "
+        "pdserve.placement_policies, or module:Class",
+        metavar="NAME",
     )
     decode_policy: str = option(
-        "least-load", "how decode nodes are chosen", choices=("round-robin", "least-load")
+        "least-load",
+        "how decode nodes and nodes of both roles are chosen, as --prefill-policy",
+        metavar="NAME",
     )
     local_prefill_threshold: int = option(
         0, "prompts with fewer tokens skip the prefill node (0: none)", minimum=0

@@ -12,6 +12,18 @@ STATES_HELD = 4
 """Blocks of a state that a sequence holds at most while a chunk of it is computed: two that the
 chunk may read or leave for others, and the two that it writes."""
 
+KV_AUTO = "auto"
+KV_CACHE_DTYPES = (KV_AUTO, "fp8_e4m3", "int8")
+"""Values of --kv-cache-dtype; auto: the dtype of computation."""
+_SCALE_BYTES = 4  # a float32 behind the 8-bit numbers of each row
+
+
+def kv_row(head_dim: int, dtype: str, kv_cache_dtype: str) -> tuple[int, str]:
+    """Returns the numbers and the dtype of a row of the cache: a token's key or value of a head."""
+    if kv_cache_dtype == KV_AUTO:
+        return head_dim, dtype
+    return head_dim + _SCALE_BYTES, "uint8"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
@@ -69,6 +81,12 @@ class KVGroup:
     def page(self, block_size: int) -> tuple[int, int]:
         """Returns (slots, numbers in each) of a block, per layer, plane and head."""
         return (1, self.head_dim) if self.state else (block_size, self.head_dim)
+
+    def row(self, dtype: str, kv_cache_dtype: str) -> tuple[int, str]:
+        """Returns the numbers and the dtype of a slot of the cache, of one head: see `kv_row`."""
+        if self.state:
+            return self.head_dim, "float32"
+        return kv_row(self.head_dim, dtype, kv_cache_dtype)
 
     def layers_between(self, start: int, end: int) -> tuple[int, int]:
         """Returns the range of indices into `layers` that lie in model layers `start…end-1`."""

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles, apply_rotary
 from pdserve.common.model.staging import upload_together
@@ -122,6 +123,8 @@ class StepBackend(ABC):
 
     has_fixed = False
     """Whether steps of single queries can run on fixed buffers, which CUDA graphs need."""
+    kv_cache_dtype = KV_AUTO
+    """Of the cache: see `kv_row`."""
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:

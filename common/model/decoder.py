@@ -207,7 +207,7 @@ class CausalLM(Decoder):
             positions: int64 `[T]`.
             contexts: from `prepare`.
             kv_caches: per KV group, `[layers, planes, num_blocks, kv_heads, block_size, head_dim]`
-                of its layers in this stage, in `dtype`.
+                of its layers in this stage, in `dtype`; or rows as `kv_row` says.
             lora: the adapters of the rows, if any.
 
         Returns:
@@ -286,7 +286,7 @@ def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> Atte
         return LatentBackend(spec.latent, heads, device, dtype)
     start, end = spec.kv_head_range(group.rank, group.size)
     shape = AttentionShape(heads, end - start, kv.head_dim, kv.window)
-    return make_backend(shape, device, dtype, sharding.kernels)
+    return make_backend(shape, device, dtype, sharding.kernels, sharding.kv_cache_dtype)
 
 
 def places(groups: Sequence[KVGroup], stage: Stage) -> dict[int, tuple[int, int]]:

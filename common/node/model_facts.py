@@ -9,6 +9,7 @@ import torch
 
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.parameters import MAX_CHOICES, check_range, check_token_ids
 from pdserve.common.core.prompt_logprobs import check_size
@@ -30,6 +31,7 @@ class ModelFacts:
     dtype: str
     device: str  # "cpu" or "cuda", of all ranks
     draft: ModelSpec | None = None  # of speculative decoding
+    kv_cache_dtype: str = KV_AUTO
 
     @classmethod
     def read(cls, engine: EngineConfig) -> ModelFacts:
@@ -46,6 +48,7 @@ class ModelFacts:
         spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
         if engine.lora.enable_lora:
             spec.check_adapters()
+        spec.check_kv_cache_dtype(engine.cache.kv_cache_dtype)
         stages_of(spec, parallel)
         if any(group.state for group in spec.kv_groups):
             _check_state(spec, engine)
@@ -59,6 +62,7 @@ class ModelFacts:
             dtype=dtype_name(dtype),
             device=device,
             draft=_draft(engine, spec),
+            kv_cache_dtype=engine.cache.kv_cache_dtype,
         )
 
     def within(self, engine: EngineConfig, num_blocks: int) -> ModelFacts:
@@ -73,6 +77,7 @@ class ModelFacts:
             "weights": self.revision,
             "impl": self.spec.impl,
             "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "quantization": kind.method if (kind := self.spec.quantization) else "none",
             "block_size": str(block_size),
             "layers": str(self.spec.num_layers),
@@ -112,6 +117,7 @@ def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
     try:
         draft.validate_tensor_parallel(parallel.tensor_parallel_size)
         draft.validate_expert_parallel(parallel.tensor_parallel_size, 1)
+        draft.check_kv_cache_dtype(engine.cache.kv_cache_dtype)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error.message}") from None
     return draft

@@ -210,7 +210,9 @@ class Registration:
                 instance=instance,
                 time_s=time.time(),
             )
-            self.registered = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
+            answer = await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)
+            self.registered = answer.known
+            self._interval = answer.heartbeat_interval_s or self._interval
         if not self.registered:
             load = self._load(self.router_id)
             request = pb.RegisterRequest(node=self._info, load=load, time_s=time.time())

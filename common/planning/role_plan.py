@@ -55,13 +55,17 @@ class NodeSetup:
         return self.spec.dtype if dtype == "auto" else dtype
 
     @property
+    def kv_cache_dtype(self) -> str:
+        return self.engine.cache.kv_cache_dtype
+
+    @property
     def footprint(self) -> Footprint:
-        return Footprint(self.spec, self.dtype, self.tp, self.ep)
+        return Footprint(self.spec, self.dtype, self.tp, self.ep, self.kv_cache_dtype)
 
     @property
     def whole(self) -> Footprint:
         """The footprint of the whole model on one rank."""
-        return Footprint(self.spec, self.dtype)
+        return Footprint(self.spec, self.dtype, kv_cache_dtype=self.kv_cache_dtype)
 
     def stages(self) -> tuple[Stage, ...]:
         return stages_of(self.spec, self.engine.parallel)
@@ -69,6 +73,7 @@ class NodeSetup:
     def check(self) -> None:
         """Raises ConfigError if a node would refuse these options, whatever its memory."""
         self.spec.check_max_model_len(self.max_model_len)
+        self.spec.check_kv_cache_dtype(self.kv_cache_dtype)
         self.spec.validate_tensor_parallel(self.tp)
         self.spec.validate_expert_parallel(self.tp, self.ep)
         self.stages()

@@ -37,6 +37,7 @@ class ModelFolders:
             spec = read_spec(folder, config.model_impl, config.overrides)
         max_model_len = config.context(spec.max_position_embeddings)
         spec.check_max_model_len(max_model_len)
+        spec.check_kv_cache_dtype(self.engine.cache.kv_cache_dtype)
         return spec, max_model_len
 
     def read_grammar_tokens(self, spec: ModelSpec) -> GrammarTokens:

@@ -87,11 +87,11 @@ def cache_shapes(
             *group.layers_between(stage.start, stage.end),
             *group.head_range(ranks.rank, ranks.size),
             1,  # block
-            *group.page(block_size),
-            dtype="float32" if group.state else dtype_name(model.dtype),
+            group.page(block_size)[0],
+            *group.row(dtype_name(model.dtype), attention.kv_cache_dtype),
             planes=group.planes,
         )
-        for group in spec.kv_groups
+        for group, attention in zip(spec.kv_groups, model.attentions, strict=True)
     )
 
 

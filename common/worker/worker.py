@@ -122,7 +122,9 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
     compiled = engine.compilation.compile
     kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)
-    sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
+    sharding = Sharding(
+        state.tp, device, dtype, all2all, None, kernels, engine.cache.kv_cache_dtype
+    )
     if model_spec.stored is not None and spec.rank == 0:
         logger.info(
             "the weights are stored as %s and dequantized to %s while they are loaded; activations "

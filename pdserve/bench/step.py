@@ -149,7 +149,9 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
             if timer is not None:
                 samples[cell].parts.append(_parts(runner, batch, timer))
     dtype = dtype_name(model.dtype)
-    footprint = Footprint(model.spec, dtype, config.tensor_parallel_size)
+    footprint = Footprint(
+        model.spec, dtype, config.tensor_parallel_size, kv_cache_dtype=config.kv_cache_dtype
+    )
     cost = None if timer is None else StepCost.whole(footprint)
     median = config.statistic == "median"
     of, best = (statistics.median,) * 2 if median else (min, max)
@@ -170,7 +172,11 @@ def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfi
             cpu_kernels=config.cpu_kernels,
             device=config.device,
         ),
-        cache=CacheConfig(block_size=config.block_size, num_gpu_blocks_override=blocks),
+        cache=CacheConfig(
+            block_size=config.block_size,
+            num_gpu_blocks_override=blocks,
+            kv_cache_dtype=config.kv_cache_dtype,
+        ),
         scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=tokens),
         compilation=CompilationConfig(compile=config.compile, enforce_eager=config.enforce_eager),
     )

@@ -68,6 +68,10 @@ class Kind:
         entries = chain(islice(self._by_id, start, None), islice(self._by_id, start))
         return (node for _, node in entries)
 
+    def __contains__(self, node: Node) -> bool:
+        """Whether the node is one of them and up."""
+        return self._ranks.get(node) is not None
+
     def fits(self, other: Kind) -> bool:
         """Whether a node of this kind and one of the other can pair: they have the same KV layout
         and a connector in common."""
@@ -163,6 +167,11 @@ class Candidates:
 
     def __bool__(self) -> bool:
         return any(map(self.fits, chain.from_iterable(kind.by_load() for kind in self.kinds)))
+
+    def __contains__(self, node: object) -> bool:
+        return (
+            isinstance(node, Node) and any(node in kind for kind in self.kinds) and self.fits(node)
+        )
 
     def by_load(self) -> Iterator[Node]:
         """Yields them, the least loaded first."""

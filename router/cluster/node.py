@@ -47,6 +47,9 @@ class Node:
     skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
     unreachable: str = ""  # why it does not answer, though its heartbeats may come
     last_answer: float = 0.0  # the time of its last answer
+    # ---- when and whether it is asked for its health; `probe_nodes` writes these
+    look_at: float = 0.0
+    probing: bool = False
     # ---- `info` as JSON; `ClusterView` writes it
     described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
 
@@ -67,6 +70,11 @@ class Node:
     def num_prefill_tokens(self) -> int:
         """The tokens that it still has to prefill, as `num_requests`."""
         return self.prefill_tokens + self.load.others_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """The KV blocks that no sequence holds on the replica that has most, by its report."""
+        return self.load.most_free_blocks
 
     @property
     def replicas(self) -> int:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Registered nodes, including lost ones until they are forgotten. New nodes have a rate, enough for
 # a big cluster that comes back at once; it slows a node down that dies and returns endlessly.
-MAX_NODES = 1024
-NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
+MAX_NODES = 2048
+NEW_NODES_BURST, NEW_NODES_PER_S = 1024, 32.0
 MAX_SKEW = 10.0  # seconds; beyond WINDOW_S of `rpc.auth` calls are refused at first
 MAX_GONE = 64  # versions whose lost prefill nodes are remembered
 
@@ -239,6 +239,10 @@ class Registry:
             on_lost(error)
 
     # ---- who is there ------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())

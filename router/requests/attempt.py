@@ -301,7 +301,7 @@ class Attempt:
 
     def _in_flight(self, node: Node, prefills: bool) -> InFlightLoad:
         state = self._state
-        tokens = state.num_tokens if prefills else 0
+        tokens = self._placement.missing(state.placement, node) if prefills else 0
         last_chance = state.request_id if state.retries.last_chance(node.role) else ""
         return InFlightLoad(self._registry, node, tokens, last_chance)
 

@@ -40,9 +40,10 @@ from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.node_caches import NodeCaches
 from pdserve.router.cluster.node_streams import NodeStreams
 from pdserve.router.cluster.orphans import OrphanFinder
-from pdserve.router.cluster.placement import NodeSelector
+from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, AttemptFailed
@@ -88,7 +89,10 @@ class Pipeline:
         self.view = ClusterView(registry)
         self.streams = NodeStreams(channels)
         self.orphans = OrphanFinder(registry, channels)
-        self.placement = NodeSelector(config, self.view)
+        policies = load_policies(config)
+        roles = [role for role, policy in policies.items() if policy.uses_prefixes]
+        self.caches = NodeCaches(registry, channels, roles, metrics)
+        self.placement = NodeSelector(config, self.view, policies, self.caches.match, metrics)
         self._attempt = partial(Attempt, registry, channels, self.streams, self.placement, metrics)
         self.admission = Admission(
             config.max_concurrent_requests,

@@ -16,7 +16,8 @@ from pdserve.router.cluster.cluster_view import STAND_IN_AFTER, ClusterView
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.kinds import Candidates, rank
 from pdserve.router.cluster.node import Node
-from pdserve.router.cluster.placement import NodeSelector, PlacementRequest
+from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies
+from pdserve.router.cluster.prefix_index import PromptBlocks
 from pdserve.router.cluster.registry import Registry
 
 P, D, B = pb.ROLE_PREFILL, pb.ROLE_DECODE, pb.ROLE_BOTH
@@ -64,10 +65,11 @@ class PlainRules:
         """The policy's choice, if there is one."""
         if self._last is None:
             return sorted(nodes, key=rank)[:1]
-        in_turn = sorted(nodes, key=lambda node: (node.id <= self._last[role], node.id))
-        for node in in_turn[:1]:
-            self._last[role] = node.id
-        return in_turn[:1]
+        return sorted(nodes, key=lambda node: (node.id <= self._last[role], node.id))[:1]
+
+    def placed(self, node: Node) -> None:
+        if self._last is not None:
+            self._last[node.info.role] = node.id
 
     def able(self, role: int, request: PlacementRequest) -> list[Node]:
         nodes = [n for n in self.usable(role) if not request.adapter or "a" in n.adapters]
@@ -208,6 +210,7 @@ class History:
             version=self.random.choice([None, None, "f", "g"]),
             avoid=self.random.sample(IDS, self.random.choice([0, 0, 1, 6])),
             local_prefill=self.random.random() < 0.1, waiting=lambda: None,
+            blocks=lambda size: PromptBlocks((), size),
         )  # fmt: skip
 
 
@@ -226,7 +229,13 @@ def test_any_history_ends_in_the_choices_of_the_plain_rules(policy: str) -> None
         history = History(seed)
         view, plain = ClusterView(history.registry), PlainRules(history.registry, policy)
         config = RoutingConfig(decode_policy=policy, prefill_policy=policy)
-        selector = NodeSelector(config, view)
+        selector = NodeSelector(config, view, load_policies(config))
+
+        def placed(request: PlacementRequest, node: Node | None, plain=plain, selector=selector):
+            if node is not None:
+                plain.placed(node)
+                selector._policies[node.info.role].placed(request, node)
+
         for number in range(60):
             history.step()
             request, where = history.request(), f"seed {seed}, step {number}"
@@ -236,10 +245,12 @@ def test_any_history_ends_in_the_choices_of_the_plain_rules(policy: str) -> None
             meant = plain.decode(request)
             assert selector._find_decode(request) == meant, where
             outcomes.add(None if meant is None else meant[1])
+            placed(request, None if meant is None else meant[0])
             for decode in history.registry.connected():
                 if decode.info.role == D:
                     meant = plain.prefill(request, decode)
                     assert selector._find_prefill(request, decode) == meant, where
+                    placed(request, None if meant is None else meant[0])
     assert outcomes == {None, *PromptPath}, "every rule was met"
 
 

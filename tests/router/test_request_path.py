@@ -45,7 +45,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import REQUEST_ID_KEY
-from pdserve.router.cluster import registry_service
+from pdserve.router.cluster import probes
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.health import LINK_COOLDOWN, STANDSTILL, BreakerState
 from pdserve.router.requests import generation
@@ -769,7 +769,7 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
-    monkeypatch.setattr(registry_service, "PROBE_TIMEOUT", 1.5)
+    monkeypatch.setattr(probes, "PROBE_TIMEOUT", 1.5)
     names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 5.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:

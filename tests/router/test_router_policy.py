@@ -28,7 +28,8 @@ from pdserve.router.cluster.health import (
 )
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
-from pdserve.router.cluster.placement import NodeSelector, RoundRobin, least_load
+from pdserve.router.cluster.placement import NodeSelector, load_policies
+from pdserve.router.cluster.policy import LeastLoad, PolicyRequest, RoundRobin
 from pdserve.router.cluster.registry import MAX_GONE, Registry
 from pdserve.router.requests.admission import MAX_WAITING_TOKENS, Admission, Batch
 from pdserve.router.requests.generation import GenerationRequest
@@ -73,9 +74,14 @@ def a_run(num_tokens=8, **options) -> RequestState:
     )
 
 
+def selector(registry, **options) -> NodeSelector:
+    config = RoutingConfig(**options)
+    return NodeSelector(config, ClusterView(registry), load_policies(config))
+
+
 async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
     """The pair that a request gets, as `Pipeline` asks for it."""
-    placement, run = NodeSelector(RoutingConfig(**options), ClusterView(registry)), run or a_run()
+    placement, run = selector(registry, **options), run or a_run()
     decode, path = await placement.decode(run.placement)
     if path is not PromptPath.TRANSFERRED:
         return None, decode
@@ -328,7 +334,7 @@ async def test_a_node_that_failed_a_request_is_its_last_resort_whatever_its_role
 @pytest.mark.parametrize("policy", ["least-load", "round-robin"])
 async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, policy):
     add_all(registry, "p0 d0 b0 b1")
-    placement = NodeSelector(RoutingConfig(decode_policy=policy), ClusterView(registry))
+    placement = selector(registry, decode_policy=policy)
     with ExitStack() as burst:
         for _ in range(30):
             run = a_run(num_tokens=100)
@@ -375,7 +381,7 @@ async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
 async def test_a_burst_is_spread_by_its_tokens(registry):
     """Load counts from the moment a node is chosen, not when it has begun."""
     add_all(registry, "p0 p1 p2 p3 d0 d1 d2 d3")
-    placement = NodeSelector(RoutingConfig(), ClusterView(registry))
+    placement = selector(registry)
     with ExitStack() as burst:
         for number in range(64):
             run = a_run(num_tokens=100 if number % 8 else 1000)
@@ -424,10 +430,23 @@ async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(regi
     assert usable(registry, pb.ROLE_DECODE) == []
 
 
+WANTED = PolicyRequest("decode", 9, 0.0)
+
+
+def least_load(nodes):
+    return LeastLoad().choose(WANTED, nodes)
+
+
 async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):
     for i, tokens in enumerate((5, 0, 9)):
         add(registry, f"d{i}", waiting_tokens=tokens)
-    nodes, turn = registry.nodes(), RoundRobin()
+    nodes, policy = registry.nodes(), RoundRobin()
+
+    def turn(able):
+        node = policy.choose(WANTED, able)
+        policy.placed(WANTED, node)
+        return node
+
     able = candidates(registry, pb.ROLE_DECODE)
     assert ids(turn(able) for _ in range(4)) == ["d0", "d1", "d2", "d0"]
     assert least_load(able).id == "d1"

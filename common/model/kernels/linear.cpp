@@ -13,12 +13,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "vec.h"
-
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -327,45 +323,27 @@ void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_
     }
 }
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(HAS_AMX)
 // bfloat16 by the CPU's matrix unit: a packed weight is in the order of its tiles already. Sums have
 // one order here, too, and another one than vectors have: a matrix is multiplied by one of the two
 // for any number of tokens.
 
-constexpr int64_t TILE = 16;  // tokens, rows, and words of inputs
-
-// Whether the kernel lets this process use the unit (Linux: arch_prctl, ARCH_REQ_XCOMP_PERM).
-bool has_tiles() {
-    static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return allowed;
-}
-
 bool fits_tiles(int64_t inputs) { return inputs % TILE == 0 && has_tiles(); }
-
-// Tiles 0 to 3 are sums of two sets of tokens by two panels of rows, 4 and 5 tokens, 6 and 7 rows.
-void configure_tiles(int64_t first, int64_t second) {
-    struct alignas(64) {
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {};
-    } config;
-    const int64_t rows[] = {first, first, second, second, first, second, TILE, TILE};
-    for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(std::max<int64_t>(1, rows[i]));
-    _tile_loadconfig(&config);
-}
 
 INLINE void finish_tile(const Layer<BFloat16>& layer, int64_t token, int64_t tokens, int64_t row,
                         const float* sums) {
     for (int64_t t = 0; t < tokens; t++) finish(layer, token + t, row, load(sums + t * TILE));
 }
 
-// `first` tokens from `token` on, and `second` more behind them, by the rows `row … row+31`.
+// `first` tokens from `token` on, and `second` more behind them, by the rows `row … row+31`. Tiles 0
+// to 3 are sums of two sets of tokens by two panels of rows, 4 and 5 tokens, 6 and 7 rows.
 void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, int64_t first,
                     int64_t second, const BFloat16* x, int64_t stride) {
     const uint32_t *upper = layer.words + row * layer.inputs, *lower = upper + TILE * layer.inputs;
     const BFloat16* one = x + token * stride;
     const BFloat16* other = one + TILE * stride;
     constexpr int64_t AHEAD = 4 << 10;  // bytes
+    settle_memory();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -413,7 +391,9 @@ void multiply_by_tiles(const Layer<BFloat16>& layer, int64_t threads, int64_t co
                 for (int64_t token = from; token < to; token += 2 * TILE) {
                     const int64_t first = std::min(TILE, to - token);
                     const int64_t second = std::clamp<int64_t>(to - token - TILE, 0, TILE);
-                    if (configured != first + second) configure_tiles(first, second);
+                    if (configured != first + second)
+                        configure_tiles({first, first, second, second, first, second, TILE, TILE},
+                                        {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE});
                     configured = first + second;
                     for (int64_t g = group; g < std::min(end, group + step); g++)
                         multiply_tiles(layer, g * GROUP, token, first, second, x, stride);
@@ -454,7 +434,7 @@ EXPORT void linear(int64_t dtype, int64_t threads, int64_t count, int64_t rows, 
             } else if constexpr (std::is_same<T, float>::value) {
                 multiply<Float32>(layer, threads, count, (const T*)x, stride);
             } else {
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(HAS_AMX)
                 if (fits_tiles(words))
                     return multiply_by_tiles(layer, threads, count, (const T*)x, stride);
 #endif

@@ -343,14 +343,19 @@ async def test_blocks_are_those_of_a_node(
         assert line in caplog.text or "pipeline_partition" in parallel
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 async def test_groups_are_those_of_a_node(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    kv_cache_dtype: str,
 ) -> None:
     """Two layers with windows of 24 tokens, of which eight sequences hold 8 blocks each."""
     caplog.set_level("INFO")
     folder = make_windowed("qwen3", tmp_path)
     options = {"max_model_len": 1024, "kv_cache_memory": "8MiB", "dtype": "float32"}
     options |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    options |= {"kv_cache_dtype": kv_cache_dtype}
     config = PlanConfig(model=str(folder), gpu_memory="4GiB", **options)
     decode = plan(config)[1]
     (rank,) = await start_node(setup(config, ModelSpec.from_folder(folder), "decode").engine, 1024)

@@ -397,12 +397,13 @@ LOAD = pb.NodeLoad(healthy=True, free_blocks=1, total_blocks=1)
 async def registry_server(
     key: str | None = KEY, clock: Clock | None = None
 ) -> AsyncIterator[tuple[Registry, str]]:
-    registry = Registry(RoutingConfig(heartbeat_interval=0.05), clock or Clock())
+    routing = RoutingConfig(heartbeat_interval=0.05)
+    registry = Registry(routing, clock or Clock())
     server = GrpcServer(credentials("router", key).interceptor())
     server.add(
         pb.DESCRIPTOR.services_by_name["Registry"],
         pb_grpc.add_RegistryServicer_to_server,
-        RegistryService(registry, "tiny", 0.05),
+        RegistryService(registry, "tiny", routing),
     )
     port = server.bind("127.0.0.1", 0)
     await server.start()
