@@ -26,7 +26,7 @@ from pdserve.common.core.host import bind, role_environment
 from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
 from pdserve.router.http.server import bind_http
 from pdserve.router.workers.link import Link
-from pdserve.router.workers.merge import counts, merged_metrics
+from pdserve.router.workers.merge import counts, merged_metrics, num_nodes
 from pdserve.router.workers.siblings import GATHER, METRICS, SERVING, read_ask, write_answers
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Worker:
     process: asyncio.subprocess.Process | None = None
     link: Link | None = None
     metrics: str = ""  # as this process exposed them last
+    alone: int = 0  # periods without a node, while others have some
 
     @property
     def name(self) -> str:
@@ -74,7 +75,7 @@ class Supervisor:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._workers = [Worker(number) for number in range(config.server.router_workers)]
+        self.workers = [Worker(number) for number in range(config.server.router_workers)]
         self._held: list[socket.socket] = []
         self._departed = ""  # the counters of workers that have died
         self._draining = False
@@ -85,18 +86,18 @@ class Supervisor:
 
     async def start(self) -> None:
         """Returns when all workers serve."""
-        await self._take_ports()
-        first, *others = self._workers
+        await self.take_ports()
+        first, *others = self.workers
         await self._start(first)  # alone, so that a wrong option is said once
         await asyncio.gather(*map(self._start, others))
-        self._tasks += [asyncio.create_task(self._watch(each)) for each in self._workers]
+        self._tasks += [asyncio.create_task(self._watch(each)) for each in self.workers]
         self._tasks.append(asyncio.create_task(self._collect()))
         for task in self._tasks:
             propagate_failure(task, self._failed)
         logger.info(
             "%d workers serve, HTTP on port %d, gRPC on port %d; nodes register on port %d, and "
             "are told of the others",
-            len(self._workers), self._ports["http"], self._ports["grpc"], self._ports["registry"],
+            len(self.workers), self._ports["http"], self._ports["grpc"], self._ports["registry"],
         )  # fmt: skip
 
     async def run_until_stopped(self) -> int:
@@ -126,17 +127,17 @@ class Supervisor:
         await self._ended()
 
     def _signal(self, number: int) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.process is not None and worker.process.returncode is None:
                 worker.process.send_signal(number)
 
     async def _ended(self) -> None:
-        running = [each.process for each in self._workers if each.process is not None]
+        running = [each.process for each in self.workers if each.process is not None]
         await asyncio.gather(*(process.wait() for process in running))
 
     # ---- ports ---------------------------------------------------------------------------------
 
-    async def _take_ports(self) -> None:
+    async def take_ports(self) -> None:
         """Takes them for as long as this process lives. Whoever holds one already, even to share
         it, is found here."""
         server = self._config.server
@@ -150,7 +151,7 @@ class Supervisor:
             server.registry_port, "gRPC", "--registry-port"
         )
         self._registry_ports = [first]
-        for worker in self._workers[1:]:
+        for worker in self.workers[1:]:
             try:
                 wanted = first + worker.number if server.registry_port else 0
                 port = self._take(wanted, "gRPC", "--registry-port")
@@ -210,7 +211,7 @@ class Supervisor:
             registry_port=self._registry_ports[worker.number],
             ports_file=None,
         )
-        queued = -(-routing.max_queued_requests // len(self._workers))
+        queued = -(-routing.max_queued_requests // len(self.workers))
         return replace(
             self._config, server=server, routing=replace(routing, max_queued_requests=queued)
         )
@@ -248,7 +249,7 @@ class Supervisor:
             return b""
         assert what == GATHER
         asked, argument = read_ask(argument)
-        others = [each for each in self._workers if each is not worker and each.serving.is_set()]
+        others = [each for each in self.workers if each is not worker and each.serving.is_set()]
         if asked != METRICS:
             return write_answers(await self._ask(others, asked, argument))
         worker.metrics = argument.decode()
@@ -273,14 +274,29 @@ class Supervisor:
 
     def _known_metrics(self, but: Worker) -> list[str]:
         """Those of the other workers, as they told them last, and of the dead."""
-        texts = [each.metrics for each in self._workers if each is not but]
+        texts = [each.metrics for each in self.workers if each is not but]
         return [text for text in (*texts, self._departed) if text]
 
     async def _collect(self) -> None:
         """Keeps the metrics of all at hand, for when one is killed."""
         while True:
-            await self._ask(self._workers, METRICS)
+            await self._ask(self.workers, METRICS)
+            self.compare()
             await asyncio.sleep(COLLECT_PERIOD)
+
+    def compare(self) -> None:
+        """Warns, once, about workers that nodes do not come to for two periods, though they come to
+        others: its clients wait in vain."""
+        counts = {each: num_nodes(each.metrics) for each in self.workers if each.metrics}
+        for worker, count in counts.items():
+            alone = not count and any(counts.values())
+            worker.alone = worker.alone + 1 if alone else 0
+            if worker.alone == 2:
+                logger.warning(
+                    "nodes register with other workers and not with %s: let them reach port %d of "
+                    "this host, too",
+                    worker.name, self._registry_ports[worker.number],
+                )  # fmt: skip
 
 
 def _added(one: str, other: str) -> str:

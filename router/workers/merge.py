@@ -39,6 +39,13 @@ def counts(text: str) -> str:
     return exposed(_Families([each for each in metrics if each.type in _COUNTS])).decode()
 
 
+def num_nodes(text: str) -> int:
+    """Returns how many nodes are registered, in whatever state, by an exposition."""
+    families = text_string_to_metric_families(text)
+    found = (each for each in families if each.name == "pdserve_nodes")
+    return sum(int(sample.value) for each in found for sample in each.samples)
+
+
 class _Families(Collector):
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.common.config.router import RouterConfig, ServerConfig
+from pdserve.router.supervisor import Supervisor
 from pdserve.router.workers.link import Link
 from pdserve.router.workers.merge import counts, merged_clusters, merged_metrics
 
@@ -67,6 +69,27 @@ def test_of_the_dead_only_what_they_counted_stays() -> None:
         "pdserve_request_success_total", "vllm:ttft_bucket", "vllm:ttft_count", "vllm:ttft_sum"
     }  # fmt: skip
     assert samples(merged_metrics(("", counts(""))).decode()) == {}
+
+
+async def test_a_worker_that_nodes_do_not_reach_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    supervisor = Supervisor(RouterConfig(server=ServerConfig(port=0, router_workers=2)))
+    await supervisor.take_ports()
+    first, second = supervisor.workers
+    first.metrics = second.metrics = OTHER
+    for _ in range(3):
+        supervisor.compare()
+    assert not caplog.messages, "no nodes are there yet"
+    first.metrics = TEXT.format(1, 1)
+    for _ in range(3):
+        supervisor.compare()
+    (message,) = caplog.messages
+    assert "not with worker 1: let them reach port" in message
+    second.metrics = TEXT.format(1, 1)
+    supervisor.compare()
+    assert second.alone == 0
+    await supervisor.stop()
 
 
 def view(pid: int, running: int, others: int, **more: Any) -> dict[str, Any]:
