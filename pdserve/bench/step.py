@@ -211,6 +211,7 @@ def as_json(config: BenchStepConfig, found: Measured) -> dict[str, Any]:
         "model": config.model.model or "the embedded model",
         "dtype": found.dtype,
         "quantization": config.model.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
         "threads": torch.get_num_threads(),
         "clock": config.clock,

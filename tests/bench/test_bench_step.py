@@ -43,6 +43,16 @@ def test_a_table_and_a_result(
         assert cell["step"]["bound_by"] in ("memory", "compute")
 
 
+def test_kv_of_eight_bits(tmp_path: Path) -> None:
+    files = [tmp_path / f"{kind}.json" for kind in ("auto", "int8")]
+    for file in files:
+        options = (f"--kv-cache-dtype={file.stem}", f"--json={file}", "--dtype=float32")
+        assert run("llama-gqa", "--batch=1", "--context=120", *options) == 0
+    plain, eight = (json.loads(file.read_text()) for file in files)
+    cells = [each["cells"]["decode 1 × 120"]["parts"] for each in (plain, eight)]
+    assert cells[0].keys() == cells[1].keys() and eight["kv_cache_dtype"] == "int8"
+
+
 def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "before.json"
     options = ("--batch=1", "--context=16")

@@ -74,7 +74,7 @@ def clear(folder: Path, names: tuple[str | None, ...]) -> list[tuple[int, ...]]:
         if len(texts) == len(names) and all(is_clear(folder, name, prompt) for name in names):
             found.append(prompt)
     assert len(found) >= 3
-    return found
+    return found[:4]
 
 
 def is_clear(
@@ -131,7 +131,7 @@ def test_preempted_and_guessed_tokens_are_the_same(folder: Path, options: dict[s
             "both", **few, data_parallel_size=2, speculative_config=json.dumps(DRAFT)
         )
         cluster.wait_nodes()
-        some = [(name, prompt) for prompt in prompts(MODEL)[:9] for name in ("a", "b")]
+        some = [(name, prompt) for prompt in prompts(MODEL)[:6] for name in ("a", "b")]
         cases = [case for case in some if is_clear(folder, *case, 64)]
         (node,), (name,) = cluster.nodes(), cluster.names("both")
         ranks = ranks_of(cluster.pids[name])
