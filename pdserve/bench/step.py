@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -79,14 +78,16 @@ class Cell:
     def _tables(
         self, chance: random.Random, block_size: int, group: KVGroup
     ) -> list[tuple[int, ...]]:
-        """Returns each sequence's block table, without what has left a window."""
-        spans = [
-            (group.first_block(start, block_size), -(-(start + length) // block_size))
-            for start, length in self.chunks
-        ]
-        count = sum(end - first for first, end in spans)
+        """Returns each sequence's block table, without what has left a window; of states those that
+        a chunk reads and leaves."""
+        tables = []
+        for start, length in self.chunks:
+            first, end = group.first_block(start, block_size), -(-(start + length) // block_size)
+            held = {first, end - 1, max(first, end - 2)} if group.state else range(first, end)
+            tables.append([index in held for index in range(end)])
+        count = sum(map(sum, tables))
         blocks = iter(chance.sample(range(count), count))
-        return [((NO_BLOCK,) * first + tuple(islice(blocks, end - first))) for first, end in spans]
+        return [tuple([next(blocks) if held else NO_BLOCK for held in each]) for each in tables]
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import pytest
 from paths import ROOT
 from pdserve.bench import parts
 from pdserve.cli.main import main
+from windowed import make_windowed
 
 MODELS = ROOT / "tests" / "models"
 FAST = ["--threads=1", "--repetitions=2"]
@@ -72,6 +73,18 @@ def test_a_model_of_transformers_has_steps_without_parts(
     cell = json.loads(file.read_text())["cells"]["decode 1 × 16"]
     assert cell["step"]["ms"] > 0 and cell["parts"] == {}
     assert "speed-up" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_model_with_states_has_steps(tmp_path: Path) -> None:
+    """Of which a sequence has few blocks, however long it is."""
+    file = tmp_path / "step.json"
+    folder = make_windowed("qwen3-next", tmp_path / "model")
+    options = ("--batch=3", "--context=200", "--chunk=100", f"--json={file}")
+    assert run(str(folder), *options) == 0  # an absolute path stands for itself
+    cells = json.loads(file.read_text())["cells"]
+    assert list(cells) == ["decode 3 × 200", "prefill 100"]
+    assert all(cell["step"]["ms"] > 0 for cell in cells.values())
 
 
 @pytest.mark.slow
