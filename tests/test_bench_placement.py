@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_placement import main
+from benchmarks.bench_placement_live import SIZE, cut, prompt
 from pdserve.router.kit.workloads import read_trace
 
 
@@ -40,3 +41,16 @@ def test_both_forms_of_a_trace_say_the_same(tmp_path: Path) -> None:
     assert [each.num_tokens for each in again] == [each.num_tokens for each in first]
     assert [each.time for each in again] == list(range(50))
     assert len(set(again[0].blocks)) == 2 and len({each.time for each in first}) == 50
+
+
+def test_live_prompts_begin_alike_where_the_trace_s_do() -> None:
+    sample = Path(__file__).parent.parent / "benchmarks" / "traces" / "mooncake_conversation.csv.gz"
+    arrivals = [cut(each) for each in read_trace(sample, 200)]
+    of_blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for each in arrivals:
+        tokens = prompt(each)
+        assert len(tokens) == each.num_tokens <= 961
+        for end in range(1, len(each.blocks) + 1):
+            blocks, begin = tuple(each.blocks[:end]), tuple(tokens[: end * SIZE])
+            assert of_blocks.setdefault(blocks, begin) == begin
+    assert len(set(of_blocks.values())) == len(of_blocks)

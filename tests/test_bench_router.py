@@ -20,7 +20,7 @@ def test_it_says_what_tokens_and_nodes_cost_the_router(tmp_path: Path) -> None:
         [*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=180
     )
     assert ended.returncode == 0, ended.stderr
-    assert "24 idle nodes" in ended.stdout and "placement, in process" in ended.stdout
+    assert "24 idle nodes" in ended.stdout and "placement, in process, CPU time" in ended.stdout
     result = json.loads(file.read_text())
     one, two = result["tokens"]
     assert (one["workers"], two["workers"]) == (1, 2)

@@ -153,6 +153,7 @@ class _Arriving:
         indices = {name: [shard.index for shard in each] for name, each in wanted.items()}
         for name, parts in self._arrivals(indices):
             yield from zip(wanted[name], parts, strict=True)
+            del parts  # before there are those of the next tensor
 
     def readable(self, groups: Sequence[Collection[str]]) -> Iterator[int]:
         group_of = {name: number for number, names in enumerate(groups) for name in names}
@@ -187,6 +188,7 @@ class _Arriving:
                 part.take(rows, first)
             if not shape or first + len(rows) == shape[0]:
                 yield name, [part.tensor for part in parts]
+                parts = []
 
     def _verify(self, message: Message) -> None:
         if _digest(message["rows"]) != message["digest"]:

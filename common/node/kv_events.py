@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from itertools import chain, count
 
+import msgspec
+
 from pdserve.common.core.block_hash import BlockHash, short_hash
 from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.sequence import Sequence as EngineSequence
@@ -33,7 +35,8 @@ from pdserve.common.rpc.kv_events import (
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 
 MAX_BEHIND = 2**17  # blocks in the batches that a router has not read
-SNAPSHOT_BLOCKS = 2**13  # in a batch of a snapshot: making one takes a few milliseconds
+MAX_BATCH = 2**11  # blocks in a message to a router, who takes them in a few milliseconds
+PAUSE = 0.05  # seconds after a message in which events gather, or each step would make one
 
 Take = Callable[[KVEventBatch], None]
 
@@ -67,8 +70,8 @@ class KVEventLog:
 
     def _snapshot(self, cached: Sequence[BlockHash]) -> Iterator[KVEventBatch]:
         first: list[KVEvent] = [AllBlocksCleared()]
-        for start in range(0, max(1, len(cached)), SNAPSHOT_BLOCKS):
-            hashes = [short_hash(each) for each in cached[start : start + SNAPSHOT_BLOCKS]]
+        for start in range(0, max(1, len(cached)), MAX_BATCH):
+            hashes = [short_hash(each) for each in cached[start : start + MAX_BATCH]]
             yield self._batch([*first, BlockStored(hashes, None, [], self._pool.block_size)])
             first = []
 
@@ -120,6 +123,7 @@ class Subscription:
         self._logs = logs
         self._metrics = metrics
         self._stale = True  # it needs a snapshot
+        self._caught_up = False  # it has had all of the last one
         self._snapshot: Iterator[KVEventBatch] = iter(())
         self._pending: deque[KVEventBatch] = deque()
         self._behind = 0  # blocks in them
@@ -139,6 +143,8 @@ class Subscription:
                     return
                 encoded = encode_batch(without_tokens(batch))
                 yield pb.KVEventsMessage(number=number, batch=encoded)
+                if self._caught_up and self._behind < MAX_BATCH:
+                    await asyncio.sleep(PAUSE)
         finally:
             for log in self._logs:
                 log.detach(self._take)
@@ -162,10 +168,18 @@ class Subscription:
             self._stale, self._behind = False, 0
             self._pending.clear()  # the snapshot has it
             self._metrics.kv_events.labels("Snapshot").inc()
+            self._caught_up = False
         if (batch := next(self._snapshot, None)) is not None:
             return batch
+        self._caught_up = True
         if not self._pending:
             return None
         batch = self._pending.popleft()
-        self._behind -= num_blocks(batch)
-        return batch
+        size, events = num_blocks(batch), list(batch.events)
+        while self._pending and size < MAX_BATCH:
+            if self._pending[0].data_parallel_rank != batch.data_parallel_rank:
+                break
+            batch = self._pending.popleft()
+            size, events = size + num_blocks(batch), events + batch.events
+        self._behind -= size
+        return msgspec.structs.replace(batch, events=events)

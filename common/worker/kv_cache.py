@@ -18,7 +18,7 @@ import torch
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
-from pdserve.common.core.kv_groups import KVGroup
+from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.model.decoder import Decoder
@@ -177,11 +177,12 @@ def choose_num_blocks(
         check_free(sum(sizes), device)
     if ranks.rank == 0:
         for group, count, size in zip(groups, num_blocks, sizes, strict=True):
+            tokens = count * engine.cache.block_size
             logger.info(
-                "# KV blocks%s: %d (= %d tokens, %s per rank)",
+                "# KV blocks%s: %d (= %s, %s per rank)",
                 f" of {group.name}" if len(groups) > 1 else "",
                 count,
-                count * engine.cache.block_size,
+                f"for {count // STATES_HELD} sequences" if group.state else f"{tokens} tokens",
                 format_bytes(size),
             )
     return num_blocks

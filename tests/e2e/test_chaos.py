@@ -26,7 +26,7 @@ from warm import WarmCluster, slowness
 
 SOAK = Soak(
     seconds=2.5,
-    requests=64,
+    requests=40,
     distinct=21,  # each way with each style
     max_tokens=(6, 24),
     kinds=tuple(NODE_KINDS),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,30 @@ def test_many_with_one_beginning_are_shared_by_the_nodes(cluster: WarmCluster) -
         list(pool.map(lambda prompt: ask(cluster, prompt), prompts))
     given = prefilled(cluster) - before
     assert len(given) == 2 and max(given.values()) < 3 * min(given.values()), given
+
+
+def test_nodes_of_both_roles_keep_their_conversations() -> None:
+    router = {"decode_policy": "prefix-aware"}
+    with WarmCluster(MODEL, prefill=0, decode=0, router=router) as cluster:
+        for _ in range(2):
+            cluster.start_node("both", data_parallel_size=2)
+        cluster.wait_nodes()
+        for _ in range(3):
+            prompt = fresh_prompt(4 * SIZE)
+            ask(cluster, prompt)
+            cluster.wait_for(partial(told_of, cluster))
+            for _ in range(2):
+                # A node has two caches: which one it takes is its own choice, by the same blocks.
+                prompt, known = prompt + fresh_prompt(2 * SIZE), len(prompt)
+                assert ask(cluster, prompt) == known
+                cluster.wait_for(partial(told_of, cluster))
+
+
+def told_of(cluster: WarmCluster) -> bool:
+    """Whether the router knows the blocks of all prompts so far."""
+    nodes = cluster.state()["nodes"]
+    computed = sum(node["prompt_tokens"] - node["cached_tokens"] for node in nodes)
+    return known_blocks(cluster, "both") >= computed // SIZE
 
 
 def test_a_policy_of_ones_own_places(tmp_path: Path) -> None:

@@ -48,12 +48,13 @@ struct Cache {
     using S = Stored<T>;
     const uint8_t *keys, *values;
     int64_t format, kv_heads, dim, block_size;
-    int64_t row;  // numbers of a row of a tile: dim in whole vectors of words
+    int64_t bytes;  // of a row
+    int64_t row;    // numbers of a row of a tile: dim in whole vectors of words
 
     Cache(const void* keys, const void* values, int64_t format, int64_t kv_heads, int64_t dim,
           int64_t block_size)
         : keys((const uint8_t*)keys), values((const uint8_t*)values), format(format),
-          kv_heads(kv_heads), dim(dim), block_size(block_size),
+          kv_heads(kv_heads), dim(dim), block_size(block_size), bytes(row_bytes<T>(format, dim)),
           row(round_up(dim, LANES * PER_WORD<S>)) {}
 
     // Finds the tokens `at … at+KEYS-1` of a sequence, of which those from `first` to `end` exist;
@@ -65,6 +66,11 @@ struct Cache {
         const int64_t count = std::clamp<int64_t>(end - at, 0, KEYS);
         tile.begin = int(before / LANES);
         tile.end = before < count ? int((count + LANES - 1) / LANES) : tile.begin;
+        if (format != AS_IT_IS)
+            for_runs(table, kv_head, at + before - first, count - before, [&](int64_t n, int64_t place) {
+                fetch(keys + place, n * bytes);
+                fetch(values + place, n * bytes);
+            });
         for (int g = tile.begin; g < tile.end; g++) {
             const int64_t from = std::max<int64_t>(g * LANES, before);
             const int64_t to = std::min<int64_t>((g + 1) * LANES, count);
@@ -80,20 +86,31 @@ struct Cache {
             S* copy = tile.copies.data() + 2 * g * LANES * row;
             tile.keys[g] = copy;
             tile.values[g] = copy + LANES * row;
-            std::fill_n(copy, 2 * LANES * row, S{});
-            for (int64_t i = from; i < to; i++) {
-                const int64_t place = place_of(table, kv_head, at + i - first);
-                S* out = copy + (i - g * LANES) * row;
-                read(keys + place, out);
-                read(values + place, out + LANES * row);
-            }
+            if (to - from < LANES || row > dim) std::fill_n(copy, 2 * LANES * row, S{});
+            S* out = copy + (from - g * LANES) * row;
+            for_runs(table, kv_head, token, to - from, [&](int64_t n, int64_t place) {
+                for (; n > 0; n--, place += bytes, out += row) {
+                    read(keys + place, out);
+                    read(values + place, out + LANES * row);
+                }
+            });
         }
     }
 
 private:
     int64_t place_of(const int32_t* table, int64_t kv_head, int64_t token) const {
         const int64_t block = table[token / block_size], slot = token % block_size;
-        return ((block * kv_heads + kv_head) * block_size + slot) * row_bytes<T>(format, dim);
+        return ((block * kv_heads + kv_head) * block_size + slot) * bytes;
+    }
+
+    // Calls f(n, place) for each run of `count` tokens in one block.
+    template <typename F>
+    void for_runs(const int32_t* table, int64_t kv_head, int64_t token, int64_t count, F f) const {
+        for (const int64_t end = token + count; token < end;) {
+            const int64_t n = std::min(end - token, block_size - token % block_size);
+            f(n, place_of(table, kv_head, token));
+            token += n;
+        }
     }
 
     void read(const uint8_t* from, S* to) const {

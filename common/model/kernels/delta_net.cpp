@@ -52,25 +52,50 @@ void normalize(float* x, int64_t size, float scale) {
     });
 }
 
-// matrix = matrix · decay; matrix += key ⊗ (value - keyᵀ matrix) · beta; out = queryᵀ matrix
-void step(const Sizes& sizes, float* matrix, const float* query, const float* key,
-          const float* value, float decay, float beta, float* out) {
+// A head's inputs for one token.
+struct Token {
+    const float *query, *key, *value;
+    float decay, beta;
+};
+
+// Columns i … of N vectors of `count` numbers (LANES but for the last ones): independent sums hide each
+// other's latency.
+template <int N>
+INLINE void step_columns(const Sizes& sizes, float* matrix, const Token& token, int64_t i,
+                         int64_t count, float* out) {
     const int64_t columns = sizes.value_dim;
-    for_vectors(columns, [&](int64_t i, int64_t count) {
-        Vec known = {}, result = {};
-        for (int64_t k = 0; k < sizes.key_dim; k++) {
-            const Vec row = load_some(matrix + k * columns + i, count) * decay;
-            store_some(matrix + k * columns + i, row, count);
-            known = fma(row, broadcast(key[k]), known);
+    Vec known[N] = {}, change[N], result[N] = {};
+    for (int64_t k = 0; k < sizes.key_dim; k++) {
+        float* row = matrix + k * columns + i;
+        for (int j = 0; j < N; j++) {
+            const Vec decayed = load_some(row + j * LANES, count) * token.decay;
+            store_some(row + j * LANES, decayed, count);
+            known[j] = fma(decayed, broadcast(token.key[k]), known[j]);
         }
-        const Vec change = (load_some(value + i, count) - known) * beta;
-        for (int64_t k = 0; k < sizes.key_dim; k++) {
-            const Vec row =
-                fma(broadcast(key[k]), change, load_some(matrix + k * columns + i, count));
-            store_some(matrix + k * columns + i, row, count);
-            result = fma(row, broadcast(query[k]), result);
+    }
+    for (int j = 0; j < N; j++)
+        change[j] = (load_some(token.value + i + j * LANES, count) - known[j]) * token.beta;
+    for (int64_t k = 0; k < sizes.key_dim; k++) {
+        float* row = matrix + k * columns + i;
+        for (int j = 0; j < N; j++) {
+            const Vec added =
+                fma(broadcast(token.key[k]), change[j], load_some(row + j * LANES, count));
+            store_some(row + j * LANES, added, count);
+            result[j] = fma(added, broadcast(token.query[k]), result[j]);
         }
-        store_some(out + i, result, count);
+    }
+    for (int j = 0; j < N; j++) store_some(out + i + j * LANES, result[j], count);
+}
+
+// matrix = matrix · decay; matrix += key ⊗ (value - keyᵀ matrix) · beta; out = queryᵀ matrix
+void step(const Sizes& sizes, float* matrix, const Token& token, float* out) {
+    constexpr int TOGETHER = 4;
+    const int64_t columns = sizes.value_dim;
+    int64_t i = 0;
+    for (; i + TOGETHER * LANES <= columns; i += TOGETHER * LANES)
+        step_columns<TOGETHER>(sizes, matrix, token, i, LANES, out);
+    for_vectors(columns - i, [&](int64_t j, int64_t count) {
+        step_columns<1>(sizes, matrix, token, i + j, count, out);
     });
 }
 
@@ -113,9 +138,9 @@ EXPORT void delta_net(int64_t dtype, int64_t threads, int64_t sequences, int64_t
                 normalize(key, key_dim, 1.0f);
                 for (int64_t h = 0; h < ratio; h++) {
                     const int64_t head = row * ratio + h;
-                    step(sizes, state.data() + h * sizes.matrix(), query, key,
-                         values + h * value_dim, std::exp(decays[head]), betas[head],
-                         out + head * value_dim);
+                    const Token token{query, key, values + h * value_dim, std::exp(decays[head]),
+                                      betas[head]};
+                    step(sizes, state.data() + h * sizes.matrix(), token, out + head * value_dim);
                 }
                 const bool ends = t + 1 == counts[s] || (position + 1) % block_size == 0;
                 const int32_t block = ends ? table[position / block_size] : -1;

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from pdserve.common.model import broadcast
 from pdserve.common.model.broadcast import BroadcastFolder
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.implementation import load_decoder, read_spec
-from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.sharding import Shard, Sharding
 from pdserve.common.model.stages import pipeline_stages
 from pdserve.common.worker.folders import open_folders
 from pdserve.demo_model.embedded import resolve_model
@@ -66,14 +67,14 @@ def _both_ways(state: ParallelState, path: Path, config: ModelConfig) -> list[st
     return [name for name, each in expected.items() if not torch.equal(found[name], each)]
 
 
-def check(ranks: Ranks, path: Path, config: ModelConfig | None = None, **layout: int) -> None:
+def check(ranks: Ranks, path: Path, config: ModelConfig | None = None, **layout: Any) -> None:
     config = config or ModelConfig()
     config = replace(config, model=str(path))
     assert not any(ranks.run(_both_ways, path, config, **layout))
 
 
 def test_every_rank_has_its_part(ranks: Ranks) -> None:
-    check(ranks, LLAMA, tp=2)
+    check(ranks, LLAMA, tp=2, communicator="gloo")  # as between hosts
     check(ranks, MODELS / "mistral", pp=2)  # in several files
     check(ranks, LLAMA, ModelConfig(quantization="int8"), tp=2)
     check(ranks, LLAMA, ModelConfig(load_format="dummy"), tp=2)
@@ -111,6 +112,28 @@ def test_through_transformers(
 
     tiny_folder(tmp_path / "tiny", CONFIG_MAPPING[name](**SIZES))
     check(ranks, tmp_path / "tiny", ModelConfig(model_impl="transformers"), **layout)
+
+
+def _held(state: ParallelState, path: Path) -> int:
+    """Returns the most tensors for which there are parts at a time."""
+    made = BroadcastFolder(path if state.world.rank == 0 else NOWHERE, state.world, 0)
+    alive: dict[str, list[Any]] = {}
+    most = 0
+    with made.weights(lambda checkpoint: checkpoint) as weights:
+        shards = [
+            Shard(name, tuple(stored.get_shape()), (slice(None),), torch.empty(0))
+            for name, stored in weights.tensors.items()
+        ]
+        for shard, part in weights.read(shards * 2):  # as of int8 weights
+            alive.setdefault(shard.name, []).append(weakref.ref(part))
+            del part
+            most = max(most, sum(any(each() is not None for each in a) for a in alive.values()))
+    assert len(alive) == len(shards)
+    return most
+
+
+def test_parts_do_not_pile_up(ranks: Ranks) -> None:
+    assert max(ranks.run(_held, LLAMA, tp=2)) <= 1
 
 
 # ---- files beside weights ----

@@ -11,7 +11,7 @@ from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs, DeltaSizes
 from pdserve.common.model.device import choose_kernels
 
-SIZES = DeltaSizes(ratio=2, key_dim=20, value_dim=12, kernel=4)
+SIZES = DeltaSizes(ratio=2, key_dim=20, value_dim=76, kernel=4)  # more than four vectors and less
 UNITS, BLOCK_SIZE, NUM_BLOCKS = 3, 16, 24
 NONE = -1
 

@@ -152,7 +152,8 @@ async def test_a_router_begins_with_a_snapshot_and_gets_another_when_it_is_too_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_events, "MAX_BEHIND", 60)
-    monkeypatch.setattr(kv_events, "SNAPSHOT_BLOCKS", 5)
+    monkeypatch.setattr(kv_events, "MAX_BATCH", 5)
+    monkeypatch.setattr(kv_events, "PAUSE", 0)
     rng, metrics = random.Random(2), NodeMetrics()
     pools = [one_group(32, SIZE), one_group(32, SIZE)]
     logs = [KVEventLog(index, pool, metrics) for index, pool in enumerate(pools)]
