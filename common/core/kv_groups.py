@@ -10,7 +10,8 @@ STATE_WINDOW = 2
 """A state depends on its token and on the state before, as if a query saw two tokens."""
 STATES_HELD = 4
 """Blocks of a state that a sequence holds at most while a chunk of it is computed: two that the
-chunk may read or leave for others, and the two that it writes."""
+chunk may read or leave for others, and the two that it writes. With more chunks in flight, as in a
+pipeline, it may hold two more for each until they are computed."""
 
 KV_AUTO = "auto"
 KV_CACHE_DTYPES = (KV_AUTO, "fp8_e4m3", "int8")

@@ -114,6 +114,13 @@ class NodeCaches:
             except grpc.aio.AioRpcError as error:
                 reason = "lost"
                 logger.info("%s: its KV events: %s", node.id, error.details())
+            except asyncio.CancelledError:  # this task's, or the call's, as its channel was closed
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                reason = "lost"
+            except Exception:
+                reason = "defect"
+                logger.exception("%s: its KV events could not be taken", node.id)
             finally:
                 self._forget(node)
             self._metrics.kv_event_resyncs.labels(reason).inc()

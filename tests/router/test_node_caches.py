@@ -202,6 +202,24 @@ async def test_a_node_that_dies_is_forgotten_and_one_of_before_is_no_trouble(wor
     await server.stop(0)
 
 
+async def test_neither_a_closed_channel_nor_a_defect_ends_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with telling() as (teller, at):
+        teller.snapshot = HASHES[:3]
+        world.register("p0", at)
+        await eventually(lambda: world.known() == {"p0": 3})
+        await world.channels.drop([at])
+        await eventually(lambda: teller.subscriptions == 2 and world.known() == {"p0": 3})
+        assert world.resyncs("lost") == 1
+        monkeypatch.setattr(world.caches.index, "store", lambda *args: 1 / 0)
+        teller.says.put_nowait([stored(*HASHES[3:4])])
+        await eventually(lambda: world.resyncs("defect"))
+        monkeypatch.undo()
+        await eventually(lambda: world.known() == {"p0": 3})
+    assert "could not be taken" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
 async def test_a_full_index_forgets_and_removals_of_what_it_forgot_are_no_fault() -> None:
     world = World(PrefixIndex(max_blocks=0))  # a few in each shard
     world.register("p0", "127.0.0.1:9", num_blocks=10**6)

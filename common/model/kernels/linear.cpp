@@ -26,6 +26,7 @@ constexpr int REGISTERS = 12;
 constexpr int64_t GROUP = 2 * LANES;       // rows: threads share the rows in groups
 constexpr int64_t BLOCK_BYTES = 64 << 10;  // of weights, which stay in the cache for all tokens
 constexpr int64_t MAX_TOKENS = 192;        // prepared at once: their numbers stay in the cache, too
+constexpr int64_t TILES_BYTES = 512 << 10;  // of weights, and of tokens: tiles stay in the second cache
 
 INLINE BitVec load_words(const uint32_t* p) {
     BitVec words;
@@ -336,7 +337,9 @@ INLINE void finish_tile(const Layer<BFloat16>& layer, int64_t token, int64_t tok
 }
 
 // `first` tokens from `token` on, and `second` more behind them, by the rows `row … row+31`. Tiles 0
-// to 3 are sums of two sets of tokens by two panels of rows, 4 and 5 tokens, 6 and 7 rows.
+// to 3 are sums of two sets of tokens by two panels of rows, 4 and 5 tokens, 6 and 7 rows. COLD: the
+// weights come from memory.
+template <bool COLD>
 void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, int64_t first,
                     int64_t second, const BFloat16* x, int64_t stride) {
     const uint32_t *upper = layer.words + row * layer.inputs, *lower = upper + TILE * layer.inputs;
@@ -349,7 +352,7 @@ void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, in
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < layer.inputs; k += TILE) {
-        for (int64_t i = 0; i < TILE * 64; i += 64) {
+        for (int64_t i = 0; COLD && i < TILE * 64; i += 64) {
             __builtin_prefetch((const char*)(upper + k * TILE) + AHEAD + i);
             __builtin_prefetch((const char*)(lower + k * TILE) + AHEAD + i);
         }
@@ -379,14 +382,15 @@ void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, in
 void multiply_by_tiles(const Layer<BFloat16>& layer, int64_t threads, int64_t count,
                        const BFloat16* x, int64_t stride) {
     const int64_t groups = layer.rows / GROUP;
-    const int64_t step = std::max<int64_t>(1, BLOCK_BYTES / (GROUP * layer.inputs * 4));
+    const int64_t step = std::max<int64_t>(1, TILES_BYTES / (GROUP * layer.inputs * 4));
+    const int64_t most = std::max<int64_t>(64, TILES_BYTES / (layer.inputs * 4) / 64 * 64);
     const int n = useful_threads(layer.rows * layer.inputs * (1 + count / 8), threads);
 #pragma omp parallel for num_threads(n) if (n > 1) schedule(static)
     for (int i = 0; i < n; i++) {
         const int64_t end = groups * (i + 1) / n;
         int64_t configured = 0;
-        for (int64_t from = 0; from < count; from += MAX_TOKENS) {
-            const int64_t to = std::min(count, from + MAX_TOKENS);
+        for (int64_t from = 0; from < count; from += most) {
+            const int64_t to = std::min(count, from + most);
             for (int64_t group = groups * i / n; group < end; group += step)
                 for (int64_t token = from; token < to; token += 2 * TILE) {
                     const int64_t first = std::min(TILE, to - token);
@@ -396,7 +400,11 @@ void multiply_by_tiles(const Layer<BFloat16>& layer, int64_t threads, int64_t co
                                         {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE});
                     configured = first + second;
                     for (int64_t g = group; g < std::min(end, group + step); g++)
-                        multiply_tiles(layer, g * GROUP, token, first, second, x, stride);
+                        if (token == from) {
+                            multiply_tiles<true>(layer, g * GROUP, token, first, second, x, stride);
+                        } else {
+                            multiply_tiles<false>(layer, g * GROUP, token, first, second, x, stride);
+                        }
                 }
         }
         _tile_release();
