@@ -32,9 +32,11 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.kv_groups import kv_row
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
+from pdserve.common.model.device import dtype_name
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.demo_model.embedded import ensure_embedded_model
@@ -44,6 +46,7 @@ sys.path.insert(0, str(ROOT / "tests" / "models"))
 from story_grammar import make_corpus  # noqa: E402
 
 CPU = torch.device("cpu")
+PLAIN = Sharding(GroupCoordinator(), CPU, torch.float32)
 BLOCK_SIZE = 16
 TEXT_TOKENS = 256  # of each story, all of which are as long
 PROMPT_TOKENS = 48  # of a continuation
@@ -70,15 +73,20 @@ class Result:
 class Subject:
     """One model with one kind of weights."""
 
-    def __init__(self, folder: Path, quantization: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, quantization: str | None = None, sharding: Sharding = PLAIN
+    ) -> None:
         spec, config = (
             ModelSpec.from_folder(folder),
             ModelConfig(model=str(folder), quantization=quantization),
         )
-        self.model = load_model(spec, config, Sharding(GroupCoordinator(), CPU, torch.float32))
+        self.model = load_model(spec, config, sharding)
         (attention,) = self.model.attentions
-        heads, dim = attention.shape.num_kv_heads, attention.shape.head_dim
-        self.cache = torch.zeros(spec.num_layers, 2, 128, heads, BLOCK_SIZE, dim)
+        numbers, dtype = kv_row(
+            attention.shape.head_dim, dtype_name(sharding.dtype), sharding.kv_cache_dtype
+        )
+        size = (spec.num_layers, 2, 128, attention.shape.num_kv_heads, BLOCK_SIZE, numbers)
+        self.cache = torch.zeros(size, dtype=getattr(torch, dtype))
 
     def logits(self, tokens: Sequence[int], start: int = 0) -> Tensor:
         """Returns the logits of each token."""
@@ -175,11 +183,16 @@ def speed(work: Callable[[Subject], object], exact: Subject, other: Subject) -> 
     return best[exact] / best[other]
 
 
-def results_of(folder: Path, group_size: int, num_texts: int, count: int) -> Iterator[Result]:
+def texts_of(folder: Path, num_texts: int) -> list[list[int]]:
+    """Stories of TEXT_TOKENS tokens each."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     stories = make_corpus(seed=11, count=4 * num_texts, chat_share=0.0)
     texts = [tokenizer.encode(story, verbose=False)[:TEXT_TOKENS] for story in stories]
-    texts = [text for text in texts if len(text) == TEXT_TOKENS][:num_texts]
+    return [text for text in texts if len(text) == TEXT_TOKENS][:num_texts]
+
+
+def results_of(folder: Path, group_size: int, num_texts: int, count: int) -> Iterator[Result]:
+    texts = texts_of(folder, num_texts)
     exact = Subject(folder)
     schemes = {"awq int4": Scheme("awq", group_size=group_size)}
     schemes["gptq int4"] = Scheme("gptq", group_size=group_size, sym=True)

@@ -1,9 +1,10 @@
-"""Processes below a warm one that start in a moment, too: a node's ranks, for one.
+"""Processes below a warm one that start in a moment, too: a node's ranks, and the process that
+preprocesses a router's large bodies.
 
     node ── zygote ── (a moment) ── rank        forks
     node ── rank                                what is left: the node is the rank's parent
 
-Only for nodes that `warm_start.py` forked themselves. The zygote is forked while the node has one
+Only for roles that `warm_start.py` forked themselves. The zygote is forked while the role has one
 thread and nothing open, so that ranks inherit neither gRPC's threads nor its descriptors.
 """
 
@@ -18,26 +19,33 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pdserve.common.core.host import die_with_parent
 from pdserve.common.distributed import launch, rank_main
+from pdserve.router.api import fork_server
 
 NAME = "zygote"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _libc = ctypes.CDLL(None)
 
 
-def use() -> Zygote:
-    """From now on this process's executors fork their ranks. It must have one thread."""
+def use(role: str) -> Zygote:
+    """From now on a node's executors fork their ranks, and a router its fork server. This process
+    must have one thread."""
+    return _use_in_router() if role == "router" else _use_in_node()
+
+
+def _use_in_node() -> Zygote:
     zygote = Zygote(_run_rank)
 
-    async def spawn(directory: Path, rank: int) -> ForkedRank:
+    async def spawn(directory: Path, rank: int) -> Forked:
         """In the place of `pdserve.common.distributed.launch.spawn`."""
         read, write = os.pipe()
         try:
-            return ForkedRank(zygote.fork(f"{rank} {directory}", read), write)
+            return Forked(zygote.fork(f"{rank} {directory}", read), write)
         finally:
             os.close(read)
 
@@ -45,9 +53,25 @@ def use() -> Zygote:
     return zygote
 
 
+def _use_in_router() -> Zygote:
+    zygote = Zygote(_run_fork_server)
+
+    async def spawn(module: str, control: int) -> Forked:
+        """In the place of `pdserve.router.api.fork_server.spawn`."""
+        return Forked(zygote.fork(module, control))
+
+    fork_server.spawn = spawn  # type: ignore[assignment]
+    return zygote
+
+
 def _run_rank(order: str) -> int:
     rank, _, directory = order.partition(" ")
     return rank_main.main(Path(directory), int(rank))
+
+
+def _run_fork_server(module: str) -> int:
+    os.environ.update(fork_server.ENVIRONMENT)
+    return int(import_module(module).main(0))
 
 
 class Zygote:
@@ -74,15 +98,21 @@ class Zygote:
         os.waitpid(self._pid, 0)
 
 
-class ForkedRank:
-    """A forked rank with the part of `asyncio.subprocess.Process` that an executor uses."""
+class Forked:
+    """A fork with the part of `asyncio.subprocess.Process` that its starter uses."""
 
-    def __init__(self, pid: int, stdin: int) -> None:
+    def __init__(self, pid: int, stdin: int | None = None) -> None:
+        """`stdin`: kept open while the fork runs; its end tells a rank that this process is
+        gone."""
         self.pid = pid
-        self._stdin = stdin  # its end tells the rank that this process is gone
+        self._stdin = stdin
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._watched = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._watched, self._ended)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._status.result() if self._status.done() else None
 
     async def wait(self) -> int:
         return await asyncio.shield(self._status)
@@ -95,7 +125,8 @@ class ForkedRank:
     def _ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._watched)
         os.close(self._watched)
-        os.close(self._stdin)
+        if self._stdin is not None:
+            os.close(self._stdin)
         _, status = os.waitpid(self.pid, 0)
         self._status.set_result(os.waitstatus_to_exitcode(status))
 

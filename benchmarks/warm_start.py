@@ -35,6 +35,7 @@ MAINS = {  # of each role, as `WarmStart.start` has it
 }
 MORE = (
     "pdserve.router.server",
+    "pdserve.router.api.preprocess_worker",
     "pdserve.decode_node.node",
     "pdserve.prefill_node.node",
     "benchmarks.warm_ranks",
@@ -42,7 +43,7 @@ MORE = (
     "pdserve.kv_transfer.connectors.shm",
     "pdserve.kv_transfer.connectors.tcp",
 )
-FORKED_RANKS = "benchmarks.warm_ranks:use"
+FORKS = "benchmarks.warm_ranks:use"  # what a role starts
 
 
 class WarmStart:
@@ -166,7 +167,7 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         sys.stdin, sys.argv = open(0), [role, *flags]  # noqa: SIM115
         if before:
             import_string(before[0])(*before[1:])
-        zygote = import_string(FORKED_RANKS)() if role.endswith("_node") else None
+        zygote = import_string(FORKS)(role) if role in MAINS else None
         code = int(import_module(MAINS.get(role, role)).main(flags))
         if zygote:
             zygote.close()

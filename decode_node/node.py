@@ -18,6 +18,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
+from pdserve.decode_node.orphans import Orphans
 from pdserve.decode_node.router_streams import RouterStream, RouterStreams
 from pdserve.decode_node.service import KVTransferService
 from pdserve.decode_node.session import DecodeSession
@@ -35,6 +36,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
     def __init__(self, config: WorkerNodeConfig) -> None:
         super().__init__(config)
         self.streams = RouterStreams()
+        self.orphans = Orphans(config.node.orphan_lease, self.close, self.spawn)
 
     def set_up_transfers(self) -> TransferSetup:
         key = self.credentials.key
@@ -89,6 +91,7 @@ class BothNode(DecodeNode):
                 tls=config.tls,
                 auth=config.auth,
                 engine=config.engine,
+                events=config.events,
                 log=config.log,
                 observability=config.observability,
             )
@@ -120,10 +123,17 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     async def _run(self, request: pb.DecodeRequest, stream: RouterStream) -> None:
         """The job's life. A failure goes where all that happened before it went."""
+        orphans, number = self._node.orphans, request.job_number
+        if request.adopt:
+            await orphans.adopt(request.job.orphan_key).serve(stream, number)
+            return
         job = convert.job_from_pb(request.job)
         session = self._node.admit(job, lambda replica: DecodeSession(replica, job))
+        if (kept := orphans.begin(job.orphan_key, session, request.local_prefill)) is not None:
+            await kept.serve(stream, number)
+            return
         try:
-            with stream.job(request.job_number, session.fail) as writer:
+            with stream.job(number, session.fail) as writer:
                 try:
                     await session.run(request.local_prefill, writer)
                 except PdserveError as error:
@@ -139,6 +149,17 @@ class DecodeService(pb_grpc.DecodeServicer):
             async with aclosing(messages):
                 async for message in messages:
                     yield message
+
+    async def FindOrphan(
+        self, request: pb.FindOrphanRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FindOrphanResponse:
+        async with serving(context):
+            job = self._node.orphans.find(request.key)
+        if job is None:
+            return pb.FindOrphanResponse()
+        return pb.FindOrphanResponse(
+            found=True, attached=not job.is_orphan, local_prefill=job.local_prefill
+        )
 
     async def FinishChoice(
         self, request: pb.FinishChoiceRequest, context: grpc.aio.ServicerContext

@@ -34,8 +34,9 @@ OPEN_TIMEOUT = 10.0  # seconds that a job waits until its router has opened the 
 class JobWriter:
     """Says what happens to one job, in order; after its end nothing more."""
 
-    def __init__(self, stream: RouterStream, number: int) -> None:
-        self._stream = stream
+    def __init__(self, add: Callable[[StepEvent], None], number: int) -> None:
+        """`add` takes the events; `number` is the job's in them."""
+        self._add = add
         self._number = number
         self._note = event_noter()
         self._ended = False
@@ -45,13 +46,13 @@ class JobWriter:
     ) -> None:
         """Tokens of one of its choices; `position` and `times` are those of `JobTokens`."""
         if not self._ended:
-            self._stream.add(JobTokens.of(self._number, position, event, times))
+            self._add(JobTokens.of(self._number, position, event, times))
 
     def event(self, event: pb.DecodeEvent) -> None:
         if not self._ended:
             self._note(event)
             message = event.SerializeToString()
-            self._stream.add(JobEvent(self._number, message))
+            self._add(JobEvent(self._number, message))
 
     def end(self, error: PdserveError | None = None) -> None:
         """Every choice has finished, or the job has failed so."""
@@ -71,7 +72,7 @@ class RouterStream:
         self._wake = asyncio.Event()
         self._jobs: set[Callable[[PdserveError], None]] = set()
         self._ending = False
-        self._closed = False
+        self.closed = asyncio.Event()  # its router is gone, or too far behind
 
     @contextmanager
     def job(self, number: int, fail: Callable[[PdserveError], None]) -> Iterator[JobWriter]:
@@ -80,11 +81,11 @@ class RouterStream:
         Raises:
             NodeError: the stream has ended.
         """
-        if self._closed or self._ending:
+        if self.closed.is_set() or self._ending:
             raise _lost()
         self._jobs.add(fail)
         try:
-            yield JobWriter(self, number)
+            yield JobWriter(self.add, number)
         finally:
             self._jobs.discard(fail)
             if self._ending:
@@ -100,10 +101,10 @@ class RouterStream:
 
     def add(self, event: StepEvent) -> None:
         """It goes out with all else that this step says."""
-        if self._closed:
+        if self.closed.is_set():
             return
         self._pending.append(event)
-        self._behind += _weight(event)
+        self._behind += weight_of(event)
         self._wake.set()
         if self._behind > MAX_BEHIND:
             self.close()
@@ -121,7 +122,7 @@ class RouterStream:
         try:
             while True:
                 await self._wake.wait()
-                if self._closed:
+                if self.closed.is_set():
                     return
                 if batch := self._take():
                     yield pb.StepEvents(number=number, events=encode_events(batch))
@@ -137,10 +138,10 @@ class RouterStream:
         """The next message's: what there is, as far as one message goes."""
         batch = self._pending
         if self._behind > MAX_MESSAGE:
-            weights = accumulate(map(_weight, batch))
+            weights = accumulate(map(weight_of, batch))
             batch = batch[: max(1, sum(1 for _ in takewhile(MAX_MESSAGE.__ge__, weights)))]
         self._pending = self._pending[len(batch) :]
-        self._behind -= sum(map(_weight, batch))
+        self._behind -= sum(map(weight_of, batch))
         return batch
 
     def end(self) -> None:
@@ -150,7 +151,7 @@ class RouterStream:
 
     def close(self) -> None:
         """Loses what is pending; the jobs on it fail."""
-        self._closed = True
+        self.closed.set()
         self._pending, self._behind = [], 0
         self._wake.set()
         for fail in tuple(self._jobs):
@@ -188,7 +189,8 @@ class RouterStreams:
             stream.end()
 
 
-def _weight(event: StepEvent) -> int:
+def weight_of(event: StepEvent) -> int:
+    """Returns the weight of an event that waits; of `MAX_BEHIND`."""
     return 1 if isinstance(event, JobTokens) else 1 + len(event.message) // 1024
 
 

@@ -39,6 +39,7 @@ class DecodeSession:
         self._metrics = replica.metrics
         self._job = job
         self._writer: JobWriter  # from `run` on
+        self._local_prefill = False  # from `run` on
         self._sequences: list[Sequence] = []
         self._unfinished = len(job.choices)
         self._unwanted: set[int] = set()  # choices that a stop string has ended
@@ -56,12 +57,17 @@ class DecodeSession:
     def request_id(self) -> str:
         return self._job.request_id
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether the prompt's KV is here, or is computed here, so that no router is needed."""
+        return self._local_prefill or self._in_place.is_set()
+
     # ---- the path, top to bottom ------------------------------------------------------------
 
     async def run(self, local_prefill: bool, writer: JobWriter) -> None:
         """Until every choice has finished; says in order what happens. Raises what went wrong,
         which whoever runs it must say."""
-        self._writer = writer
+        self._writer, self._local_prefill = writer, local_prefill
         lead, *others = self._job.choices
         first = self._add(lead, remote=not local_prefill)
         if local_prefill:

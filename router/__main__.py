@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             config = replace(config, model=resolve_model(config.model))
             with loading():
-                from pdserve.router.server import serve
+                if config.server.router_workers > 1:
+                    from pdserve.router.supervisor import supervise as serve
+                else:
+                    from pdserve.router.server import serve
             return asyncio.run(serve(config, stopping=exit_within))
     except PdserveError as error:
         logger.error("%s", error)

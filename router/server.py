@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import OPEN_FILES, RouterConfig
@@ -30,12 +30,12 @@ from pdserve.router.api.preprocess_worker import Spec
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import AdaptersCollector, read_adapters
+from pdserve.router.cluster.probes import probe_nodes
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.registry_service import (
     MAX_MESSAGE_NBYTES,
     ElsewhereRegistry,
     RegistryService,
-    probe_nodes,
 )
 from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.grpc.door import MAX_NBYTES, ClientDoor, Messages
@@ -46,10 +46,12 @@ from pdserve.router.http.request import Bodies
 from pdserve.router.http.server import HTTPServer, https_context
 from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.requests.trace import RequestTraces
+from pdserve.router.workers.siblings import Siblings
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING = 1.0  # seconds between two rounds, at most
+_PAUSE = 0.05  # seconds at least: a thousand nodes may come at once
 _MIN_CONNECTIONS = 64  # HTTP's, however few files the process may open
 _GRPC_GRACE = 1.0  # seconds that gRPC calls in flight get after the drain
 
@@ -73,8 +75,11 @@ async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: Non
 class RouterServer:
     """The router's parts, and their start and stop."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, siblings: Siblings | None = None) -> None:
+        """`siblings`: other workers, which listen at the same ports for clients."""
         self._config = config
+        self._siblings = siblings or Siblings()
+        self._shares_ports = siblings is not None
         server, routing = config.server, config.routing
         node_id = new_node_id(ROUTER)
         self._credentials = Credentials.load(
@@ -120,7 +125,8 @@ class RouterServer:
         )
         by_clients = self._sync if server.runtime_lora_dir is not None else None
         self._app = make_app(
-            *(self._state, shown, limit, bodies, cors, root_path, server.ui, by_clients)
+            *(self._state, shown, limit, bodies, cors, root_path, server.ui, by_clients),
+            self._siblings,
         )
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
@@ -132,7 +138,8 @@ class RouterServer:
         config, routing, state = self._config.server, self._config.routing, self._state
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
-        server = GrpcServer(ClientDoor(state.keys, messages, state.metrics), limit)
+        door = ClientDoor(state.keys, messages, state.metrics)
+        server = GrpcServer(door, limit, shares_port=self._shares_ports)
         server.add(
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             inference_pb2_grpc.add_InferenceServicer_to_server,
@@ -142,11 +149,13 @@ class RouterServer:
         return server
 
     def _registry_server(self) -> GrpcServer:
-        interval = self._config.routing.heartbeat_interval
-        service = RegistryService(self._registry, self._model.name, interval)
+        service = RegistryService(
+            *(self._registry, self._model.name, self._config.routing),
+            self._siblings.registry_ports,
+        )
         auth = self._credentials.interceptor()
         auth.on_refused = service.refused
-        server = GrpcServer(auth, MAX_MESSAGE_NBYTES)
+        server = GrpcServer(auth, MAX_MESSAGE_NBYTES, shares_port=self._shares_ports)
         server.add(
             cluster_pb2.DESCRIPTOR.services_by_name["Registry"],
             cluster_pb2_grpc.add_RegistryServicer_to_server,
@@ -166,7 +175,7 @@ class RouterServer:
         most = max(_MIN_CONNECTIONS, open_file_limit() - OPEN_FILES)
         limits = Limits(config.timeout_keep_alive, config.write_timeout, most)
         self._http = await HTTPServer.start(
-            self._app, config.host, config.port, self._https, limits
+            self._app, config.host, config.port, self._https, limits, self._shares_ports
         )
         ports["http"] = self._http.port
         await self._grpc.start()
@@ -178,14 +187,17 @@ class RouterServer:
             " over mutual TLS" if tls else "", ports["grpc"], ports["registry"],
             " with the cluster key" if self._credentials.key else "",
         )  # fmt: skip
-        period = min(_HOUSEKEEPING, self._config.routing.heartbeat_timeout / 4)
+        timeout = self._config.routing.heartbeat_timeout
+        period = min(_HOUSEKEEPING, timeout / 4)
         self._tasks = [
             asyncio.create_task(self._registry.clock.run()),
             asyncio.create_task(self._keep_house(period)),
-            asyncio.create_task(probe_nodes(self._registry, self._channels, period)),
+            asyncio.create_task(probe_nodes(self._registry, self._channels, timeout)),
         ]
         if self._config.lora.enable_lora:
             self._tasks.append(asyncio.create_task(self._sync.keep()))
+        if self._pipeline.caches.wanted:
+            self._tasks.append(asyncio.create_task(self._pipeline.caches.run()))
         for task in self._tasks:
             propagate_failure(task, self._failed)
         self._ports = ports
@@ -218,6 +230,7 @@ class RouterServer:
             self._pipeline.admission.placed_by_others(*self._pipeline.view.placed_by_others())
             addresses = {node.info.address for node in self._registry.connected()}
             await self._channels.keep(addresses)
+            await asyncio.sleep(_PAUSE)
             with suppress(TimeoutError):
                 async with asyncio.timeout(period):
                     await self._registry.wait_for_change()
@@ -237,6 +250,19 @@ class PipelineCollector(Collector):
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
+        known = GaugeMetricFamily(
+            "pdserve_prefix_index_blocks",
+            "Blocks that nodes have cached, by their KV events",
+            labels=("role",),
+        )
+        for role, count in self._pipeline.caches.num_blocks().items():
+            known.add_metric((role,), count)
+        yield known
+        yield CounterMetricFamily(
+            "pdserve_prefix_index_evicted_blocks",
+            "Blocks that a full prefix index has forgotten",
+            self._pipeline.caches.index.num_evicted,
+        )
         nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))
         for labels, count in self._pipeline.view.counts().items():
             nodes.add_metric(labels, count)

@@ -25,10 +25,13 @@ collect_ignore = ["clients"]  # they have an environment of their own: make test
 
 # Files that take longest come first, so that the others fill up what is left.
 LONGEST = (
-    *("test_exact", "test_failover", "test_conformance", "test_explorer", "test_lifecycle"),
-    *("test_ray_nodes", "test_rollout", "test_expert_parallel", "test_chaos", "test_partition"),
-    *("test_speculative", "test_adapters", "test_fuzz", "test_up", "test_offline"),
-    *("test_observed", "test_wheel", "test_full_queues", "test_cluster_check"),
+    *("test_exact", "test_failover", "test_ray_nodes", "test_kv_groups", "test_lifecycle"),
+    *("test_conformance", "test_partition", "test_rollout", "test_wheel", "test_offline"),
+    *("test_adapters", "test_chaos", "test_observed", "test_speculative", "test_routers"),
+    *("test_up", "test_explorer", "test_fuzz", "test_transformers", "test_secured", "test_both"),
+    *("test_structured", "test_cluster_check", "test_corrupt_kv", "test_health", "test_graphs"),
+    *("test_expert_parallel", "test_preprocess_workers", "test_standstill", "test_pipeline"),
+    *("test_fuzzed_requests", "test_full_queues"),
 )
 FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]")
 

@@ -60,8 +60,9 @@ ALLOWED = {
     },
     "router.http": {
         "common.core", "common.config", "common.http", "common.obs", "common.rpc", "common.text",
-        "router.api", "router.cluster", "router.requests",
+        "router.api", "router.cluster", "router.requests", "router.workers",
     },
+    "router.workers": {"common.obs"},
     "router.grpc": {
         "common.core", "common.config", "common.obs", "common.rpc", "common.text",
         "router.api", "router.cluster", "router.requests",
@@ -69,10 +70,11 @@ ALLOWED = {
     "router": {
         "common.core", "common.config", "common.http", "common.obs", "common.rpc", "common.text",
         "router.api", "router.cluster", "router.grpc", "router.http", "router.requests",
+        "router.workers",
     },
     # What users run and import.
     "demo_model": {"common.core", "common.config"},
-    "client": {"common.core"},
+    "client": {"common.core", "common.rpc"},
     "bench": {
         "common.core", "common.config", "common.distributed", "common.model", "common.planning",
         "common.engine", "common.worker", "client", "demo_model",

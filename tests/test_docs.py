@@ -101,6 +101,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(path), f"{page.name}: {target}#{anchor}"
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    docs, navigation = ROOT / "docs", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [path.relative_to(docs) for path in docs.rglob("*.md")]
+    assert [str(page) for page in pages if f" {page}\n" not in navigation] == []
+
+
 @cache
 def anchors(page: Path) -> frozenset[str]:
     """Heading anchors, as GitHub makes them."""

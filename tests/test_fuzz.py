@@ -669,6 +669,7 @@ BODIES = {
 def test_http_bodies(site: http.client.HTTPConnection, path: str) -> None:
     seen = set()
 
+    @settings(max_examples=2 * EXAMPLES)  # some of them are right
     @given(BODIES[path].map(json.dumps).map(str.encode) | JSON.map(json.dumps).map(str.encode))
     @example(b"{")
     @example(b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}')

@@ -12,6 +12,8 @@ from mkdocs.config import load_config
 
 from paths import ROOT
 
+# test_docs.py follows links and anchors in every run; this takes seconds.
+pytestmark = pytest.mark.slow
 LOADED = re.compile(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"([^\"]+)|<link\b[^>]*\bhref=\"([^\"]+)")
 
 

@@ -66,6 +66,7 @@ class BenchStepConfig:
     enforce_eager: bool = same_option(CompilationConfig, "enforce_eager")
     device: str = same_option(ParallelConfig, "device")
     block_size: int = same_option(CacheConfig, "block_size")
+    kv_cache_dtype: str = same_option(CacheConfig, "kv_cache_dtype")
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:

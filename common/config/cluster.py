@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.common.config.kv_events import KVEventsOptions
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import (
     CacheConfig,
@@ -75,6 +76,7 @@ class ClusterConfig:
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    events: KVEventsOptions = field(default_factory=KVEventsOptions)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
@@ -155,6 +157,7 @@ class PlanConfig:
         None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU)"
     )
     block_size: int = same_option(CacheConfig, "block_size")
+    kv_cache_dtype: str = same_option(CacheConfig, "kv_cache_dtype")
     max_num_seqs: int | None = same_option(SchedulerConfig, "max_num_seqs")
     max_num_batched_tokens: int | None = same_option(SchedulerConfig, "max_num_batched_tokens")
     enable_lora: bool = same_option(LoRAConfig, "enable_lora")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.config.compilation import CompilationConfig
+from pdserve.common.config.kv_events import KVEventsOptions
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.shared import (
     PORT,
@@ -19,6 +20,7 @@ from pdserve.common.config.shared import (
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_address
+from pdserve.common.core.kv_groups import KV_AUTO, KV_CACHE_DTYPES
 from pdserve.common.core.model_spec import overridden
 from pdserve.common.core.parameters import MAX_LOGPROBS
 
@@ -93,6 +95,11 @@ class ModelConfig:
         "auto",
         "auto: safetensors or GGUF; dummy: random weights, from config.json alone",
         choices=("auto", "safetensors", "dummy"),
+    )
+    load_broadcast: bool = option(
+        False,
+        "the first rank whose host has the model's folder reads it and sends it to the node's "
+        "other ranks, whose hosts need not have it",
     )
     dtype: str = option(
         "auto",
@@ -245,6 +252,12 @@ class CacheConfig:
         "KV group, which the others follow",
         minimum=1,
     )
+    kv_cache_dtype: str = option(
+        KV_AUTO,
+        "what KV is kept and moved as; auto: the dtype of computation; fp8_e4m3, int8: 8 bits with "
+        "a scale per token and head, on CPUs; prefill and decode nodes must have the same",
+        choices=KV_CACHE_DTYPES,
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
 
 
@@ -329,6 +342,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         seqs, tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
         self.compilation.graph_sizes(seqs or GPU_SEQS)  # raises ConfigError if wrong
+        if self.model.load_broadcast and self.lora.enable_lora:
+            raise ConfigError(
+                "--load-broadcast does not send adapters, which --enable-lora reads on every host: "
+                "leave out one of the two"
+            )
         if tokens is not None and tokens < (seqs or 0):
             raise ConfigError(
                 f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step "
@@ -397,6 +415,13 @@ class NodeConfig:
     drain_timeout: float = option(
         30.0, "seconds to wait for work in flight after SIGTERM", minimum=0.0
     )
+    orphan_lease: float = option(
+        10.0,
+        "seconds that a decode node goes on with an answer for an Idempotency-Key whose router "
+        "has died; 0: not at all",
+        minimum=0.0,
+        maximum=3600.0,
+    )
 
     def __post_init__(self) -> None:
         for router in self.routers:
@@ -421,6 +446,7 @@ class BothNodeConfig:
     tls: TLSConfig = field(default_factory=TLSConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    events: KVEventsOptions = field(default_factory=KVEventsOptions)
     log: LogConfig = field(default_factory=LogConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 

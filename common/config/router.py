@@ -28,6 +28,7 @@ REASONING_PARSERS = (
     "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "glm47", "granite", "holo2", "kimi_k2",
     "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "seed_oss", "step3",
 )  # fmt: skip
+POLICIES = ("round-robin", "least-load", "power-of-two", "prefix-aware")  # `router.cluster.policy`
 HARMONY, HARMONY_TOOLS = "openai_gptoss", "openai"  # the two names of one format
 AUTO = "auto"  # the parser that the chat template shows
 
@@ -44,6 +45,12 @@ class ServerConfig:
     grpc_port: int = option(8001, "gRPC port, for clients (0: a free one)", **PORT)
     registry_port: int = option(
         8002, "gRPC port at which nodes register; not for clients (0: a free one)", **PORT
+    )
+    router_workers: int = option(
+        1,
+        "processes that serve behind these ports, each a router with its part of the load; nodes "
+        "register with each of them, at --registry-port and the ports behind it",
+        minimum=1,
     )
     ports_file: str | None = option(
         None, "file to write the ports to once they are open, as JSON", metavar="FILE"
@@ -179,10 +186,15 @@ class RoutingConfig:
     """Routing"""
 
     prefill_policy: str = option(
-        "least-load", "how prefill nodes are chosen", choices=("round-robin", "least-load")
+        "least-load",
+        f"how prefill nodes are chosen: {', '.join(POLICIES)}, an entry point in "
+        "pdserve.placement_policies, or module:Class",
+        metavar="NAME",
     )
     decode_policy: str = option(
-        "least-load", "how decode nodes are chosen", choices=("round-robin", "least-load")
+        "least-load",
+        "how decode nodes and nodes of both roles are chosen, as --prefill-policy",
+        metavar="NAME",
     )
     local_prefill_threshold: int = option(
         0, "prompts with fewer tokens skip the prefill node (0: none)", minimum=0
@@ -268,5 +280,10 @@ class RouterConfig:
         folder = self.server.runtime_lora_dir
         if folder is not None and not self.lora.enable_lora:
             raise ConfigError("--runtime-lora-dir needs --enable-lora")
+        if folder is not None and self.server.router_workers > 1:
+            raise ConfigError(
+                "--runtime-lora-dir goes with one of --router-workers, because what a client loads "
+                "is one worker's: give --lora-modules, or run one worker"
+            )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"--runtime-lora-dir {folder} is not a folder")

@@ -8,6 +8,8 @@
     │   ├── PermissionDenied     403  needs an operator's key, and got a client's
     │   ├── ModelNotFound        404
     │   ├── RequestNotFound      404
+    │   ├── Conflict             409  the same request is being served
+    │   ├── Gone                 410  what the request goes on with is no more
     │   └── RequestTooLarge      413
     ├── Overloaded           429  queues are full; carries `retry_after` (seconds)
     ├── Unavailable          503  no node can serve; carries `retry_after` (seconds)
@@ -110,6 +112,17 @@ class ModelNotFound(RequestError):
 class RequestNotFound(RequestError):
     default_code = "REQUEST_NOT_FOUND"
     http_status = 404
+
+
+class Conflict(RequestError):
+    default_code = "REQUEST_IN_PROGRESS"
+    default_retryable = True
+    http_status = 409
+
+
+class Gone(RequestError):
+    default_code = "VERSION_GONE"
+    http_status = 410
 
 
 class RequestTooLarge(RequestError):

@@ -26,6 +26,8 @@ _TEXT_DEFAULTS = {
     "llama": (32000, 2048),
     "llama4_text": (202048, 131072),
     "mistral": (32000, 131072),
+    "qwen3_5_moe_text": (248320, 32768),
+    "qwen3_5_text": (248320, 32768),
 }
 """Vocabulary and positions that transformers takes where the text model within a config that has
 towers too does not state them, as Gemma 3's do not."""

@@ -197,8 +197,9 @@ def open_file_limit() -> int:
     return AMPLE_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
-    """Returns a socket bound to the port (0: a free one) that does not listen yet.
+def bind(host: str, port: int, purpose: str, flag: str, shared: bool = False) -> socket.socket:
+    """Returns a socket bound to the port (0: a free one) that does not listen yet. `shared`: other
+    processes of this user may bind and listen there, too.
 
     Raises:
         ConfigError: the port is taken, or the address is not this host's. `purpose` and `flag` are
@@ -210,6 +211,7 @@ def bind(host: str, port: int, purpose: str, flag: str) -> socket.socket:
         # SO_REUSEADDR lets a restarted process take its port while old connections linger. Not for
         # a port the kernel chose: another process could bind it until we listen.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
         try:
             bound.bind(address)
         except OSError:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES, Family
-from pdserve.common.core.kv_groups import KVGroup, LayerKV, grouped, head_range, kv_groups
+from pdserve.common.core.kv_groups import KV_AUTO, KVGroup, LayerKV, grouped, head_range, kv_groups
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.moe_spec import MoESpec, required_int
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
@@ -171,7 +171,12 @@ class ModelSpec:
         flag = f"--tensor-parallel-size {size}"
         if self.num_heads % size:
             raise ConfigError(f"{flag} does not divide the model's {self.num_heads} heads")
-        for heads in {group.num_kv_heads for group in self.kv_groups}:
+        for group in self.kv_groups:
+            heads = group.num_kv_heads
+            if group.state and heads % size:
+                raise ConfigError(
+                    f"{flag} does not divide the {heads} key heads of the model's linear attention"
+                )
             if heads % size and size % heads:
                 raise ConfigError(
                     f"{flag} neither divides the model's {heads} KV heads nor is a multiple of them"
@@ -193,6 +198,17 @@ class ModelSpec:
     def check_adapters(self) -> None:
         """Raises ConfigError if the model cannot have LoRA adapters."""
         self._check_native("--enable-lora")
+
+    def check_kv_cache_dtype(self, kv_cache_dtype: str) -> None:
+        """Raises ConfigError if the model's KV cannot be kept so (--kv-cache-dtype)."""
+        if kv_cache_dtype == KV_AUTO:
+            return
+        self._check_native(f"--kv-cache-dtype {kv_cache_dtype}")
+        if self.latent is not None:
+            raise ConfigError(
+                f"--kv-cache-dtype {kv_cache_dtype}: {self.architecture} keeps latents, of which "
+                "there are no 8-bit ones: leave it out"
+            )
 
     def _check_native(self, flag: str) -> None:
         if self.impl != "native":

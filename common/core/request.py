@@ -7,6 +7,8 @@ import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 
 _ID = re.compile(r"[!-~]{1,128}")
@@ -57,6 +59,7 @@ class GenerateJob:
     priority: int = 0  # lower values first
     client: str = ""  # owner of the job, for fair scheduling
     router: str = ""  # id of the router that placed it
+    orphan_key: bytes = b""  # another router may adopt it by this; b"": none may
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -64,8 +67,7 @@ class GenerateJob:
         return self.prompt_token_ids + self.choices[0].output_token_ids
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """Tokens of one choice, in order. The last event of a choice carries `finish_reason`."""
 
     choice: int

@@ -8,7 +8,8 @@ from typing import Any
 _TYPES = """
     aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4 gemma4_unified
     got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
-    llava llava_next llava_onevision mistral3 ovis2 qianfan_ocr smolvlm video_llama_3 vipllava
+    llava llava_next llava_onevision mistral3 ovis2 qianfan_ocr qwen3_5 qwen3_5_moe smolvlm
+    video_llama_3 vipllava
 """
 WITH_TOWERS = frozenset(_TYPES.split())
 """Their model types. `tests/models/sweep.py` found that the text model says what the whole model

@@ -6,7 +6,7 @@ A group is an object that is passed to its users. Every wait ends: if a rank is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -106,6 +106,31 @@ class GroupCoordinator:
         self._run("broadcast", tensor, lambda via: via.broadcast(whole, src))
         return tensor if whole is tensor else tensor.copy_(whole)
 
+    def broadcast_tensor_dict(
+        self, tensor_dict: Mapping[str, Any] | None = None, src: int = 0
+    ) -> dict[str, Any]:
+        """Returns on every rank what rank `src` passes; the others pass nothing. Values are CPU
+        tensors, of any shapes and dtypes, or what JSON has. First goes a description of all values
+        as JSON, then tensor after tensor, so ranks need not know what comes."""
+        if self.size == 1 or self.rank == src:
+            assert tensor_dict is not None, "the source has the values"
+            values = dict(tensor_dict)
+        if self.size == 1:
+            return values
+        if self.rank == src:
+            self._broadcast_bytes(msgspec.json.encode(_described(values)), src)
+        else:
+            values = _allocated(msgspec.json.decode(self._broadcast_bytes(None, src)))
+        for value in values.values():
+            if isinstance(value, Tensor):
+                self.broadcast(value, src)
+        return values
+
+    def _broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
+        count = self.broadcast(torch.tensor([len(data or b"")]), src)
+        body = _as_tensor(data) if data is not None else torch.empty(int(count)).byte()
+        return bytes(self.broadcast(body, src).numpy())
+
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
         if self.size > 1:
@@ -185,6 +210,27 @@ def _join(rows: Tensor, dim: int) -> Tensor:
     if dim % (rows.ndim - 1) == 0:
         return rows.flatten(0, 1)
     return torch.cat(rows.unbind(0), dim)
+
+
+_TENSOR, _PLAIN = "tensor", "plain"
+
+
+def _described(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values as JSON; of a tensor its dtype and shape."""
+    return {
+        name: [_TENSOR, str(value.dtype).removeprefix("torch."), *value.shape]
+        if isinstance(value, Tensor)
+        else [_PLAIN, value]
+        for name, value in values.items()
+    }
+
+
+def _allocated(described: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Returns the values of `_described`, with tensors to be filled."""
+    return {
+        name: torch.empty(rest[1:], dtype=getattr(torch, rest[0])) if kind == _TENSOR else rest[0]
+        for name, (kind, *rest) in described.items()
+    }
 
 
 def _as_tensor(data: bytes) -> Tensor:

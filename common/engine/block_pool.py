@@ -11,40 +11,10 @@ content and hash until they are allocated again (LRU), so the prefix cache costs
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-# ---- chained block hashes ----
-
-BlockHash = bytes  # 16 bytes
-
-
-def hash_blocks(
-    token_ids: Sequence[int],
-    block_size: int,
-    known: Sequence[BlockHash] = (),
-    cache_salt: str = "",
-    adapter: str = "",
-) -> list[BlockHash]:
-    """Returns the chained hashes of all full blocks of `token_ids`. `known`: hashes of the first
-    blocks if already computed. `adapter`: digest of the LoRA adapter that computes the KV."""
-    hashes = list(known)
-    parent = hashes[-1] if hashes else _root(cache_salt, adapter)
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        tokens = array("I", token_ids[start : start + block_size]).tobytes()
-        parent = hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
-        hashes.append(parent)
-    return hashes
-
-
-def _root(cache_salt: str, adapter: str) -> bytes:
-    if not (cache_salt or adapter):
-        return b""
-    return hashlib.blake2b(
-        cache_salt.encode(), digest_size=16, key=adapter.encode(), person=b"cache_salt"
-    ).digest()
+from pdserve.common.core.block_hash import BlockHash
 
 
 class BlockPool:
@@ -58,6 +28,8 @@ class BlockPool:
         self._unheld: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
+        self.on_removed: Callable[[BlockHash], None] | None = None
+        """Called with the hash of each block that leaves the prefix cache."""
 
     @property
     def num_free(self) -> int:
@@ -67,6 +39,10 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def cached(self) -> list[BlockHash]:
+        """Returns the hashes of all cached blocks, in the order in which they came."""
+        return list(self._block_of)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Returns whether a block with this hash is cached."""
@@ -112,12 +88,15 @@ class BlockPool:
             if block not in self._hash_of:
                 self._unheld.move_to_end(block, last=False)
 
-    def register(self, block: int, block_hash: BlockHash) -> None:
-        """Makes a full block available to `lookup`, unless another block has the same hash."""
-        if self.prefix_caching and block_hash not in self._block_of:
-            self._forget(block)
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def register(self, block: int, block_hash: BlockHash) -> bool:
+        """Makes a full block available to `lookup`, unless another block has the same hash; returns
+        whether it did."""
+        if not self.prefix_caching or block_hash in self._block_of:
+            return False
+        self._forget(block)
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Removes blocks from the prefix cache, because their content may be wrong."""
@@ -134,3 +113,5 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self.on_removed is not None:
+                self.on_removed(block_hash)

@@ -3,24 +3,40 @@
     group         block table of a sequence, entry i for tokens i · block_size …
     all tokens    [7, 3, 9, 4, 8]
     window        [-, -, 2, 5, 0]     before the window: NO_BLOCK
+    state         [-, -, -, 1, 6]     after the last full block, and after the last token
 
 A sequence gets blocks in all groups or in none. In a group with a window a block is freed once no
 coming query can read it (or one block later: `KVGroup.first_kept`); a prompt's blocks there are
 allocated chunk by chunk, so a long prompt holds its window and the chunks in flight. A prefix is
 cached if every group has what the queries after it read (the hashes are the same in all groups).
+
+A state is a window of two tokens, but large: a chunk gets blocks for two states only, its last one
+and the one after the last full block before, where the next prompt of these tokens can begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
 
+from pdserve.common.core.block_hash import BlockHash
 from pdserve.common.core.kv_groups import KVGroup
-from pdserve.common.engine.block_pool import BlockHash, BlockPool
+from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 
 NO_BLOCK = -1
 """Entry of a block table whose tokens no coming query reads."""
+
+
+class CacheListener(Protocol):
+    """Hears what comes into the prefix cache and leaves it, in order. It must not block."""
+
+    def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
+        """The sequence's blocks `first … end-1` are cached now, and were not before."""
+
+    def removed(self, block_hash: BlockHash) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,9 @@ class KVPool:
         self._in_flight = in_flight
         together = zip(self.groups, self.pools, strict=True)
         self._windows = [(i, *each) for i, each in enumerate(together) if each[0].window]
+        # The group whose blocks stand for the prefix cache to others: what is longest a hit.
+        self._shown = next((i for i, group in enumerate(self.groups) if not group.window), 0)
+        self._listener: CacheListener | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -90,6 +109,18 @@ class KVPool:
             for group, pool in zip(self.groups, self.pools, strict=True)
         ]
         return min(found, key=lambda each: each[1] - each[0])
+
+    # ---- the prefix cache, as others see it -----------------------------------------------
+
+    def listen(self, listener: CacheListener | None) -> None:
+        """Tells `listener`, and no other, of changes from now on: of the blocks of the first group
+        without a window, or of the first group."""
+        self._listener = listener
+        self.pools[self._shown].on_removed = listener.removed if listener else None
+
+    def cached(self) -> list[BlockHash]:
+        """Returns the hashes of the blocks that a listener would know, parents first."""
+        return self.pools[self._shown].cached()
 
     # ---- admission ------------------------------------------------------------------------
 
@@ -164,32 +195,44 @@ class KVPool:
 
     def extend(self, sequence: EngineSequence, num_tokens: int) -> int:
         """Like `grow`, as far as there are free blocks; returns how many of the tokens fit."""
-        needed = self.blocks_for(num_tokens)
-        for i, _, pool in self._windows:
+        fitting = num_tokens
+        for i, group, pool in self._windows:  # states last, which need to know where it ends
             table = sequence.block_tables[i]
-            table += pool.allocate(max(0, min(needed - len(table), pool.num_free)))
-        return min(num_tokens, self.block_size * min(map(len, sequence.block_tables)))
+            missing = self.blocks_for(fitting) - len(table)
+            if group.state:
+                written = min(2, missing)
+                if 0 < written <= pool.num_free:
+                    table += [NO_BLOCK] * (missing - written) + pool.allocate(written)
+            else:
+                table += pool.allocate(max(0, min(missing, pool.num_free)))
+            fitting = min(fitting, self.block_size * len(table))
+        return min(fitting, self.block_size * min(map(len, sequence.block_tables)))
 
     def computed(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Records that the KV of the sequence's next `num_tokens` tokens exists: full blocks are
         registered, those that left a window freed. No draft and no step in flight reads them, since
         their queries come after these tokens."""
-        first = sequence.num_computed // self.block_size
+        before = sequence.num_computed
+        first = before // self.block_size
         sequence.num_computed += num_tokens
         full = sequence.num_computed // self.block_size
         if self.prefix_caching and full > first:
             hashes = sequence.hashes(self.block_size)
-            for table, pool in zip(sequence.block_tables, self.pools, strict=True):
-                for index in range(first, full):
-                    if table[index] != NO_BLOCK:
-                        pool.register(table[index], hashes[index])
+            for i, (table, pool) in enumerate(zip(sequence.block_tables, self.pools, strict=True)):
+                new = [
+                    index
+                    for index in range(first, full)
+                    if table[index] != NO_BLOCK and pool.register(table[index], hashes[index])
+                ]
+                if self._listener is not None and i == self._shown:
+                    for start, end in _runs(new):
+                        self._listener.stored(sequence, start, end)
         for i, group, pool in self._windows:
             table = sequence.block_tables[i]
-            left = group.first_kept(sequence.num_computed, self.block_size)
-            while left and table[left - 1] != NO_BLOCK:
-                left -= 1
-                pool.free((table[left],))
-                table[left] = NO_BLOCK
+            left = group.first_kept(before, self.block_size)
+            kept = group.first_kept(sequence.num_computed, self.block_size)
+            pool.free(_held(table[left:kept]))
+            table[left:kept] = [NO_BLOCK] * (kept - left)
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -259,6 +302,13 @@ def _first(group: KVGroup, block_size: int, num_cached: int, remote_tokens: int 
     if remote_tokens is None:
         return group.first_block(num_cached * block_size, block_size)
     return group.first_kept(remote_tokens, block_size)
+
+
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields (first, end) of the runs of neighbours among ascending numbers."""
+    for _, run in groupby(enumerate(indices), lambda each: each[1] - each[0]):
+        members = [index for _, index in run]
+        yield members[0], members[-1] + 1
 
 
 def _held(table: Sequence[int]) -> list[int]:

@@ -92,8 +92,8 @@ class CacheShape:
     head_end: int
     num_blocks: int
     block_size: int
-    head_dim: int
-    dtype: str  # "float32", "bfloat16", "float16"
+    head_dim: int  # numbers of a row: see `kv_row`
+    dtype: str  # "float32", "bfloat16", "float16", "uint8"
     planes: int = 2
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pdserve.common.core.block_hash import BlockHash, hash_blocks
 from pdserve.common.core.prompt_logprobs import PromptLogprobs, join
 from pdserve.common.core.request import FinishReason
 from pdserve.common.core.sampling import SampledToken, SamplingParams
-from pdserve.common.engine.block_pool import BlockHash, hash_blocks
 
 
 class Status(Enum):

@@ -130,14 +130,17 @@ class Listener:
             )
 
 
-async def bind_all(host: str, port: int) -> list[socket.socket]:
-    """A socket for each of the addresses of `host`; nothing listens yet.
+async def bind_all(host: str, port: int, shared: bool = False) -> list[socket.socket]:
+    """A socket for each of the addresses of `host`; nothing listens yet. `shared`: other processes
+    of this user may bind and listen there, too.
 
     Raises:
         OSError: one of them cannot be bound.
     """
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+    server = await loop.create_server(
+        asyncio.Protocol, host, port, start_serving=False, reuse_port=shared
+    )
     try:
         return [each.dup() for each in server.sockets]
     finally:

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles, apply_rotary
 from pdserve.common.model.staging import upload_together
@@ -118,16 +119,13 @@ def pad_tables(tables: Sequence[BlockIds]) -> Tensor:
 AttentionContext = Any  # the result of a backend's `prepare`, private to the backend
 
 
-class AttentionBackend(ABC):
-    """Writes a step's keys and values into the cache and attends over it."""
+class StepBackend(ABC):
+    """Computes the layers of a KV group over its cache."""
 
     has_fixed = False
     """Whether steps of single queries can run on fixed buffers, which CUDA graphs need."""
-
-    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.device = device
-        self.dtype = dtype
+    kv_cache_dtype = KV_AUTO
+    """Of the cache: see `kv_row`."""
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:
@@ -147,6 +145,15 @@ class AttentionBackend(ABC):
         """Fills a context of `fixed` with a step. `block_ids`: its used tables end to end, int64 on
         the device."""
         raise NotImplementedError
+
+
+class AttentionBackend(StepBackend):
+    """Writes a step's keys and values into the cache and attends over it."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
 
     def attend(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.model.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -21,6 +22,7 @@ from pdserve.common.model.kernels.native import NativeKernels, call_of
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
 
+FORMATS = {KV_AUTO: 0, "int8": 1, "fp8_e4m3": 2}  # `KVFormat` of kv_rows.h
 NO_WINDOW = 1 << 62  # tokens: all there can be
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -52,8 +54,11 @@ class NativeAttention(AttentionBackend):
         device: torch.device,
         dtype: torch.dtype,
         kernels: NativeKernels,
+        kv_cache_dtype: str = KV_AUTO,
     ) -> None:
         super().__init__(shape, device, dtype)
+        self.kv_cache_dtype = kv_cache_dtype
+        self._format = FORMATS[kv_cache_dtype]
         self._rotate_and_cache = kernels.function("rotate_and_cache")
         self._paged_attention = kernels.function("paged_attention")
 
@@ -63,7 +68,7 @@ class NativeAttention(AttentionBackend):
         counts = np.asarray(batch.query_lens, np.int64)
         starts = np.asarray(batch.starts, np.int64)
         offsets = np.cumsum(counts) - counts
-        tables = _pad([np.asarray(table) for table in batch.block_tables])
+        tables = pad([np.asarray(table) for table in batch.block_tables])
         skipped = np.zeros(len(counts)) if batch.skipped is None else batch.skipped
         return NativeContext(
             batch.block_size,
@@ -92,14 +97,14 @@ class NativeAttention(AttentionBackend):
         cos, sin = (None, None) if angles is None else (part.data_ptr() for part in angles)
         self._rotate_and_cache(
             *call_of(qkv), len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            context.block_size, qkv.data_ptr(), *_norms(norms), cos, sin, keys, values,
-            context.slots.ctypes.data,
+            context.block_size, self._format, qkv.data_ptr(), *_norms(norms), cos, sin, keys,
+            values, context.slots.ctypes.data,
         )  # fmt: skip
         out = qkv.new_empty(len(qkv), shape.num_heads, shape.head_dim)
         self._paged_attention(
             *call_of(qkv), len(context.rows), shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            context.block_size, window, shape.chunked, shape.scale, qkv.data_ptr(), qkv.stride(0),
-            keys, values, context.rows.ctypes.data, context.counts.ctypes.data,
+            context.block_size, self._format, window, shape.chunked, shape.scale, qkv.data_ptr(),
+            qkv.stride(0), keys, values, context.rows.ctypes.data, context.counts.ctypes.data,
             context.starts.ctypes.data, context.skipped.ctypes.data, context.tables.ctypes.data,
             context.tables.shape[1], out.data_ptr(),
         )  # fmt: skip
@@ -111,7 +116,8 @@ class NativeAttention(AttentionBackend):
         return self.attend(layer, torch.cat((q, k, v), dim=1), None, None, kv_cache, context)
 
 
-def _pad(tables: Sequence[BlockIds]) -> Int32s:
+def pad(tables: Sequence[BlockIds]) -> Int32s:
+    """Returns block tables as one array; the padding of shorter ones is 0."""
     padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table

@@ -23,6 +23,7 @@ from pdserve.common.model.attention import (
     AttentionBatch,
     AttentionContext,
     AttentionShape,
+    StepBackend,
 )
 from pdserve.common.model.device import make_backend
 from pdserve.common.model.kernels.ops import TorchKernels
@@ -128,7 +129,7 @@ class Decoder(ABC):
     device: torch.device
     dtype: torch.dtype
     expert_parallel_size: int
-    attentions: Sequence[AttentionBackend]  # one per KV group
+    attentions: Sequence[StepBackend]  # one per KV group
 
     def prepare(self, batches: Sequence[AttentionBatch]) -> list[AttentionContext]:
         """Returns what `forward` needs of a step. `batches`: one per KV group."""
@@ -164,6 +165,8 @@ class Decoder(ABC):
 class CausalLM(Decoder):
     """A rank's part of a decoder-only language model: its share of its stage's layers. Weights are
     zero until `load_model` fills them."""
+
+    attentions: Sequence[AttentionBackend]
 
     def __init__(self, spec: ModelSpec, sharding: Sharding, stage: Stage | None = None) -> None:
         """Raises ConfigError if the model cannot be split over the group's ranks."""
@@ -204,7 +207,7 @@ class CausalLM(Decoder):
             positions: int64 `[T]`.
             contexts: from `prepare`.
             kv_caches: per KV group, `[layers, planes, num_blocks, kv_heads, block_size, head_dim]`
-                of its layers in this stage, in `dtype`.
+                of its layers in this stage, in `dtype`; or rows as `kv_row` says.
             lora: the adapters of the rows, if any.
 
         Returns:
@@ -283,7 +286,7 @@ def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> Atte
         return LatentBackend(spec.latent, heads, device, dtype)
     start, end = spec.kv_head_range(group.rank, group.size)
     shape = AttentionShape(heads, end - start, kv.head_dim, kv.window)
-    return make_backend(shape, device, dtype, sharding.kernels)
+    return make_backend(shape, device, dtype, sharding.kernels, sharding.kv_cache_dtype)
 
 
 def places(groups: Sequence[KVGroup], stage: Stage) -> dict[int, tuple[int, int]]:

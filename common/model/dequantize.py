@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.core.stored_weights import GGUF, MXFP4, StoredWeights
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
+from pdserve.common.model.checkpoint import Checkpoint, StoredTensor, text_model
 from pdserve.common.model.packing import PackedMatrix
 from pdserve.common.model.sharding import Sharding, ranges
 from pdserve.common.model.weights import GroupedWeight, MatrixPart
@@ -32,6 +33,11 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor([*_FP4, *(-value for value in _FP4)])
 _FP4_BLOCK = 32  # weights with one scale, in 16 bytes
 _EXPONENT_BIAS = 127
+
+
+def model_view(spec: ModelSpec, checkpoint: Checkpoint) -> Checkpoint:
+    """Returns the text model's tensors, dequantized. Raises ConfigError as `dequantized`."""
+    return dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
 
 
 def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpoint:

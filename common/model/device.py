@@ -8,6 +8,7 @@ import torch
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import cpu_flags
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.native import BuildError
 from pdserve.common.model import flashinfer_limits
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
@@ -116,12 +117,22 @@ def make_backend(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Kernels | None = None,
+    kv_cache_dtype: str = KV_AUTO,
 ) -> AttentionBackend:
     """Returns FlashInfer on a GPU if it is installed and has kernels for it, native attention with
-    native `kernels` on a CPU; else torch, with a warning on a GPU, where it is slower."""
+    native `kernels` on a CPU; else torch, with a warning on a GPU, where it is slower.
+
+    Raises:
+        ConfigError: only native attention has this `kv_cache_dtype`.
+    """
+    if device.type == "cpu" and isinstance(kernels, NativeKernels) and can_attend(shape):
+        return NativeAttention(shape, device, dtype, kernels, kv_cache_dtype)
+    if kv_cache_dtype != KV_AUTO and device.type != "meta":
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_cache_dtype} needs the native kernels of a CPU (--device cpu "
+            "and a C++ compiler): leave it out"
+        )
     if device.type != "cuda":
-        if isinstance(kernels, NativeKernels) and can_attend(shape):
-            return NativeAttention(shape, device, dtype, kernels)
         return TorchAttention(shape, device, dtype)
     if missing := flashinfer_limits.why_not(shape, dtype):
         logger.warning("using torch attention, which is slower: %s", missing)

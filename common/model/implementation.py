@@ -11,6 +11,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES
 from pdserve.common.core.model_spec import ModelSpec, check_folder, read_json
 from pdserve.common.model.decoder import Decoder
+from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.loader import OnProgress, load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
@@ -56,10 +57,12 @@ def load_decoder(
     sharding: Sharding,
     stage: Stage,
     on_progress: OnProgress | None = None,
+    folder: ModelFolder | None = None,
 ) -> Decoder:
-    """Loads this rank's part of `config.model`. Raises ConfigError like `load_model`."""
+    """Loads this rank's part of `config.model`, or of `folder`. Raises ConfigError like
+    `load_model`."""
     if spec.impl == "native":
-        return load_model(spec, config, sharding, stage, on_progress)
+        return load_model(spec, config, sharding, stage, on_progress, folder)
     from pdserve.common.model.hf.model import load_transformers_model
 
-    return load_transformers_model(spec, config, sharding, stage)
+    return load_transformers_model(spec, config, sharding, stage, folder)

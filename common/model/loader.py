@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +17,10 @@ from pdserve.common.core.host import usable_cores
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model.checkpoint import Checkpoint, open_checkpoint, text_model
+from pdserve.common.model.checkpoint import Checkpoint
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.dequantize import dequantized
+from pdserve.common.model.dequantize import model_view
+from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.sharding import Shard, Sharding
 from pdserve.common.model.stages import Stage
 
@@ -37,8 +36,10 @@ def load_model(
     sharding: Sharding,
     stage: Stage | None = None,
     on_progress: OnProgress | None = None,
+    folder: ModelFolder | None = None,
 ) -> CausalLM:
     """Loads this rank's part of `config.model`; all layers without a `stage`. `spec` is native.
+    `folder` reads the weights if it is not this host's disk.
 
     Raises:
         ConfigError: the folder's tensors do not match `spec`; the message lists all differences.
@@ -52,13 +53,17 @@ def load_model(
         return model
     if config.model is None:
         raise ConfigError("--model must name a checkpoint folder")
-    with ExitStack() as stack:
-        checkpoint = open_checkpoint(Path(config.model), stack)
-        checkpoint = dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
-        _check(checkpoint, spec)
-        parts = ((shard, checkpoint[shard.name][shard.index]) for shard in shards)
-        _copy(parts, shards, on_progress)
+    folder = folder or ModelFolder(config.model)
+    with folder.weights(partial(_checked, spec)) as weights:
+        _copy(weights.read(shards), shards, on_progress)
     return model
+
+
+def _checked(spec: ModelSpec, checkpoint: Checkpoint) -> Checkpoint:
+    """Returns the checkpoint with the tensors that the model has. Raises ConfigError."""
+    checkpoint = model_view(spec, checkpoint)
+    _check(checkpoint, spec)
+    return checkpoint
 
 
 def _copy(

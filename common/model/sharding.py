@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.distributed.all2all import All2AllManager, Replicated
 from pdserve.common.distributed.group import GroupCoordinator
@@ -67,6 +68,7 @@ class Sharding:
     """Between the ranks of `group` that have different experts; default: each has all."""
     quantization: Quantization | None = None
     kernels: Kernels = field(default_factory=TorchKernels)
+    kv_cache_dtype: str = KV_AUTO  # one of KV_CACHE_DTYPES
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)

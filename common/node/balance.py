@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pdserve.common.core.block_hash import BlockHash, hash_blocks
 from pdserve.common.core.request import GenerateJob
-from pdserve.common.engine.block_pool import BlockHash, hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 

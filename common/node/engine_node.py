@@ -22,6 +22,7 @@ from pdserve.common.engine.messages import RankReady
 from pdserve.common.model.device import gpu_bytes
 from pdserve.common.node.adapters import AdaptersService, NodeAdapters
 from pdserve.common.node.balance import choose_replica
+from pdserve.common.node.kv_events_service import KVEventsService
 from pdserve.common.node.load import export, node_load, num_blocks, unhealthy_reasons
 from pdserve.common.node.model_facts import ModelFacts, check_job
 from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
@@ -95,6 +96,7 @@ class EngineNode(ABC, Generic[S, T]):
         self.kv_identity = self.facts.kv_identity(engine.cache.block_size)
         self.node_id = new_node_id(self.blame)
         self.metrics = NodeMetrics()
+        self._kv_events = KVEventsService(self.metrics, self.blame)
         hosts = (config.node.host, config.transfer.kv_host)
         self.tracer = Tracer(config.observability.otlp_endpoint, self.blame, self.node_id)
         self.credentials = Credentials.load(
@@ -145,6 +147,8 @@ class EngineNode(ABC, Generic[S, T]):
         ends, drained or not."""
         self.address = self.server.bind()
         count = self.config.engine.parallel.data_parallel_size
+        if (events := self.config.events.kv_events) is not None:
+            self._kv_events.bind(events, count)
         ranks = await start_replicas(self._start_ranks, count)
         try:
             return await self._serve(ranks, stopping)
@@ -211,6 +215,8 @@ class EngineNode(ABC, Generic[S, T]):
         self.metrics.registry.register(UtilisationCollector(self._utilisation))
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
+        self.server.add("KVEvents", pb_grpc.add_KVEventsServicer_to_server, self._kv_events)
+        self._kv_events.start([each.scheduler.pool for each in self.replicas], self.spawn)
         if self.adapters.enabled:
             await self._serve_adapters()
         for replica in self.replicas:
@@ -248,6 +254,7 @@ class EngineNode(ABC, Generic[S, T]):
             Unavailable(f"{self.node_id} is stopping", code="NODE_STOPPING", blame=self.blame)
         )
         self.end_streams()
+        self._kv_events.end()
         await self.server.stop()
         closing = asyncio.gather(*(each.transfers.close() for each in self.replicas))
         try:
@@ -257,6 +264,7 @@ class EngineNode(ABC, Generic[S, T]):
             logger.warning("KV transfers did not end within %.0f s", _TRANSFERS_STOP)
         for task in self._tasks:
             task.cancel()
+        self._kv_events.close()
         await asyncio.to_thread(self.tracer.close)
 
     async def _watch(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.parameters import MAX_CHOICES, check_range, check_token_ids
 from pdserve.common.core.prompt_logprobs import check_size
@@ -30,6 +31,7 @@ class ModelFacts:
     dtype: str
     device: str  # "cpu" or "cuda", of all ranks
     draft: ModelSpec | None = None  # of speculative decoding
+    kv_cache_dtype: str = KV_AUTO
 
     @classmethod
     def read(cls, engine: EngineConfig) -> ModelFacts:
@@ -46,7 +48,10 @@ class ModelFacts:
         spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
         if engine.lora.enable_lora:
             spec.check_adapters()
+        spec.check_kv_cache_dtype(engine.cache.kv_cache_dtype)
         stages_of(spec, parallel)
+        if any(group.state for group in spec.kv_groups):
+            _check_state(spec, engine)
         device = device_type(parallel.device)
         dtype = choose_dtype(config.dtype, spec.dtype, torch.device(device))
         return cls(
@@ -57,6 +62,7 @@ class ModelFacts:
             dtype=dtype_name(dtype),
             device=device,
             draft=_draft(engine, spec),
+            kv_cache_dtype=engine.cache.kv_cache_dtype,
         )
 
     def within(self, engine: EngineConfig, num_blocks: int) -> ModelFacts:
@@ -71,11 +77,21 @@ class ModelFacts:
             "weights": self.revision,
             "impl": self.spec.impl,
             "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "quantization": kind.method if (kind := self.spec.quantization) else "none",
             "block_size": str(block_size),
             "layers": str(self.spec.num_layers),
             "kv_groups": "; ".join(map(str, self.spec.kv_groups)),
         }
+
+
+def _check_state(spec: ModelSpec, engine: EngineConfig) -> None:
+    """Raises ConfigError for options that need a recurrent state to go back."""
+    if engine.speculation.speculation is not None:
+        raise ConfigError(
+            f"--speculative-config: {spec.architecture} has linear attention, whose state does not "
+            "go back to the token before a guess that was wrong; leave the option out"
+        )
 
 
 def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
@@ -101,6 +117,7 @@ def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
     try:
         draft.validate_tensor_parallel(parallel.tensor_parallel_size)
         draft.validate_expert_parallel(parallel.tensor_parallel_size, 1)
+        draft.check_kv_cache_dtype(engine.cache.kv_cache_dtype)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error.message}") from None
     return draft

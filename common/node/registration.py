@@ -11,6 +11,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from time import monotonic
 
 import grpc
@@ -38,7 +39,8 @@ class Registrations:
 
     A name that has several addresses stands for a router at each. Names are looked up again and
     again: a router that is new there is registered with, and one that has left the name is kept
-    as long as it answers, so that a name server's failure takes nothing away.
+    as long as it answers, so that a name server's failure takes nothing away. A router may name
+    siblings at its host, its other workers: each is registered with as if it were given.
     """
 
     def __init__(
@@ -55,18 +57,21 @@ class Registrations:
         self._channels, self._over_tls = channels, over_tls
         self._found: dict[str, list[str]] = {router: [router] for router in routers}
         self._kept: dict[str, Registration] = {}  # by address
+        self._siblings_found = asyncio.Event()
 
     async def run(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.gather(*map(self._look_up, self._found))
-                for router, addresses in self._found.items():
-                    for address in addresses:
-                        if address not in self._kept:
-                            self._kept[address] = self._registration(router, address)
-                            group.create_task(self._keep(address))
-                await asyncio.sleep(_LOOK_UP_PERIOD)
+                for address, router in self._wanted().items():
+                    if address not in self._kept:
+                        self._kept[address] = self._registration(router, address)
+                        group.create_task(self._keep(address))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_UP_PERIOD):
+                        await self._siblings_found.wait()
+                self._siblings_found.clear()
 
     async def deregister(self) -> None:
         """Asks all routers to send no more jobs; unreachable ones are ignored."""
@@ -76,8 +81,9 @@ class Registrations:
         if address != router:  # its certificate has the name, not the address
             self._channels.name(address, router.rpartition(":")[0])
         return Registration(
-            address, self._info, self._load_for, self._channels, over_tls=self._over_tls
-        )
+            address, self._info, self._load_for, self._channels, over_tls=self._over_tls,
+            on_siblings=self._siblings_found.set,
+        )  # fmt: skip
 
     def _load_for(self, router: str) -> pb.NodeLoad:
         load = self._load(router)
@@ -86,13 +92,22 @@ class Registrations:
         return load
 
     async def _keep(self, address: str) -> None:
-        await self._kept[address].run(lambda: self._is_named(address))
+        await self._kept[address].run(lambda: address in self._wanted())
         del self._kept[address]
         await self._channels.drop([address])
         logger.info("router %s is no longer one of --router, and is given up", address)
 
-    def _is_named(self, address: str) -> bool:
-        return any(address in addresses for addresses in self._found.values())
+    def _wanted(self) -> dict[str, str]:
+        """The addresses to register at, and the router of --router that each belongs to: those that
+        it names, and the siblings of who answers there."""
+        named = {each: router for router, found in self._found.items() for each in found}
+        siblings = {
+            _joined(address.rpartition(":")[0].strip("[]"), str(port)): router
+            for address, router in named.items()
+            if address in self._kept
+            for port in self._kept[address].sibling_ports
+        }
+        return {**siblings, **named}
 
     async def _look_up(self, router: str) -> None:
         """A name that cannot be looked up keeps the addresses that it had."""
@@ -150,7 +165,9 @@ class Registration:
         channels: Channels,
         *,
         over_tls: bool = False,
+        on_siblings: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_siblings` is called when the router names other siblings than before."""
         self._router = router
         self._stub = pb_grpc.RegistryStub(channels.get(router))
         self._info = info
@@ -159,6 +176,8 @@ class Registration:
         self._interval = 1.0
         self.registered = False
         self.router_id = ""  # once it has been registered
+        self.sibling_ports: list[int] = []  # as it named them last
+        self._on_siblings = on_siblings
 
     async def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Retries as long as the router is `wanted`, or answers. One that answered a moment ago
@@ -191,13 +210,18 @@ class Registration:
                 instance=instance,
                 time_s=time.time(),
             )
-            self.registered = (await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)).known
+            answer = await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)
+            self.registered = answer.known
+            self._interval = answer.heartbeat_interval_s or self._interval
         if not self.registered:
             load = self._load(self.router_id)
             request = pb.RegisterRequest(node=self._info, load=load, time_s=time.time())
             response = await self._stub.Register(request, timeout=_RPC_TIMEOUT)
             self._interval, self.router_id = response.heartbeat_interval_s, response.router
             self.registered = True
+            if (siblings := list(response.sibling_ports)) != self.sibling_ports:
+                self.sibling_ports = siblings
+                self._on_siblings()
             logger.info("registered with router %s as %s", self._router, self._info.node_id)
 
     async def deregister(self) -> None:

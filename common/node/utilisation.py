@@ -42,7 +42,11 @@ class Utilisation:
     @classmethod
     def of(cls, ranks: Ranks, facts: ModelFacts, parallel: ParallelConfig) -> Utilisation:
         footprint = Footprint(
-            facts.spec, facts.dtype, parallel.tensor_parallel_size, parallel.expert_parallel_size
+            facts.spec,
+            facts.dtype,
+            parallel.tensor_parallel_size,
+            parallel.expert_parallel_size,
+            facts.kv_cache_dtype,
         )
         done, stages = ranks.scheduler.computed_steps, parallel.pipeline_parallel_size
         return cls(done, StepCost.whole(footprint), stages, ranks.ready[0].peaks)

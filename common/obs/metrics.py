@@ -131,12 +131,35 @@ class RouterMetrics(_Metrics):
         self.recomputed_tokens = self._counter(
             "recomputed_prompt_tokens_total", "Prompt tokens that more than one node computed"
         )
+        self.policy_failures = self._counter(
+            "placement_policy_failures_total",
+            "Choices of a policy that raised, or named a node that does not fit; load decided",
+            "role",
+        )
+        self.prefix_index_queries = self._counter(
+            "prefix_index_queries_total",
+            "Prompt tokens placed by a policy that knows the caches, by role of the node",
+            "role",
+        )
+        self.prefix_index_hits = self._counter(
+            "prefix_index_hits_total",
+            "Those of them that the chosen node had cached, by its KV events",
+            "role",
+        )
+        self.kv_event_resyncs = self._counter(
+            "kv_event_resyncs_total",
+            "Times that a node's KV events were dropped and a snapshot asked for, by reason",
+            "reason",
+        )
+        for reason in ("gap", "unknown_block"):
+            self.kv_event_resyncs.labels(reason)
         for path in PromptPath:
             self.prompts.labels(path.value)
         for code in WATCHED_REQUESTS:
             self.requests.labels(code)
         for role in ("prefill", "decode", "both"):
             self.migrations.labels(role, "PROTOCOL_ERROR")
+            self.policy_failures.labels(role)
 
     def observe_request(
         self,
@@ -216,6 +239,14 @@ class NodeMetrics(_Metrics):
             "tokens are never even (with pipeline stages, the layers of the last one)",
             BALANCEDNESS,
         )
+        self.kv_events = self._counter(
+            "kv_events_total",
+            "KV events sent to routers and --kv-events-config, by type; Snapshot: all of the "
+            "prefix cache, to a router that is new or was too far behind",
+            "event",
+        )
+        for event in ("BlockStored", "BlockRemoved", "Snapshot"):
+            self.kv_events.labels(event)
         self.transfer_events = TransferEvents()
         self.registry.register(self.transfer_events)
         self.healthy = Gauge(

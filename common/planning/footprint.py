@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.moe_spec import MoESpec
 from pdserve.common.model.stages import Stage
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 # GPU memory that torch does not allocate. These two are estimates, as they depend on GPU, driver
 # and libraries; a node measures them at start.
@@ -53,6 +54,7 @@ class Footprint:
     dtype: str
     tp: int = 1
     ep: int = 1  # ranks of `tp` over which experts are spread
+    kv_cache_dtype: str = KV_AUTO
 
     @property
     def item(self) -> int:
@@ -208,18 +210,21 @@ class Footprint:
     # ---- KV ----
 
     def kv_per_token(self, stage: Stage) -> int:
-        """Bytes in all KV groups."""
-        return sum(self.kv_of_groups(stage))
+        """Bytes in all KV groups but states, which do not grow."""
+        together = zip(self.spec.kv_groups, self.kv_of_blocks(stage, 1), strict=True)
+        return sum(0 if group.state else nbytes for group, nbytes in together)
 
-    def kv_of_groups(self, stage: Stage) -> tuple[int, ...]:
-        """Bytes per token in each KV group: planes (key, value; or one of latents) × layers × KV
-        heads of the rank × head dimension × item size. With more ranks than KV heads each rank
-        still holds one."""
+    def kv_of_blocks(self, stage: Stage, block_size: int) -> tuple[int, ...]:
+        """Bytes of a block in each KV group: planes (key, value; or one of latents) × layers × KV
+        heads of the rank × slots × bytes of a row. With more ranks than KV heads each rank still
+        holds one."""
         return tuple(
-            group.planes * (end - start) * (last - first) * group.head_dim * self.item
+            group.planes * (end - start) * (last - first) * slots * numbers * DTYPE_BYTES[dtype]
             for group in self.spec.kv_groups
             for start, end in [group.layers_between(stage.start, stage.end)]
             for first, last in [group.head_range(0, self.tp)]
+            for slots, _ in [group.page(block_size)]
+            for numbers, dtype in [group.row(self.dtype, self.kv_cache_dtype)]
         )
 
     # ---- activations ----

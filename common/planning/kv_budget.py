@@ -9,7 +9,11 @@ from operator import mul
 
 from pdserve.common.config.node import AUTO, EngineConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.kv_groups import KVGroup
+from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
+
+USUAL_TOKENS = 1024
+"""Tokens of a sequence, for which states are counted: of fewer the blocks of states are the first
+to run out, of more those of tokens."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -79,9 +83,14 @@ def split_blocks(
 ) -> tuple[int, ...]:
     """Returns the blocks of each group if the first has `first`: as many, but in the others no more
     than all sequences together hold. So a window takes what it can use, and full attention the
-    rest."""
+    rest. States, whose blocks are large, are for as many sequences of `USUAL_TOKENS` tokens as the
+    first group holds."""
     usable = most_blocks(config, groups, max_model_len)
-    return first, *(min(first, most) for most in usable[1:])
+    tokens = first * config.cache.block_size
+    sequences = -(-tokens // min(max_model_len, USUAL_TOKENS))
+    states = min(first, STATES_HELD * sequences)
+    others = zip(groups[1:], usable[1:], strict=True)
+    return first, *(min(states if group.state else first, most) for group, most in others)
 
 
 def most_blocks(

@@ -55,13 +55,17 @@ class NodeSetup:
         return self.spec.dtype if dtype == "auto" else dtype
 
     @property
+    def kv_cache_dtype(self) -> str:
+        return self.engine.cache.kv_cache_dtype
+
+    @property
     def footprint(self) -> Footprint:
-        return Footprint(self.spec, self.dtype, self.tp, self.ep)
+        return Footprint(self.spec, self.dtype, self.tp, self.ep, self.kv_cache_dtype)
 
     @property
     def whole(self) -> Footprint:
         """The footprint of the whole model on one rank."""
-        return Footprint(self.spec, self.dtype)
+        return Footprint(self.spec, self.dtype, kv_cache_dtype=self.kv_cache_dtype)
 
     def stages(self) -> tuple[Stage, ...]:
         return stages_of(self.spec, self.engine.parallel)
@@ -69,6 +73,7 @@ class NodeSetup:
     def check(self) -> None:
         """Raises ConfigError if a node would refuse these options, whatever its memory."""
         self.spec.check_max_model_len(self.max_model_len)
+        self.spec.check_kv_cache_dtype(self.kv_cache_dtype)
         self.spec.validate_tensor_parallel(self.tp)
         self.spec.validate_expert_parallel(self.tp, self.ep)
         self.stages()
@@ -80,7 +85,7 @@ class GroupBudget:
 
     name: str
     num_layers: int
-    kv_per_token: int
+    block_bytes: int
     num_blocks: int
     nbytes: int
 
@@ -98,7 +103,7 @@ class RankBudget:
     adapters: int  # --max-loras LoRA adapters of --max-lora-rank
     left_for_kv: int  # negative: it does not fit even without KV
     kv_per_token: int
-    kv_per_sequence: int  # of max_model_len tokens, in whole blocks; a window's are freed
+    kv_per_sequence: int  # of max_model_len tokens, in whole blocks; windows' and states' are freed
     num_blocks: int  # of the first KV group
     groups: tuple[GroupBudget, ...]
 
@@ -192,8 +197,8 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
     others, adapters = overhead(setup.tp * setup.pp), adapter_bytes(footprint, engine, stage)
     peak = weights + activations + adapters
     left = gpu_cache_bytes(setup.gpu_memory, utilization, others, peak)
-    groups, per_token = setup.spec.kv_groups, footprint.kv_of_groups(stage)
-    block_bytes = [each * engine.cache.block_size for each in per_token]
+    groups = setup.spec.kv_groups
+    block_bytes = footprint.kv_of_blocks(stage, engine.cache.block_size)
     window, longest = setup.max_model_len, blocks_per_sequence(engine, groups, setup.max_model_len)
     first = plan_num_blocks(engine, groups, block_bytes, window, left, "cuda")
     num_blocks = split_blocks(engine, groups, first, window)
@@ -206,20 +211,18 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
         overhead=others,
         adapters=adapters,
         left_for_kv=left,
-        kv_per_token=sum(per_token),
+        kv_per_token=footprint.kv_per_token(stage),
         kv_per_sequence=sum(map(mul, block_bytes, longest)),
         num_blocks=first,
         groups=tuple(
             GroupBudget(
                 name=group.name,
                 num_layers=len(range(*group.layers_between(stage.start, stage.end))),
-                kv_per_token=token_bytes,
+                block_bytes=nbytes,
                 num_blocks=count,
                 nbytes=count * nbytes,
             )
-            for group, token_bytes, count, nbytes in zip(
-                groups, per_token, num_blocks, block_bytes, strict=True
-            )
+            for group, count, nbytes in zip(groups, num_blocks, block_bytes, strict=True)
         ),
     )
 

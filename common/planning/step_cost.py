@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from pdserve.common.core.kv_groups import STATE_WINDOW
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.model.stages import Stage
-from pdserve.common.planning.footprint import Footprint, Matrix
+from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix
 
+STATE_FLOPS = 7
+"""Per number of a gated delta net's state and token: its decay, two products with the key, one with
+the query."""
 _NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # first matrix → fused matrix
 
 
@@ -64,7 +68,8 @@ class StepCost:
         if self._num_sparse:
             found["experts"] = self._experts(shape)
         found["attention"] = self._attention(shape)
-        found["KV write"] = Cost(bytes=shape.tokens * self.footprint.kv_per_token(self.stage))
+        written = shape.tokens * self.footprint.kv_per_token(self.stage)
+        found["KV write"] = Cost(bytes=written + self._states_written(shape))
         if self.stage.first:
             found["embedding"] = Cost(bytes=shape.tokens * self._hidden * self.footprint.item)
         if self.stage.last and shape.sampled:
@@ -101,13 +106,30 @@ class StepCost:
         latent, heads = spec.latent, spec.num_heads // footprint.tp
         sizes = 2 * spec.head_dim if latent is None else latent.key_dim + latent.value_dim
         total = Cost()
-        for group, kv in zip(spec.kv_groups, footprint.kv_of_groups(self.stage), strict=True):
+        for group, kv in zip(spec.kv_groups, footprint.kv_of_blocks(self.stage, 1), strict=True):
             start, end = group.layers_between(self.stage.start, self.stage.end)
             cached, pairs = shape.cached, shape.pairs
+            if group.state:
+                numbers = kv / DTYPE_BYTES["float32"]
+                read = shape.windows[STATE_WINDOW][0] * kv  # what came before, once a sequence
+                total += Cost(STATE_FLOPS * numbers * shape.tokens, read)
+                continue
             if group.window is not None:
                 cached, pairs = shape.windows[group.window]
             total += Cost(2.0 * pairs * heads * sizes * (end - start), cached * kv)
         return total
+
+    def _states_written(self, shape: StepShape) -> float:
+        """Bytes: one state per sequence and step. A chunk of n tokens counts 2n pairs, one less
+        where nothing came before it."""
+        states = [group.state for group in self.footprint.spec.kv_groups]
+        if not any(states):
+            return 0
+        cached, pairs = shape.windows[STATE_WINDOW]
+        sizes = zip(states, self.footprint.kv_of_blocks(self.stage, 1), strict=True)
+        return (cached + 2 * shape.tokens - pairs) * sum(
+            size for is_state, size in sizes if is_state
+        )
 
     def _logits(self, shape: StepShape) -> Cost:
         numbers = -(-self.footprint.spec.vocab_size // self.footprint.tp) * self._hidden

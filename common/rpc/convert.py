@@ -76,6 +76,7 @@ def job_to_pb(job: GenerateJob) -> cluster.Job:
         priority=job.priority,
         client=job.client,
         router=job.router,
+        orphan_key=job.orphan_key,
     )
 
 
@@ -96,6 +97,7 @@ def job_from_pb(message: cluster.Job) -> GenerateJob:
         priority=message.priority,
         client=message.client,
         router=message.router,
+        orphan_key=message.orphan_key,
     )
 
 

@@ -85,13 +85,17 @@ class GrpcServer:
         auth: Door | None = None,
         max_message: int | None = None,
         trace: grpc.aio.ServerInterceptor | None = None,
+        shares_port: bool = False,
     ) -> None:
-        """Without `auth` everyone may call. `max_message`: bytes."""
+        """Without `auth` everyone may call. `max_message`: bytes. `shares_port`: other processes of
+        this user may listen at its port, too, and the kernel deals connections out to all."""
         auth = auth or AuthInterceptor()
         # If an option occurs twice, gRPC uses the first.
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
         crowd = ("grpc.max_allowed_incoming_connections", max_connections())
-        options = [*limit, crowd, *_OPTIONS]
+        shared = [("grpc.so_reuseport", 1)] if shares_port else []
+        options = [*limit, crowd, *shared, *_OPTIONS]
+        self._shares_port = shares_port
         interceptors = [auth, *filter(None, [trace])]
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
         self.health = Health(reads=not auth.guarded)
@@ -106,7 +110,9 @@ class GrpcServer:
     def bind(self, host: str, port: int, tls: TLS | None = None, flag: str = "--grpc-port") -> int:
         """Binds the port (0: a free one) and returns it; it answers only after `start`. With `tls`,
         clients need a certificate of its CA. `flag`: the port's option, for errors."""
-        if port:  # gRPC's own error does not say why the port is unavailable
+        if (
+            port and not self._shares_port
+        ):  # gRPC's own error does not say why the port is unavailable
             bind(host.strip("[]"), port, "gRPC", flag).close()
         try:
             if tls is None:

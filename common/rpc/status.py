@@ -38,6 +38,8 @@ STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Conflict: grpc.StatusCode.ALREADY_EXISTS,
+    errors.Gone: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

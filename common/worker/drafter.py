@@ -19,6 +19,7 @@ from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import StepDelta
 from pdserve.common.model.decoder import Decoder
+from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.input_batch import InputBatch, StepBatch, StepSequence
@@ -26,15 +27,18 @@ from pdserve.common.worker.kv_cache import KVCache
 from pdserve.common.worker.runner import ModelRunner
 
 
-def load_draft_model(engine: EngineConfig, sharding: Sharding) -> Decoder | None:
-    """Loads this rank's part of the draft model, if the options name one; it has the model's TP
-    size and is not quantized further. Raises ConfigError like `load_model`."""
-    config = engine.speculation.speculation
-    if config is None or config.model is None:
+def load_draft_model(
+    engine: EngineConfig, sharding: Sharding, folder: ModelFolder | None
+) -> Decoder | None:
+    """Loads this rank's part of the draft model, if there is one, from its folder; it has the
+    model's TP size and is not quantized further. Raises ConfigError like `load_model`."""
+    if folder is None:
         return None
-    spec = ModelSpec.from_folder(config.model)
+    with folder.files() as path:
+        spec = ModelSpec.from_folder(path)
     sharding = replace(sharding, all2all=Replicated(GroupCoordinator()))  # experts on all ranks
-    return load_model(spec, replace(engine.model, model=config.model, quantization=None), sharding)
+    config = replace(engine.model, model=str(folder.path), quantization=None)
+    return load_model(spec, config, sharding, folder=folder)
 
 
 class Drafter:

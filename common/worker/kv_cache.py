@@ -18,7 +18,7 @@ import torch
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
-from pdserve.common.core.kv_groups import KVGroup
+from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.model.decoder import Decoder
@@ -86,13 +86,12 @@ def cache_shapes(
         CacheShape(
             *group.layers_between(stage.start, stage.end),
             *group.head_range(ranks.rank, ranks.size),
-            num_blocks=1,
-            block_size=block_size,
-            head_dim=group.head_dim,
-            dtype=dtype_name(model.dtype),
+            1,  # block
+            group.page(block_size)[0],
+            *group.row(dtype_name(model.dtype), attention.kv_cache_dtype),
             planes=group.planes,
         )
-        for group in spec.kv_groups
+        for group, attention in zip(spec.kv_groups, model.attentions, strict=True)
     )
 
 
@@ -178,11 +177,12 @@ def choose_num_blocks(
         check_free(sum(sizes), device)
     if ranks.rank == 0:
         for group, count, size in zip(groups, num_blocks, sizes, strict=True):
+            tokens = count * engine.cache.block_size
             logger.info(
-                "# KV blocks%s: %d (= %d tokens, %s per rank)",
+                "# KV blocks%s: %d (= %s, %s per rank)",
                 f" of {group.name}" if len(groups) > 1 else "",
                 count,
-                count * engine.cache.block_size,
+                f"for {count // STATES_HELD} sequences" if group.state else f"{tokens} tokens",
                 format_bytes(size),
             )
     return num_blocks

@@ -31,8 +31,10 @@ class MaskScheduler:
     """Chooses the masks that a step computes. Normal ones take tens of microseconds. Slow ones are
     computed one per step and so rarely that they slow other rows by at most a third."""
 
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = monotonic, defers: bool = True) -> None:
+        """Without `defers` every step waits for the masks of all its rows."""
         self._now = now
+        self._defers = defers
         self._next_slow = 0.0
 
     def take(
@@ -56,7 +58,9 @@ class MaskScheduler:
             slow = _is_slow(grammar)
             others = not alone or len(done) > 0
             now = self._now() < end and not (slow and others and start < self._next_slow)
-            masked = _masked(rows[place]) if now else None
+            masked = _masked(rows[place]) if now or not self._defers else None
+            while masked is None and not self._defers:
+                masked = _masked_later(rows[place])
             if now and _is_slow(grammar):
                 self._next_slow = self._now() + (SHARE - 1) * grammar.last_seconds
                 end = 0.0
@@ -86,6 +90,14 @@ def _masked(row: StepSequence) -> StepSequence | FailedRow | None:
     # A complete text allows only end tokens, so min_tokens must not ban them.
     banned = () if row.grammar.complete else row.banned_token_ids
     return replace(row, mask=mask, banned_token_ids=banned)
+
+
+def _masked_later(row: StepSequence) -> StepSequence | FailedRow | None:
+    """Tries once more, when the grammar is compiled."""
+    assert row.grammar is not None
+    if row.grammar.waits_for is not None:
+        wait([row.grammar.waits_for])
+    return _masked(row)
 
 
 def _wait_for_one(grammars: Sequence[RowGrammar]) -> None:

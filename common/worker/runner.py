@@ -51,7 +51,9 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None  # set after they are captured
         self._link = link
         self._adapters = adapters
-        self._masks = MaskScheduler()
+        # A state does not go back to the token before: no row may be computed again.
+        has_state = any(group.state for group in model.spec.kv_groups)
+        self._masks = MaskScheduler(defers=not has_state)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutput:
@@ -131,7 +133,8 @@ class ModelRunner:
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Runs a dummy step, so that kernels are selected and memory is allocated before the first
         request. Overwrites the first blocks of the caches, so no sequence may hold any."""
-        batch = dummy_batch(num_tokens, num_seqs, self.block_size, len(self.caches))
+        groups = self.model.spec.kv_groups
+        batch = dummy_batch(num_tokens, num_seqs, self.block_size, groups)
         if self.samples and self.model.stage.last:
             batch = _costly(batch, self.model.spec.vocab_size, self.device)
         self.run(batch)
@@ -246,11 +249,15 @@ def verify(
         begun.add(row.seq_id)
 
 
-def dummy_batch(num_tokens: int, num_seqs: int, block_size: int, num_groups: int = 1) -> StepBatch:
+def dummy_batch(
+    num_tokens: int, num_seqs: int, block_size: int, groups: Sequence[KVGroup]
+) -> StepBatch:
     """Returns `num_seqs` prompts of together at least `num_tokens` tokens, all in the same
-    `num_dummy_blocks` blocks of each KV group, because their results do not matter."""
+    `num_dummy_blocks` blocks of each KV group (one block of states, which may be few), because
+    their results do not matter."""
     length = -(-num_tokens // num_seqs)
-    tables = (tuple(range(num_dummy_blocks(num_tokens, num_seqs, block_size))),) * num_groups
+    blocks = num_dummy_blocks(num_tokens, num_seqs, block_size)
+    tables = [(0,) * blocks if group.state else tuple(range(blocks)) for group in groups]
     sequences = (
         StepSequence(seq_id, (0,) * length, 0, tables, SamplingParams())
         for seq_id in range(num_seqs)

@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 import torch
 
-from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig
+from pdserve.common.config.node import CacheConfig, EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import is_loopback, usable_cores
-from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed.all2all import make_all2all
 from pdserve.common.distributed.environment import (
@@ -33,14 +29,13 @@ from pdserve.common.distributed.parallel_state import (
 from pdserve.common.engine.messages import Peaks, RankReady, StepDelta
 from pdserve.common.model.decoder import CausalLM, Decoder
 from pdserve.common.model.device import choose_device, choose_dtype, choose_kernels, dtype_name
-from pdserve.common.model.implementation import load_decoder, read_spec
+from pdserve.common.model.implementation import load_decoder
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import fit_context, format_bytes
-from pdserve.common.text.grammar import GrammarTokens
-from pdserve.common.text.tokenizer_file import read_tokenizer_json
 from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
 from pdserve.common.worker.drafter import Drafter, load_draft_model
+from pdserve.common.worker.folders import open_folders
 from pdserve.common.worker.gpu_memory import GpuMemory
 from pdserve.common.worker.grammar import Grammars
 from pdserve.common.worker.graphs import build_graphs, graph_sizes
@@ -114,8 +109,9 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     engine = config.engine
     device = choose_device(engine.parallel.device, spec.local_rank)
     memory = _enter(device, engine.cache)
-    model_spec, max_model_len = _read_model(engine)
     environment, state = _init_distributed(spec, engine, device)
+    folders = open_folders(engine, state.world)
+    model_spec, max_model_len = folders.read_model()
     replicas = engine.parallel.data_parallel_size
     _set_threads(engine.parallel.cpu_threads, replicas * environment.local_world_size)
     extension_config = config.extension and resolve_host(config.extension, environment)
@@ -126,14 +122,17 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
     compiled = engine.compilation.compile
     kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)
-    sharding = Sharding(state.tp, device, dtype, all2all, kernels=kernels)
+    sharding = Sharding(
+        state.tp, device, dtype, all2all, None, kernels, engine.cache.kv_cache_dtype
+    )
     if model_spec.stored is not None and spec.rank == 0:
         logger.info(
             "the weights are stored as %s and dequantized to %s while they are loaded; activations "
             "stay in that dtype", model_spec.stored, engine.model.quantization or dtype_name(dtype),
         )  # fmt: skip
-    model = load_decoder(model_spec, engine.model, sharding, stage, _LoadingLog(spec.rank))
-    draft_model = load_draft_model(engine, sharding)
+    log = _LoadingLog(spec.rank)
+    model = load_decoder(model_spec, engine.model, sharding, stage, log, folders.model)
+    draft_model = load_draft_model(engine, sharding, folders.draft)
     peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes)
     link = StageLink(state, model_spec.hidden_size, dtype)
     shapes = cache_shapes(model, engine, state.tp)
@@ -164,7 +163,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     if adapters is not None:
         extension = AdapterExtension(adapters, extension)
     state.serve()
-    grammars = Grammars(lambda: _read_grammar_tokens(engine.model, model_spec))
+    grammars = Grammars(lambda: folders.read_grammar_tokens(model_spec))
     return ModelWorker(spec.rank, state, runner, cache, peaks, extension, grammars, drafter)
 
 
@@ -280,34 +279,6 @@ def _init_distributed(
         parallel.pipeline_parallel_size,
         parallel.expert_parallel_size,
     )
-
-
-def _read_model(engine: EngineConfig) -> tuple[ModelSpec, int]:
-    """Returns the model's spec and the context window in tokens."""
-    if engine.model.model is None:
-        raise ConfigError("--model must name a checkpoint folder")
-    if not os.path.isdir(engine.model.model):
-        raise ConfigError(
-            f"host {socket.gethostname()} has no folder {engine.model.model}: every host of a node "
-            "needs the model at the same path"
-        )
-    config = engine.model
-    spec = read_spec(Path(engine.model.model), config.model_impl, config.overrides)
-    max_model_len = config.context(spec.max_position_embeddings)
-    spec.check_max_model_len(max_model_len)
-    return spec, max_model_len
-
-
-def _read_grammar_tokens(config: ModelConfig, spec: ModelSpec) -> GrammarTokens:
-    """Reads the same tokenizer as the router."""
-    assert config.model is not None, "the model was loaded"
-    text = read_tokenizer_json(
-        config.model,
-        config.tokenizer,
-        spec.vocab_size if config.load_format == "dummy" else None,
-        config.tokenizer_mode,
-    )
-    return GrammarTokens(text, spec.vocab_size, spec.eos_token_ids)
 
 
 def _native(model: Decoder) -> CausalLM:

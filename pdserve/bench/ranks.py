@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 
 from pdserve.bench.step import Cell, as_json, engine_config, measure
 from pdserve.common.config.bench import BenchStepConfig
@@ -18,6 +19,7 @@ from pdserve.common.model.device import device_type
 from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
 
 SHUTDOWN = 5.0  # seconds
+USUAL_BYTE = 60  # four of which are a scale of 0.01
 
 _steps = msgspec.msgpack.Decoder(tuple[BenchStepConfig, tuple[Cell, ...]])
 
@@ -53,8 +55,11 @@ class BenchWorker:
         self._worker = worker
         self.ready = worker.ready
         self.close = worker.close
-        for cache in worker.runner.caches:
-            cache.normal_()  # the first write maps the pages
+        for cache in worker.runner.caches:  # the first write maps the pages
+            if cache.dtype == torch.uint8:
+                cache.fill_(USUAL_BYTE)
+            else:
+                cache.normal_()
 
     def step(self, message: bytes) -> bytes:
         config, cells = _steps.decode(message)

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -79,14 +78,16 @@ class Cell:
     def _tables(
         self, chance: random.Random, block_size: int, group: KVGroup
     ) -> list[tuple[int, ...]]:
-        """Returns each sequence's block table, without what has left a window."""
-        spans = [
-            (group.first_block(start, block_size), -(-(start + length) // block_size))
-            for start, length in self.chunks
-        ]
-        count = sum(end - first for first, end in spans)
+        """Returns each sequence's block table, without what has left a window; of states those that
+        a chunk reads and leaves."""
+        tables = []
+        for start, length in self.chunks:
+            first, end = group.first_block(start, block_size), -(-(start + length) // block_size)
+            held = {first, end - 1, max(first, end - 2)} if group.state else range(first, end)
+            tables.append([index in held for index in range(end)])
+        count = sum(map(sum, tables))
         blocks = iter(chance.sample(range(count), count))
-        return [((NO_BLOCK,) * first + tuple(islice(blocks, end - first))) for first, end in spans]
+        return [tuple([next(blocks) if held else NO_BLOCK for held in each]) for each in tables]
 
 
 @dataclass(slots=True)
@@ -149,7 +150,9 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
             if timer is not None:
                 samples[cell].parts.append(_parts(runner, batch, timer))
     dtype = dtype_name(model.dtype)
-    footprint = Footprint(model.spec, dtype, config.tensor_parallel_size)
+    footprint = Footprint(
+        model.spec, dtype, config.tensor_parallel_size, kv_cache_dtype=config.kv_cache_dtype
+    )
     cost = None if timer is None else StepCost.whole(footprint)
     median = config.statistic == "median"
     of, best = (statistics.median,) * 2 if median else (min, max)
@@ -170,7 +173,11 @@ def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfi
             cpu_kernels=config.cpu_kernels,
             device=config.device,
         ),
-        cache=CacheConfig(block_size=config.block_size, num_gpu_blocks_override=blocks),
+        cache=CacheConfig(
+            block_size=config.block_size,
+            num_gpu_blocks_override=blocks,
+            kv_cache_dtype=config.kv_cache_dtype,
+        ),
         scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=tokens),
         compilation=CompilationConfig(compile=config.compile, enforce_eager=config.enforce_eager),
     )
@@ -204,6 +211,7 @@ def as_json(config: BenchStepConfig, found: Measured) -> dict[str, Any]:
         "model": config.model.model or "the embedded model",
         "dtype": found.dtype,
         "quantization": config.model.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
         "threads": torch.get_num_threads(),
         "clock": config.clock,

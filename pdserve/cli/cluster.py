@@ -204,17 +204,20 @@ class Cluster:
         names = node_names(self.config)
         engines = [share.engine for share in self.shares]
         return {
-            name: self._node_config(name, engine, routers)
-            for name, engine in zip(names, engines, strict=True)
+            name: self._node_config(number, name, engine, routers)
+            for number, (name, engine) in enumerate(zip(names, engines, strict=True))
         }
 
-    def _node_config(self, name: str, engine: EngineConfig, routers: str) -> BothNodeConfig:
-        config = self.config
+    def _node_config(
+        self, number: int, name: str, engine: EngineConfig, routers: str
+    ) -> BothNodeConfig:
+        config, replicas = self.config, engine.parallel.data_parallel_size
         parts: dict[str, Any] = {
             "node": NodeConfig(router=routers, drain_timeout=config.server.drain_timeout),
             "tls": config.tls,
             "auth": self._auth,
             "engine": engine,
+            "events": config.events.moved(number * replicas),
             "log": config.log,
             "observability": config.observability,
         }

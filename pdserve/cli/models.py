@@ -20,7 +20,7 @@ PATHS = {
     "native": "native: TP, PP, EP, LoRA, quantization",
     "transformers": "transformers: {split}",
 }
-KV = {"full": "all tokens", "windows": "windows", "latent": "latents"}
+KV = {"full": "all tokens", "windows": "windows", "latent": "latents", "states": "states"}
 
 
 @cache

@@ -124,6 +124,7 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
         parallel=parallel,
         cache=CacheConfig(
             block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_memory=config.kv_cache_memory,
         ),

@@ -1,4 +1,4 @@
-"""Clients of several routers of one cluster, whose streams outlive the router that serves them.
+"""Clients of several routers of one cluster, whose answers outlive the router that serves them.
 
     client = ResumingClient(["http://10.0.0.1:8000", "http://10.0.0.9:8000"], api_key)
     for chunk in client.stream("/v1/completions", {"model": "m", "prompt": "Once"}):
@@ -6,7 +6,8 @@
 
 The chunks are those of one stream that nothing happened to. The stream's events have ids; when it
 breaks off, the client sends the same body with the ids that it has got to the next router, which
-streams what follows (`router/http/resume.py`).
+streams what follows (`router/requests/event_ids.py`). An answer that is not streamed has an
+Idempotency-Key, by which the next router finds what has been computed of it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,30 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any, Self
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+from uuid import uuid4
 
 import aiohttp
 
 from pdserve.client.server import Answer, client_session, encode
-from pdserve.common.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
+from pdserve.common.core.errors import (
+    ConfigError,
+    Conflict,
+    Overloaded,
+    PdserveError,
+    Unavailable,
+)
 
 Chunk = dict[str, Any]
 
 PATIENCE = 30.0  # seconds without a new event after which a stream is given up
 PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two tries
 SILENCE = 60.0  # seconds without a byte after which a router counts as dead
+KEY_HEADER = "Idempotency-Key"
+LONGEST = 600.0  # seconds that a whole answer may take
 
 
 class Progress:
@@ -88,11 +98,29 @@ class Progress:
         Raises:
             Exception: `error`, because another try would not help, or too much time has passed.
         """
-        typed = error if isinstance(error, PdserveError) else None
-        final = typed is not None and not isinstance(typed, Overloaded | Unavailable)
-        if final or time.monotonic() - self._since > self._patience:
+        if not _may_pass(error) or time.monotonic() - self._since > self._patience:
             raise error
-        return min((typed and typed.retry_after) or PAUSE, LONGEST_PAUSE)
+        return _pause(error)
+
+
+class Tries:
+    """The tries at one whole answer; without I/O."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._since = self._begun = time.monotonic()
+
+    def begin(self) -> None:
+        self._begun = time.monotonic()
+
+    def failed(self, error: Exception) -> float:
+        """As `Progress.failed`; a router that had the request for long was serving it."""
+        now = time.monotonic()
+        if now - self._begun > self._patience:
+            self._since = now
+        if not _may_pass(error) or now - self._since > self._patience:
+            raise error
+        return _pause(error)
 
 
 class ResumingClient:
@@ -128,15 +156,30 @@ class ResumingClient:
                     self._turn += 1
                 time.sleep(pause)
 
+    def complete(
+        self, path: str, body: Mapping[str, Any], idempotency_key: str | None = None
+    ) -> dict[str, Any]:
+        """Returns the whole answer of `/v1/completions` or `/v1/chat/completions`, whose work is
+        not done twice when its router dies. Raises as `stream` does."""
+        headers = {**self._headers, KEY_HEADER: idempotency_key or uuid4().hex}
+        tries = Tries(self._patience)
+        while True:
+            turn = self._turn
+            try:
+                tries.begin()
+                request = Request(self._urls[turn % len(self._urls)] + path, encode(body), headers)
+                with _opened(request, LONGEST) as response:
+                    answer: dict[str, Any] = json.load(response)
+                    return answer
+            except (OSError, HTTPException, PdserveError) as error:
+                pause = tries.failed(error)
+                if self._turn == turn:
+                    self._turn += 1
+                time.sleep(pause)
+
     def _once(self, url: str, path: str, progress: Progress) -> Iterator[Chunk]:
         request = Request(url + path, progress.begin(), self._headers)
-        try:
-            response = urlopen(request, timeout=SILENCE)
-        except HTTPError as error:
-            with error:
-                after = error.headers.get("Retry-After")
-                raise _refusal(error.code, error.read(), after) from None
-        with response:
+        with _opened(request, SILENCE) as response:
             for line in response:
                 yield from progress.take(line)
         if not progress.done:
@@ -183,15 +226,38 @@ class AsyncResumingClient:
                     self._turn += 1
                 await asyncio.sleep(pause)
 
+    async def complete(
+        self, path: str, body: Mapping[str, Any], idempotency_key: str | None = None
+    ) -> dict[str, Any]:
+        """Returns the whole answer as `ResumingClient.complete` does. Raises as `stream` does."""
+        key = idempotency_key or uuid4().hex
+        headers = {"Content-Type": "application/json", KEY_HEADER: key}
+        timeout = aiohttp.ClientTimeout(total=LONGEST, sock_connect=10.0)
+        tries = Tries(self._patience)
+        while True:
+            turn = self._turn
+            try:
+                tries.begin()
+                url = self._urls[turn % len(self._urls)]
+                async with self._session.post(
+                    url + path, data=encode(body), headers=headers, timeout=timeout
+                ) as response:
+                    await _check(response)
+                    answer: dict[str, Any] = await response.json()
+                    return answer
+            except (aiohttp.ClientError, OSError, PdserveError) as error:
+                pause = tries.failed(error)
+                if self._turn == turn:
+                    self._turn += 1
+                await asyncio.sleep(pause)
+
     async def _once(self, url: str, path: str, progress: Progress) -> AsyncGenerator[Chunk, None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE)
         headers = {"Content-Type": "application/json"}
         async with self._session.post(
             url + path, data=progress.begin(), headers=headers, timeout=timeout
         ) as response:
-            if response.status >= 400:
-                after = response.headers.get("Retry-After")
-                raise _refusal(response.status, await response.read(), after)
+            await _check(response)
             rest = b""
             async for piece in response.content.iter_any():  # its lines have a bound
                 *lines, rest = (rest + piece).split(b"\n")
@@ -206,6 +272,37 @@ def _checked(urls: Sequence[str]) -> list[str]:
     if isinstance(urls, str) or not urls:
         raise ConfigError("urls: give a list of the routers' URLs, one at least")
     return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+
+def _opened(request: Request, timeout: float) -> HTTPResponse:
+    """Returns the response to a request that was not refused."""
+    try:
+        response: HTTPResponse = urlopen(request, timeout=timeout)
+        return response
+    except HTTPError as error:
+        with error:
+            after = error.headers.get("Retry-After")
+            raise _refusal(error.code, error.read(), after) from None
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    """Raises PdserveError: the request was refused."""
+    if response.status >= 400:
+        after = response.headers.get("Retry-After")
+        raise _refusal(response.status, await response.read(), after)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may help."""
+    if isinstance(error, PdserveError):
+        return isinstance(error, Overloaded | Unavailable | Conflict)
+    return True
+
+
+def _pause(error: Exception) -> float:
+    """Returns the seconds to wait before the next try."""
+    after = error.retry_after if isinstance(error, PdserveError) else None
+    return min(after or PAUSE, LONGEST_PAUSE)
 
 
 def _refusal(status: int, body: bytes, retry_after: str | None) -> PdserveError:

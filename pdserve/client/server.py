@@ -40,6 +40,8 @@ _CLASSES: dict[int, type[PdserveError]] = {
     401: errors.Unauthenticated,
     403: errors.PermissionDenied,
     404: errors.ModelNotFound,
+    409: errors.Conflict,
+    410: errors.Gone,
     413: errors.RequestTooLarge,
     429: errors.Overloaded,
     499: errors.Cancelled,

@@ -62,8 +62,10 @@ class CacheEpoch:
     def __init__(self) -> None:
         self._since = ""
 
-    def reset(self) -> None:
-        self._since = new_request_id("since")
+    def reset(self, since: str = "") -> str:
+        """Returns the new part, which all routers that share prefixes must have."""
+        self._since = since or new_request_id("since")
+        return self._since
 
     def salt(self, own: str) -> str:
         return f"{self._since} {own}" if self._since else own

@@ -106,6 +106,22 @@ class Fork:
             self.writer.transport.abort()
 
 
+# The work of one worker is one thread's: clients share the cores.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
+
+
+async def spawn(module: str, control: int) -> asyncio.subprocess.Process:
+    """Starts a fork server that takes its orders from the descriptor `control`."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, str(control)),
+        pass_fds=[control],
+        stdin=asyncio.subprocess.DEVNULL,
+        env=helper_environment(ENVIRONMENT),
+        # Ctrl-C in a terminal is for this process alone, which ends its children itself.
+        start_new_session=True,
+    )
+
+
 class ForkServer:
     """The fork server, seen from this process."""
 
@@ -126,16 +142,7 @@ class ForkServer:
             opened.enter_context(theirs)
             opened.callback(ours.close)
             ours.setblocking(False)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                # The work of one worker is one thread's: clients share the cores.
-                env=helper_environment({"TOKENIZERS_PARALLELISM": "false"}),
-                # Ctrl-C in a terminal is for this process alone, which ends its children itself.
-                start_new_session=True,
-            )
-            server = cls(process, ours)
+            server = cls(await spawn(module, theirs.fileno()), ours)
             try:
                 theirs.close()
                 await server._say(spec)

@@ -32,8 +32,9 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.router.cluster.adapters import Adapter, ServedAdapters
+from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.node_client import protocol_error
-from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

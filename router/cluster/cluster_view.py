@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
-from itertools import islice, product, starmap
+from itertools import chain, islice, product, starmap
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.health import BreakerState
-from pdserve.router.cluster.registry import ROLE_NAMES, Node, Registry
+from pdserve.router.cluster.kinds import Candidates, Kind
+from pdserve.router.cluster.node import ROLE_NAMES, Node, mismatch
+from pdserve.router.cluster.registry import Registry
 
 MAX_REASONS = 4  # in one sentence
 MAX_PAIRINGS = 4096  # in `/v1/cluster`: 512 nodes of each role have 262,144
@@ -24,50 +26,71 @@ class ClusterView:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
+        self._kinds = registry.kinds
 
     # ---- usable nodes and pairs --------------------------------------------------------------
 
-    def usable(self, role: int) -> list[Node]:
-        """Nodes of a role that may get a request now."""
-        return [node for node in self._nodes(role) if self._why_unusable(node) is None]
+    def candidates(self, role: int) -> Candidates:
+        """The nodes of a role that may get a request now."""
+        return Candidates(self._kinds.of_role(role), self.is_usable)
 
-    def can_hand_over(self, prefill: Node, decode: Node) -> bool:
-        """Whether these two fit, and their link is not broken."""
-        return can_pair(prefill, decode) and self.registry.links.allows(prefill.id, decode.id)
+    def is_usable(self, node: Node) -> bool:
+        """Whether a node may get a request now."""
+        return self.registry.is_alive(node) and node.load.healthy and node.breaker.allows()
 
-    def pairs(self) -> list[tuple[Node, Node]]:
-        """Pairs that may get a request now."""
-        return list(self._pairs())
+    def pairs(self) -> Iterator[tuple[Node, Node]]:
+        """Yields the pairs that may get a request now."""
+        prefills = self.candidates(pb.ROLE_PREFILL)
+        for decode in self._usable(pb.ROLE_DECODE):
+            yield from ((prefill, decode) for prefill in self.sources(decode, prefills).by_load())
 
-    def _pairs(self) -> Iterator[tuple[Node, Node]]:
-        return (pair for pair in self._usable_pairs() if self.can_hand_over(*pair))
+    def sources(self, decode: Node, prefills: Candidates) -> Candidates:
+        """Those of some prefill nodes that can hand KV over to this decode node now."""
+        links, fitting = self.registry.links, self._sources(self._kinds.of(decode), prefills)
+        if links.allows_all(decode.id):
+            return fitting
+        return fitting.where(lambda prefill: links.allows(prefill.id, decode.id))
 
-    def _usable_pairs(self) -> Iterator[tuple[Node, Node]]:
-        return product(self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE))
+    def supplied(self, decodes: Candidates, prefills: Candidates) -> Candidates:
+        """Those of some decode nodes to which one of these prefill nodes can hand KV over now. It
+        is decided for all of a kind at once, unless links are broken."""
+        links = self.registry.links
+        kinds = [kind for kind in decodes.kinds if self._sources(kind, prefills)]
+        return decodes.of_kinds(kinds).where(
+            lambda decode: links.allows_all(decode.id) or bool(self.sources(decode, prefills))
+        )
 
-    def must_prefill(self, decode: Node) -> bool:
-        """Whether a decode node must prefill, because no prefill node can serve it now: at once
-        while one is alive (its link is broken, or it is unhealthy), else when the last one has been
-        silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes that have all
+    def standing_in(self, decodes: Candidates) -> Candidates:
+        """Those of some decode nodes that must prefill, because no prefill node can serve them now:
+        at once while one is alive (its link is broken, or it is unhealthy), else when the last one
+        has been silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes that have all
         deregistered, or have not registered yet."""
-        if any(self.can_hand_over(node, decode) for node in self.usable(pb.ROLE_PREFILL)):
-            return False
-        fitting = [node for node in self._nodes(pb.ROLE_PREFILL) if can_pair(node, decode)]
-        if any(self.registry.is_alive(node) for node in fitting):
+        prefills = self.candidates(pb.ROLE_PREFILL)
+        kinds = filter(self._may_stand_in, decodes.kinds)
+        return decodes.of_kinds(kinds).where(lambda decode: not self.sources(decode, prefills))
+
+    def _sources(self, decodes: Kind, prefills: Candidates) -> Candidates:
+        return prefills.of_kinds(self._kinds.sources(decodes))
+
+    def _may_stand_in(self, decodes: Kind) -> bool:
+        fitting = [node for kind in self._kinds.sources(decodes) for node in kind.nodes]
+        if any(map(self.registry.is_alive, fitting)):
             return True
         heard = [node.last_heard for node in fitting]
-        if (gone := self.registry.gone_prefills.get(decode.info.fingerprint)) is not None:
+        if (gone := self.registry.gone_prefills.get(decodes.fingerprint)) is not None:
             heard.append(gone)
         return bool(heard) and self.registry.now() - max(heard) >= STAND_IN_AFTER
 
     def ready(self) -> tuple[bool, str]:
         """Whether a new request could be served now, and the reason if not, or a remark."""
-        if any(starmap(self.can_hand_over, self._usable_pairs())):
+        decodes = self.candidates(pb.ROLE_DECODE)
+        if self.supplied(decodes, self.candidates(pb.ROLE_PREFILL)):
             return True, "ok"
-        both, apart = self._nodes(pb.ROLE_BOTH), self._nodes(pb.ROLE_PREFILL, pb.ROLE_DECODE)
-        if self.usable(pb.ROLE_BOTH):
+        both = bool(self._kinds.of_role(pb.ROLE_BOTH))
+        apart = any(map(self._kinds.of_role, (pb.ROLE_PREFILL, pb.ROLE_DECODE)))
+        if self.candidates(pb.ROLE_BOTH):
             return True, f"nodes of both roles serve: {self._why_no_pair()}" if apart else "ok"
-        if any(self.must_prefill(decode) for decode in self.usable(pb.ROLE_DECODE)):
+        if self.standing_in(decodes):
             return True, f"decode nodes prefill: {self._why_no_pair()}"
         reasons = [self._why_no_pair()] if apart or not both else []
         reasons += [self._why_missing(pb.ROLE_BOTH)] if both else []
@@ -83,10 +106,10 @@ class ClusterView:
 
     # ---- reasons -----------------------------------------------------------------------------
 
-    def unusable_reasons(self, role: int) -> list[str]:
+    def unusable_reasons(self, role: int) -> Iterator[str]:
         """The reasons why registered nodes of a role may not get a request now."""
-        reasons = [(node.id, self._why_unusable(node)) for node in self._nodes(role)]
-        return [f"{node_id}: {reason}" for node_id, reason in reasons if reason is not None]
+        reasons = ((node.id, self._why_unusable(node)) for node in self._nodes(role))
+        return (f"{node_id}: {reason}" for node_id, reason in reasons if reason is not None)
 
     def _why_unusable(self, node: Node) -> str | None:
         if node.unreachable:
@@ -98,12 +121,13 @@ class ClusterView:
         return None if node.breaker.allows() else "its circuit breaker is open"
 
     def _why_apart(self, prefill: Node, decode: Node) -> str:
-        if can_pair(prefill, decode):
+        if self._kinds.of(prefill).fits(self._kinds.of(decode)):
             return f"{prefill.id} does not reach {decode.id}"
         return mismatch(prefill, decode)
 
     def _why_no_pair(self) -> str:
-        prefills, decodes = self.usable(pb.ROLE_PREFILL), self.usable(pb.ROLE_DECODE)
+        roles = pb.ROLE_PREFILL, pb.ROLE_DECODE
+        prefills, decodes = (list(islice(self._usable(role), MAX_REASONS)) for role in roles)
         if not (prefills and decodes):
             return self._why_missing(pb.ROLE_PREFILL, pb.ROLE_DECODE)
         reasons = starmap(self._why_apart, islice(product(prefills, decodes), MAX_REASONS))
@@ -111,10 +135,15 @@ class ClusterView:
 
     def _why_missing(self, *roles: int) -> str:
         """The reasons why some of these roles have no usable node."""
-        missing = [role for role in roles if not self.usable(role)]
+        missing = [role for role in roles if not self.candidates(role)]
         what = " and ".join(f"no usable {ROLE_NAMES[role]} node" for role in missing)
-        why = [text for role in missing for text in self.unusable_reasons(role)]
-        return f"{what} ({'; '.join(why[:MAX_REASONS])})" if why else what
+        reasons = chain.from_iterable(map(self.unusable_reasons, missing))
+        why = list(islice(reasons, MAX_REASONS))
+        return f"{what} ({'; '.join(why)})" if why else what
+
+    def _usable(self, role: int) -> Iterator[Node]:
+        """Yields the nodes of a role that may get a request now, in the order of their coming."""
+        return filter(self.is_usable, self._nodes(role))
 
     def _nodes(self, *roles: int) -> list[Node]:
         return [node for node in self.registry.nodes() if node.info.role in roles]
@@ -128,7 +157,7 @@ class ClusterView:
             "nodes": [self._describe(node, unpaired) for node in self.registry.nodes()],
             "pairings": [
                 {"prefill": prefill.id, "decode": decode.id}
-                for prefill, decode in islice(self._pairs(), MAX_PAIRINGS)
+                for prefill, decode in islice(self.pairs(), MAX_PAIRINGS)
             ],
             "flows": self._flows(),
             "broken_links": self._broken_links(),
@@ -164,25 +193,18 @@ class ClusterView:
     def _unpaired(self) -> dict[str, str]:
         """The reasons, by id, why prefill and decode nodes fit no registered node of the other
         role."""
-        prefills, decodes = self._kinds(pb.ROLE_PREFILL), self._kinds(pb.ROLE_DECODE)
+        prefills, decodes = map(self._kinds.of_role, (pb.ROLE_PREFILL, pb.ROLE_DECODE))
         if not (prefills and decodes):
             return {}
-        pairs = [pair for pair in product(prefills, decodes) if can_pair(pair[0][0], pair[1][0])]
-        fit = {id(kind) for pair in pairs for kind in pair}
+        pairs = [(source, kind) for kind in decodes for source in self._kinds.sources(kind)]
+        fit = set(chain.from_iterable(pairs))
         why: dict[str, str] = {}
         for kinds, others, role in ((prefills, decodes, "decode"), (decodes, prefills, "prefill")):
-            for kind in (kind for kind in kinds if id(kind) not in fit):
-                one, other = kind[0], others[0][0]
+            for kind in (kind for kind in kinds if kind not in fit):
+                one, other = next(iter(kind.nodes)), next(iter(others[0].nodes))
                 how = mismatch(one, other) if role == "decode" else mismatch(other, one)
-                why |= {node.id: f"it fits no {role} node ({how})" for node in kind}
+                why |= {node.id: f"it fits no {role} node ({how})" for node in kind.nodes}
         return why
-
-    def _kinds(self, role: int) -> list[list[Node]]:
-        """The nodes of a role, grouped by the nodes that they pair with."""
-        kinds: dict[tuple[str, ...], list[Node]] = {}
-        for node in self._nodes(role):
-            kinds.setdefault((node.info.fingerprint, *node.info.kv_connectors), []).append(node)
-        return list(kinds.values())
 
     def _state(self, node: Node, unpaired: Collection[str]) -> str:
         if not self.registry.is_alive(node):
@@ -234,23 +256,3 @@ def _described(node: Node) -> dict[str, Any]:
         info.pop("instance", None)  # only the node and this router may know it
         node.described = node.info, info
     return node.described[1]
-
-
-def can_pair(prefill: Node, decode: Node) -> bool:
-    """Whether both nodes have the same KV layout and a connector in common."""
-    same_kv = prefill.info.fingerprint == decode.info.fingerprint
-    return same_kv and not set(prefill.info.kv_connectors).isdisjoint(decode.info.kv_connectors)
-
-
-def mismatch(prefill: Node, decode: Node) -> str:
-    """The differences between two nodes that do not pair."""
-    ours, theirs = prefill.info.fingerprint_parts, decode.info.fingerprint_parts
-    differences = [
-        f"{part} {ours.get(part)} ≠ {theirs.get(part)}"
-        for part in sorted({*ours, *theirs})
-        if ours.get(part) != theirs.get(part)
-    ]
-    sends, takes = prefill.info.kv_connectors, decode.info.kv_connectors
-    if set(sends).isdisjoint(takes):
-        differences.append(f"no common KV connector ({', '.join(sends)} ≠ {', '.join(takes)})")
-    return f"{prefill.id} and {decode.id}: {', '.join(differences)}"

@@ -122,11 +122,16 @@ class LinkBreakers:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._broken: dict[tuple[str, str], _BrokenLink] = {}
+        self._suspects: set[str] = set()  # the decode nodes of `_broken`
 
     def allows(self, prefill: str, decode: str) -> bool:
         """Whether a request may be given to this pair now."""
         link = self._broken.get((prefill, decode))
         return link is None or self._now() >= link.until
+
+    def allows_all(self, decode: str) -> bool:
+        """Whether no link to this decode node has failed of late."""
+        return decode not in self._suspects
 
     def begun(self, prefill: str, decode: str) -> None:
         """Notes that a request uses the link; on a broken link it is the trial."""
@@ -134,12 +139,14 @@ class LinkBreakers:
             link.until = self._now() + link.cooldown
 
     def succeeded(self, prefill: str, decode: str) -> None:
-        self._broken.pop((prefill, decode), None)
+        if self._broken.pop((prefill, decode), None) is not None:
+            self._suspects = {decode for _, decode in self._broken}
 
     def failed(self, prefill: str, decode: str, reason: str) -> None:
         """Notes a failure; failures of requests that ran at the same time count once."""
         self._forget()
         link = self._broken.setdefault((prefill, decode), _BrokenLink())
+        self._suspects.add(decode)
         link.reason = reason
         if link.failed_at + link.cooldown <= self._now():
             link.cooldown = min(LINK_COOLDOWN_MAX, 2 * link.cooldown)
@@ -154,6 +161,7 @@ class LinkBreakers:
     def _forget(self) -> None:
         long_ago = self._now() - 4 * LINK_COOLDOWN_MAX
         self._broken = {key: link for key, link in self._broken.items() if link.until > long_ago}
+        self._suspects = {decode for _, decode in self._broken}
 
 
 class _BrokenLink:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from pdserve.common.core.errors import PdserveError, TransferError
-from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.registry import Registry
 
 # After one of these errors a node gets no request until its next heartbeat.
 LOST_CODES = frozenset(
@@ -48,6 +49,7 @@ class InFlightLoad:
         if self._prefill_tokens:
             node.prefilling[self] = self._prefill_tokens
             node.prefill_tokens += self._prefill_tokens
+        self._registry.kinds.changed(node)
         return self
 
     def __exit__(
@@ -62,6 +64,7 @@ class InFlightLoad:
         self._prefilled()
         self._survived()
         self._node.in_flight -= 1
+        self._registry.kinds.changed(self._node)
 
     def progressed(self) -> None:
         """Notes a token of the node: the prompt is prefilled, a breaker's trial has succeeded, and
@@ -82,11 +85,14 @@ class InFlightLoad:
             return
         node.breaker.failed()
         node.lost = node.lost or error.code in LOST_CODES
+        self._registry.kinds.changed(node)
         if error.code == "UNREACHABLE":
             self._registry.unanswered(node, error.message, refused=True)
 
     def _prefilled(self) -> None:
-        self._node.prefill_tokens -= self._node.prefilling.pop(self, 0)
+        if tokens := self._node.prefilling.pop(self, 0):
+            self._node.prefill_tokens -= tokens
+            self._registry.kinds.changed(self._node)
 
     def _survived(self) -> None:
         if self._last_chance and self._node.last_chance == self._last_chance:

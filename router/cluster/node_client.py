@@ -18,7 +18,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from pdserve.common.rpc.trace import trace_metadata
-from pdserve.router.cluster.registry import Node
+from pdserve.router.cluster.node import Node
 
 logger = logging.getLogger(__name__)
 

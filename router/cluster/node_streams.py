@@ -26,8 +26,8 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.tokens import StepEvent, decode_events
+from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.node_client import call_error, is_connected, protocol_error
-from pdserve.router.cluster.registry import Node
 
 logger = logging.getLogger(__name__)
 

@@ -9,22 +9,30 @@ computes the prompts of the requests that are placed on it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TypeVar
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Unavailable
+from pdserve.common.core.errors import Gone, PdserveError, Unavailable
+from pdserve.common.core.printable import printable
 from pdserve.common.core.request import PromptPath
+from pdserve.common.core.throttle import LogThrottle
+from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
-from pdserve.router.cluster.registry import ROLE_NAMES, Node
+from pdserve.router.cluster.kinds import Candidates
+from pdserve.router.cluster.node import ROLE_NAMES, Node
+from pdserve.router.cluster.policy import NodeState, Policy, PolicyRequest, load_policy
+from pdserve.router.cluster.prefix_index import PromptBlocks
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Policy = Callable[[Sequence[Node]], Node]
+Match = Callable[[Callable[[int], PromptBlocks]], Mapping[Node, int]]  # as `NodeCaches.match`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,48 +47,109 @@ class PlacementRequest:
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
     waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
+    blocks: Callable[[int], PromptBlocks]  # those of its prompt, for a block size
+    views: dict[int, PolicyRequest] = field(
+        default_factory=dict
+    )  # by role; `RolePolicy` makes them
 
 
-class RoundRobin:
-    """Takes the nodes in turn, in the order of their ids."""
-
-    def __init__(self) -> None:
-        self._turn = count()
-
-    def __call__(self, nodes: Sequence[Node]) -> Node:
-        ordered = sorted(nodes, key=lambda node: node.id)
-        return ordered[next(self._turn) % len(ordered)]
-
-
-def least_load(nodes: Sequence[Node]) -> Node:
-    """The node with the fewest tokens to prefill, then the fewest requests, per replica; among
-    equals the one that reports the fewest waiting tokens per replica, then the most free blocks on
-    one. What other routers have placed there is known by the node's reports."""
-    return min(
-        nodes,
-        key=lambda node: (
-            node.num_prefill_tokens / node.replicas,
-            node.num_requests / node.replicas,
-            node.load.waiting_tokens / node.replicas,
-            -node.load.most_free_blocks,
-            node.id,
-        ),
-    )
+def load_policies(config: RoutingConfig) -> dict[int, Policy]:
+    """Makes the policies of all roles. Raises ConfigError: one does not exist, or cannot be
+    made."""
+    prefill, decode = config.prefill_policy, config.decode_policy
+    return {
+        pb.ROLE_PREFILL: load_policy(prefill, "--prefill-policy"),
+        pb.ROLE_DECODE: load_policy(decode, "--decode-policy"),
+        pb.ROLE_BOTH: load_policy(decode, "--decode-policy"),
+    }
 
 
-def make_policy(name: str) -> Policy:
-    return RoundRobin() if name == "round-robin" else least_load
+class RolePolicy:
+    """The policy for the nodes of one role. Whatever it does, a node that fits is found."""
+
+    def __init__(
+        self,
+        role: int,
+        policy: Policy,
+        match: Match | None = None,
+        metrics: RouterMetrics | None = None,
+    ) -> None:
+        """`match`: who has a prompt's blocks, if the policy asks."""
+        self.role = role
+        self._name = ROLE_NAMES[role]
+        self._policy = policy
+        self._match = match if policy.uses_prefixes else None
+        self._metrics = metrics
+        self._log = LogThrottle(logger)
+
+    def choose(self, request: PlacementRequest, nodes: Candidates) -> Node | None:
+        """Returns the policy's choice, or the least loaded node if that fails."""
+        try:
+            node = self._policy.choose(self._view(request), nodes)
+            if node is None or node in nodes:
+                return node  # type: ignore[return-value]
+            why = f"it chose {printable(str(getattr(node, 'id', node)), 80)}, which does not fit"
+        except Exception as error:
+            why = f"it raised {error!r}"
+        self._failed(why)
+        return next(nodes.by_load(), None)
+
+    def placed(self, request: PlacementRequest, node: Node) -> None:
+        """Notes that the node gets the request."""
+        view = self._view(request)
+        try:
+            self._policy.placed(view, node)
+        except Exception as error:
+            self._failed(f"it raised {error!r}")
+        if self._match is not None and self._metrics is not None:
+            self._metrics.prefix_index_queries.labels(self._name).inc(request.num_tokens)
+            self._metrics.prefix_index_hits.labels(self._name).inc(view.cached.get(node, 0))
+
+    def missing(self, request: PlacementRequest, node: Node) -> int:
+        """Returns how many of the request's tokens the node must compute, as far as is known."""
+        return self._view(request).missing(node)
+
+    def _view(self, request: PlacementRequest) -> PolicyRequest:
+        """Returns the request as the policy sees it, the same one for a `PlacementRequest`."""
+        view = request.views.get(self.role)
+        if view is None:
+            match = (lambda: self._cached(request)) if self._match is not None else dict
+            view = PolicyRequest(self._name, request.num_tokens, monotonic(), match)
+            request.views[self.role] = view
+        return view
+
+    def _cached(self, request: PlacementRequest) -> dict[NodeState, int]:
+        assert self._match is not None
+        most = request.num_tokens - 1  # the last token is computed in any case
+        return {
+            node: min(most, num_blocks * node.info.block_size)
+            for node, num_blocks in self._match(request.blocks).items()
+            if node.info.role == self.role
+        }
+
+    def _failed(self, why: str) -> None:
+        self._log.warning("the policy for %s nodes failed, so load decides: %s", self._name, why)
+        if self._metrics is not None:
+            self._metrics.policy_failures.labels(self._name).inc()
 
 
 class NodeSelector:
     """Selects among the usable nodes by a policy for each role."""
 
-    def __init__(self, config: RoutingConfig, view: ClusterView) -> None:
+    def __init__(
+        self,
+        config: RoutingConfig,
+        view: ClusterView,
+        policies: Mapping[int, Policy],
+        match: Match | None = None,
+        metrics: RouterMetrics | None = None,
+    ) -> None:
+        """`policies`: by role. `match` serves those that place by what is cached."""
         self._config = config
         self._view = view
-        self._prefill_policy = make_policy(config.prefill_policy)
-        self._decode_policy = make_policy(config.decode_policy)
-        self._both_policy = make_policy(config.decode_policy)
+        self._policies = {
+            role: RolePolicy(role, policy, match, metrics) for role, policy in policies.items()
+        }
 
     async def decode(self, request: PlacementRequest) -> tuple[Node, PromptPath]:
         """A decode node or one of both roles, and how it gets the prompt's KV. Waits for one as
@@ -88,8 +157,11 @@ class NodeSelector:
 
         Raises:
             Unavailable: no node came.
+            Gone: none will, as no node has the version of the request's tokens any more.
         """
-        return await self._wait_for(lambda: self._find_decode(request), request)
+        node, path = await self._wait_for(lambda: self._find_decode(request), request)
+        self._policies[node.info.role].placed(request, node)
+        return node, path
 
     async def prefill(self, request: PlacementRequest, decode: Node) -> Node | None:
         """A prefill node for blocks that `decode` has reserved; waits as `decode` does. None:
@@ -99,19 +171,27 @@ class NodeSelector:
         Raises:
             Unavailable: no node came.
         """
-
-        def find() -> tuple[Node | None] | None:
-            if request.local_prefill:
-                return (None,)
-            prefills = _adapted(self._view.usable(pb.ROLE_PREFILL), request)
-            if fitting := [node for node in prefills if self._view.can_hand_over(node, decode)]:
-                if not (fitting := _isolated(fitting, request, "prefill")):
-                    return None
-                return (self._prefill_policy(_without(fitting, request.avoid) or fitting),)
-            return (None,) if self._find_decode(request) is not None else None
-
-        (found,) = await self._wait_for(find, request)
+        (found,) = await self._wait_for(lambda: self._find_prefill(request, decode), request)
+        if found is not None:
+            self._policies[pb.ROLE_PREFILL].placed(request, found)
         return found
+
+    def missing(self, request: PlacementRequest, node: Node) -> int:
+        """Returns how many of the request's tokens the node must compute, as far as is known."""
+        return self._policies[node.info.role].missing(request, node)
+
+    def _find_prefill(self, request: PlacementRequest, decode: Node) -> tuple[Node | None] | None:
+        """What `prefill` returns, alone in a tuple; None: wait."""
+        if request.local_prefill:
+            return (None,)
+        prefills = _adapted(self._view.candidates(pb.ROLE_PREFILL), request)
+        if fitting := self._view.sources(decode, prefills):
+            alone = _isolated(fitting, request, "prefill")
+            policy = self._policies[pb.ROLE_PREFILL]
+            new = policy.choose(request, _without(alone, request.avoid))
+            node = new or policy.choose(request, alone)
+            return None if node is None else (node,)
+        return (None,) if self._find_decode(request) is not None else None
 
     def _find_decode(self, request: PlacementRequest) -> tuple[Node, PromptPath] | None:
         """A request that has tokens stays with its version, and does not wait for a prefill node: a
@@ -121,36 +201,37 @@ class NodeSelector:
         short = request.num_tokens < self._config.local_prefill_threshold
         if short or request.local_prefill:
             path = PromptPath.LOCAL if short else PromptPath.STAND_IN
-            return self._pick(decodes, boths, avoid, path)
-        prefills = _adapted(view.usable(pb.ROLE_PREFILL), request)
+            return self._pick(request, decodes, boths, path)
+        prefills = _adapted(view.candidates(pb.ROLE_PREFILL), request)
         for some in (_without(prefills, avoid), prefills):
-            paired = [d for d in decodes if any(view.can_hand_over(p, d) for p in some)]
-            if _without([*paired, *boths], avoid):
-                return self._pick(paired, boths, avoid)
-        if paired or boths:
-            return self._pick(paired, boths, avoid)
-        alone = [node for node in decodes if request.version or view.must_prefill(node)]
-        return self._pick(alone, [], avoid, PromptPath.STAND_IN)
+            paired = view.supplied(decodes, some)
+            if _without(paired, avoid) or _without(boths, avoid):
+                return self._pick(request, paired, boths)
+        if (found := self._pick(request, paired, boths)) is not None:
+            return found
+        alone = decodes if request.version else view.standing_in(decodes)
+        return self._pick(request, alone, boths, PromptPath.STAND_IN)
 
-    def _able(self, role: int, request: PlacementRequest) -> list[Node]:
-        usable = _adapted(self._view.usable(role), request)
+    def _able(self, role: int, request: PlacementRequest) -> Candidates:
+        usable = _adapted(self._view.candidates(role), request)
         nodes = _isolated(usable, request, ROLE_NAMES[role])
-        return [node for node in nodes if request.version in (None, node.info.fingerprint)]
+        if (version := request.version) is None:
+            return nodes
+        return nodes.of_kinds(kind for kind in nodes.kinds if kind.fingerprint == version)
 
     def _pick(
         self,
-        decodes: Sequence[Node],
-        boths: Sequence[Node],
-        avoid: Collection[str],
+        request: PlacementRequest,
+        decodes: Candidates,
+        boths: Candidates,
         path: PromptPath = PromptPath.TRANSFERRED,
     ) -> tuple[Node, PromptPath] | None:
-        """Takes the policy's choice of each kind, and of these two the node with fewer requests,
+        """Takes the policy's choice of each role, and of these two the node with fewer requests,
         then with more free blocks. Tokens to prefill do not compare: a decode node's
         are on its prefill nodes."""
-        fresh = _without(decodes, avoid), _without(boths, avoid)
-        kinds = fresh if any(fresh) else (decodes, boths)
-        policies = self._decode_policy, self._both_policy
-        chosen = [policy(kind) for policy, kind in zip(policies, kinds, strict=True) if kind]
+        avoid = request.avoid
+        new = self._choose(request, _without(decodes, avoid), _without(boths, avoid))
+        chosen = new or self._choose(request, decodes, boths)
         if not chosen:
             return None
         node = min(
@@ -158,6 +239,15 @@ class NodeSelector:
             key=lambda node: (node.num_requests / node.replicas, -node.load.most_free_blocks),
         )
         return node, PromptPath.LOCAL if node.info.role == pb.ROLE_BOTH else path
+
+    def _choose(
+        self, request: PlacementRequest, decodes: Candidates, boths: Candidates
+    ) -> list[Node]:
+        chosen = (
+            self._policies[pb.ROLE_DECODE].choose(request, decodes),
+            self._policies[pb.ROLE_BOTH].choose(request, boths),
+        )
+        return [node for node in chosen if node is not None]
 
     async def _wait_for(self, find: Callable[[], T | None], request: PlacementRequest) -> T:
         if (found := find()) is not None:
@@ -167,35 +257,43 @@ class NodeSelector:
                 # Look again from time to time: a breaker that may be tried again does not notify.
                 patience = min(0.5, until - monotonic())
                 if patience <= 0:
-                    raise Unavailable(self._why_none(request), code="NO_NODE", retry_after=2.0)
+                    raise self._none(request)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(patience):
                         await self._view.registry.wait_for_change()
         return found
 
-    def _why_none(self, request: PlacementRequest) -> str:
+    def _none(self, request: PlacementRequest) -> PdserveError:
+        """Returns the error of a request for which no node came."""
         ready, reason = self._view.ready()
-        if not ready:
-            return reason
-        if request.version:
-            return "no usable node has the version that began this request"
-        if request.adapter:
-            return "no usable nodes have the adapter"
-        return "the remaining nodes are reserved for a request that has failed on others"
+        versions = {node.info.fingerprint for node in self._view.registry.nodes()}
+        if ready and request.version and request.version not in versions:
+            return Gone(
+                "the nodes of the model version that began this answer are gone, and another "
+                "version would not go on with it: ask anew"
+            )
+        if ready and request.version:
+            reason = "no usable node has the version that began this request"
+        elif ready and request.adapter:
+            reason = "no usable nodes have the adapter"
+        elif ready:
+            reason = "the remaining nodes are reserved for a request that has failed on others"
+        return Unavailable(reason, code="NO_NODE", retry_after=2.0)
 
 
-def _without(nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
-    return [node for node in nodes if node.id not in avoid]
+def _without(nodes: Candidates, avoid: Collection[str]) -> Candidates:
+    return nodes.where(lambda node: node.id not in avoid) if avoid else nodes
 
 
-def _adapted(nodes: Sequence[Node], request: PlacementRequest) -> list[Node]:
+def _adapted(nodes: Candidates, request: PlacementRequest) -> Candidates:
     """The nodes that have the request's adapter, if it has one."""
-    return [node for node in nodes if not request.adapter or request.adapter in node.adapters]
+    adapter = request.adapter
+    return nodes.where(lambda node: adapter in node.adapters) if adapter else nodes
 
 
-def _isolated(nodes: Sequence[Node], request: PlacementRequest, role: str) -> list[Node]:
+def _isolated(nodes: Candidates, request: PlacementRequest, role: str) -> Candidates:
     """For a request that one more death of a node would end: the nodes without another such
     request. A request that kills nodes must not end those that ran beside it each time."""
-    free = ("", request.request_id)
-    last_chance = request.last_chance(role)
-    return [node for node in nodes if not last_chance or node.last_chance in free]
+    if not request.last_chance(role):
+        return nodes
+    return nodes.where(lambda node: node.last_chance in ("", request.request_id))

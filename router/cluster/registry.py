@@ -10,19 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import (
-    Blame,
-    NodeError,
-    Overloaded,
-    PdserveError,
-    TransferError,
-    Unavailable,
-)
+from pdserve.common.core.errors import Blame, NodeError, Overloaded, Unavailable
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.health import (
     AwakeClock,
@@ -31,106 +22,17 @@ from pdserve.router.cluster.health import (
     LinkBreakers,
     Refusals,
 )
+from pdserve.router.cluster.kinds import Kinds
+from pdserve.router.cluster.node import Node
 
 logger = logging.getLogger(__name__)
 
 # Registered nodes, including lost ones until they are forgotten. New nodes have a rate, enough for
 # a big cluster that comes back at once; it slows a node down that dies and returns endlessly.
-MAX_NODES = 1024
-NEW_NODES_BURST, NEW_NODES_PER_S = 256, 32.0
+MAX_NODES = 2048
+NEW_NODES_BURST, NEW_NODES_PER_S = 1024, 32.0
 MAX_SKEW = 10.0  # seconds; beyond WINDOW_S of `rpc.auth` calls are refused at first
 MAX_GONE = 64  # versions whose lost prefill nodes are remembered
-# Errors of calls that a standstill of this router may cause.
-BY_STANDSTILL = frozenset(
-    {"PEER_LOST", "UNREACHABLE", "PEER_SILENT", "TOKEN_STREAM_LOST", "LEASE_EXPIRED"}
-)
-ROLE_NAMES: dict[int, str] = {
-    pb.ROLE_PREFILL: "prefill",
-    pb.ROLE_DECODE: "decode",
-    pb.ROLE_BOTH: "both",
-}
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One registered node and its state at this router."""
-
-    info: pb.NodeInfo
-    load: pb.NodeLoad
-    last_seen: float
-    breaker: CircuitBreaker
-    # ---- this router's requests on it; `InFlightLoad` writes these
-    in_flight: int = 0
-    # Tokens that it still has to prefill for each request, in order of arrival.
-    prefilling: dict[object, int] = field(default_factory=dict)
-    prefill_tokens: int = 0  # their sum
-    prompt_tokens: int = 0  # tokens of the prompts that it has prefilled
-    cached_tokens: int = 0  # those of them that were in its prefix cache
-    adapters: frozenset[str] = frozenset()  # digests of its LoRA adapters
-    last_chance: str = ""  # id of the request that has its last chance here
-    # Called when the node is lost, because a stalled host breaks no connection.
-    on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
-    clock: AwakeClock = field(default_factory=AwakeClock)  # the registry's
-    # ---- liveness; `Registry` writes these
-    lost: bool = False  # a call has failed since the last heartbeat
-    silent: bool = False  # its heartbeats, or its answers, have stopped
-    skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
-    unreachable: str = ""  # why it does not answer, though its heartbeats may come
-    last_answer: float = 0.0  # the time of its last answer
-    # ---- `info` as JSON; `ClusterView` writes it
-    described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
-
-    @property
-    def id(self) -> str:
-        return self.info.node_id
-
-    @property
-    def role(self) -> str:
-        return ROLE_NAMES[self.info.role]
-
-    @property
-    def num_requests(self) -> int:
-        """The requests on it: this router's now, and others' sequences by its last report."""
-        return self.in_flight + self.load.others
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """The tokens that it still has to prefill, as `num_requests`."""
-        return self.prefill_tokens + self.load.others_tokens
-
-    @property
-    def replicas(self) -> int:
-        """The replicas that share its load."""
-        return max(1, self.info.data_parallel_size)
-
-    @property
-    def last_heard(self) -> float:
-        """The time when it last served: its heartbeats may come though it does not answer."""
-        return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
-
-    @property
-    def clock_off(self) -> str:
-        """Its clock's difference, and what to do; empty if the clock is right."""
-        if not self.skew:
-            return ""
-        way = "ahead of" if self.skew > 0 else "behind"
-        return f"its clock is {abs(self.skew):.0f} s {way} the router's: set the clocks (NTP)"
-
-    def excused(self, error: PdserveError) -> PdserveError:
-        """The error of a call to it, or another one if a standstill of this router explains it."""
-        between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
-        if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
-            return error
-        return NodeError(
-            f"this router stood still: {error.message}",
-            code="ROUTER_STOOD_STILL",
-            blame=Blame.NETWORK,
-        )
-
-    def prefilled(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt of so many tokens, so many of which it had, if that can be."""
-        self.prompt_tokens += num_tokens
-        self.cached_tokens += min(num_tokens, num_cached)
 
 
 class Registry:
@@ -150,6 +52,7 @@ class Registry:
         self.clock = AwakeClock()
         self.now = now = now or self.clock
         self._nodes: dict[str, Node] = {}
+        self.kinds = Kinds()  # of `_nodes`
         # The fewest tokens of context that a registered node holds; None: no node is registered.
         self.window: int | None = None
         self._leaving: list[Node] = []  # deregistered nodes with requests in flight
@@ -175,6 +78,7 @@ class Registry:
         if known is not None and known.info.instance == info.instance:
             known.info, known.load, known.adapters = info, load, frozenset(info.adapters)
             known.last_seen, known.lost, known.silent = self.now(), False, False
+            self.kinds.described_anew(known)
         else:
             if known is None:
                 self._check_room()
@@ -184,10 +88,11 @@ class Registry:
                 self._config.breaker_failures, self._config.breaker_cooldown, self.now
             )
             now = self.now()
-            self._nodes[info.node_id] = Node(
+            node = self._nodes[info.node_id] = Node(
                 info, load, now, breaker, adapters=frozenset(info.adapters), last_answer=now,
                 clock=self.clock,
             )  # fmt: skip
+            self.kinds.add(node)
             logger.info(
                 "%s registered: %s, %d KV blocks, tp %d, pp %d, ep %d, dp %d, connectors %s, "
                 "fingerprint %s",
@@ -230,6 +135,7 @@ class Registry:
             "%s at %s is replaced by a new process at %s",
             info.node_id, known.info.address, info.address,
         )  # fmt: skip
+        self.kinds.remove(known)
         self._leaving.append(known)
         self._end_requests(known, "PEER_LOST", "was replaced by a new process")
 
@@ -241,6 +147,7 @@ class Registry:
         revived = not self.is_alive(node) or (load.healthy and not node.load.healthy)
         node.load, node.last_seen, node.lost = load, self.now(), False
         node.silent = node.silent and bool(node.unreachable)
+        self.kinds.changed(node)
         if revived:
             self.notify()
         return True
@@ -262,6 +169,7 @@ class Registry:
         node = self._nodes.get(node_id)
         if node is not None and node.info.instance == instance:
             del self._nodes[node_id]
+            self.kinds.remove(node)
             self._find_window()
             self._leaving.append(node)
             if node.info.role == pb.ROLE_PREFILL:
@@ -276,6 +184,7 @@ class Registry:
         if node.unreachable:
             logger.info("%s can be reached again", node.id)
             node.unreachable, node.silent = "", False
+            self.kinds.changed(node)
             self.notify()
 
     def unanswered(self, node: Node, reason: str, refused: bool) -> None:
@@ -286,6 +195,7 @@ class Registry:
         if not node.unreachable and (refused or late):
             logger.warning("%s cannot be reached: %s", node.id, reason)
             node.unreachable = reason
+            self.kinds.changed(node)
         if late and not node.silent:
             self._fell_silent(node)
 
@@ -308,6 +218,7 @@ class Registry:
 
     def _forget(self, node: Node) -> None:
         del self._nodes[node.id]
+        self.kinds.remove(node)
         self._find_window()
         if node.info.role == pb.ROLE_PREFILL:
             gone = self.gone_prefills
@@ -318,6 +229,7 @@ class Registry:
 
     def _fell_silent(self, node: Node) -> None:
         node.silent = True
+        self.kinds.changed(node)
         logger.warning("%s is silent; its requests move to other nodes", node.id)
         self._end_requests(node, "PEER_SILENT", "is silent")
 
@@ -327,6 +239,10 @@ class Registry:
             on_lost(error)
 
     # ---- who is there ------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())

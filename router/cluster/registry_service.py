@@ -1,28 +1,28 @@
-"""The registry over gRPC, at a port of its own, and the health checks that probe nodes."""
+"""The registry over gRPC, at a port of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import ClusterAuthError, InvalidRequest, PdserveError
 from pdserve.common.core.host import is_address
 from pdserve.common.core.printable import printable
 from pdserve.common.rpc.auth import caller_var
-from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
-from pdserve.router.cluster.registry import ROLE_NAMES, Node, Registry
+from pdserve.router.cluster.node import ROLE_NAMES
+from pdserve.router.cluster.registry import Registry
 
-PROBE_TIMEOUT = 2.0  # seconds
 MAX_MESSAGE_NBYTES = 1 << 20
+MAX_HEARTBEATS_PER_S = 500  # of all nodes; more nodes send them more rarely
+LONGEST_INTERVAL = 0.4  # of --heartbeat-timeout, between two heartbeats for that reason
 MAX_REASON_LENGTH = 1000  # what is longer is cut
 _MAX_LENGTHS = {  # characters
     "model": 1024, "fingerprint": 128, "host": 255, "metrics_address": 261, "instance": 64,
@@ -42,10 +42,18 @@ class RegistryService(pb_grpc.RegistryServicer):
     """Registers nodes. It refuses nodes of another model, because the router cannot tokenize for
     them."""
 
-    def __init__(self, registry: Registry, model: str, heartbeat_interval: float) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        model: str,
+        routing: RoutingConfig,
+        sibling_ports: Sequence[int] = (),
+    ) -> None:
+        """`sibling_ports`: where other workers of this router take registrations."""
         self._registry = registry
         self._model = model
-        self._heartbeat_interval = heartbeat_interval
+        self._routing = routing
+        self._sibling_ports = sibling_ports
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         async with serving(context):
@@ -56,7 +64,9 @@ class RegistryService(pb_grpc.RegistryServicer):
                 self._registry.register(request.node, request.load)
             self._registry.clock_shown(request.node.node_id, request.time_s)
         return pb.RegisterResponse(
-            heartbeat_interval_s=self._heartbeat_interval, router=self._registry.router_id
+            heartbeat_interval_s=self._interval(),
+            router=self._registry.router_id,
+            sibling_ports=self._sibling_ports,
         )
 
     async def Heartbeat(
@@ -68,7 +78,7 @@ class RegistryService(pb_grpc.RegistryServicer):
             known = self._registry.heartbeat(request.node_id, request.load, request.instance)
             if known:
                 self._registry.clock_shown(request.node_id, request.time_s)
-        return pb.HeartbeatResponse(known=known)
+        return pb.HeartbeatResponse(known=known, heartbeat_interval_s=self._interval())
 
     async def Deregister(
         self, request: pb.DeregisterRequest, context: Context
@@ -76,6 +86,13 @@ class RegistryService(pb_grpc.RegistryServicer):
         async with serving(context):
             self._registry.deregister(request.node_id, request.instance)
         return pb.DeregisterResponse()
+
+    def _interval(self) -> float:
+        """Returns the seconds between a node's heartbeats: more in a large cluster, but so few that
+        two may be lost."""
+        usual = self._routing.heartbeat_interval
+        most = max(usual, LONGEST_INTERVAL * self._routing.heartbeat_timeout)
+        return min(max(usual, self._registry.num_nodes / MAX_HEARTBEATS_PER_S), most)
 
     @contextmanager
     def _noting_refusal(self) -> Iterator[None]:
@@ -153,27 +170,3 @@ def check_shape(node: pb.NodeInfo) -> None:
 def _cut(load: pb.NodeLoad) -> None:
     """Cuts the reason, which clients see."""
     load.reason = printable(load.reason, MAX_REASON_LENGTH)
-
-
-async def probe_nodes(registry: Registry, channels: Channels, period: float) -> None:
-    """Calls every node's health check; only whether it answers matters. Never returns. Heartbeats
-    show that a node reaches the router; this shows that the router reaches the node, so that no
-    client's request has to find out."""
-    while True:
-        async with asyncio.TaskGroup() as group:
-            for node in registry.connected():
-                group.create_task(_probe(node, registry, channels))
-        await asyncio.sleep(period)
-
-
-async def _probe(node: Node, registry: Registry, channels: Channels) -> None:
-    stub = health_pb2_grpc.HealthStub(channels.get(node.info.address))
-    try:
-        await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT)
-    except grpc.aio.AioRpcError as error:
-        code = error.code()
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            refused = code is grpc.StatusCode.UNAVAILABLE
-            registry.unanswered(node, error.details() or code.name, refused)
-            return
-    registry.answered(node)

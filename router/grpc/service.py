@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from time import monotonic
@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from msgspec.json import encode
 
 from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
-from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
@@ -28,15 +27,12 @@ from pdserve.router.api.chat import ChatChoices, make_chat
 from pdserve.router.api.preprocess import BodyBuffer, failed
 from pdserve.router.api.structured import from_structured_outputs
 from pdserve.router.cluster.served_model import ServedModel
-from pdserve.router.grpc.chat import answer, chat_fields, structured_fields
-from pdserve.router.grpc.door import client_of, details, message_done, metadata_of
+from pdserve.router.grpc.chat import chat_fields, structured_fields
+from pdserve.router.grpc.door import AUTHORIZATION, client_of, details, message_done, metadata_of
+from pdserve.router.grpc.response import ResponseWriter
+from pdserve.router.grpc.resume import resumable
 from pdserve.router.requests.admission import Batch
-from pdserve.router.requests.generation import (
-    GenerationRequest,
-    GenerationStats,
-    TextDelta,
-    coalesced,
-)
+from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -44,8 +40,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
-
-MAX_ENTRIES = 2**15  # a prompt's log-probabilities in one message; clients take 4 MiB
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -79,28 +73,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
             client = client_of(self._state.keys, context)
             generation, choices = await self._make_request(request, client)
-            public_id = request.request_id or generation.request_id
-            request_id_var.set(public_id)
-            prompt = generation.prompt_token_ids if request.return_token_ids else ()
+            key = metadata_of(context, AUTHORIZATION) or ""
+            generation, writer = await self._writer(request, key, generation, choices)
+            request_id_var.set(writer.id)
             del request  # it may be much larger than the generation
             message_done()
             async with aclosing(self._state.pipeline.generate([generation])) as updates:
                 async for batch in updates:
-                    if prompt:
-                        first = pb.GenerateResponse(request_id=public_id, prompt_token_ids=prompt)
-                        await write(first)
-                        prompt = ()
-                    for _, update in coalesced(batch):
-                        if isinstance(update, PromptLogprobs):
-                            for part in _prompt_parts(generation.prompt_token_ids, update):
-                                response = await asyncio.to_thread(
-                                    _prompt_response, public_id, part
-                                )
-                                await write(response)
-                        elif isinstance(update, GenerationStats):
-                            await write(_last_response(public_id, update))
-                        elif isinstance(update, TextDelta):
-                            await write(answer(public_id, update, choices))
+                    async for response in writer.write(batch):
+                        await write(response)
+
+    async def _writer(
+        self,
+        request: pb.GenerateRequest,
+        api_key: str,
+        generation: GenerationRequest,
+        choices: ChatChoices | None,
+    ) -> tuple[GenerationRequest, ResponseWriter]:
+        """Returns the generation, which goes on where the client is if it resumes a stream, and
+        what writes its responses. Raises as `resume.resumable`."""
+        public_id = request.request_id or generation.request_id
+        prompt = generation.prompt_token_ids if request.return_token_ids else ()
+        found = await resumable(self._state.event_keys, request, api_key, generation, public_id)
+        if found is None:
+            return generation, ResponseWriter(public_id, generation, choices, prompt)
+        if request.resume:
+            prompt = ()  # the client has them
+        (generation,) = found.generations
+        return generation, ResponseWriter(found.drawn.id, generation, choices, prompt, found.ids)
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -269,45 +269,3 @@ def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
         case "token_ids" | "chat" as kind:
             getattr(outline, kind).SetInParent()
     return outline
-
-
-def _prompt_parts(
-    token_ids: Sequence[int], found: PromptLogprobs
-) -> Iterator[tuple[Sequence[int], PromptLogprobs | None]]:
-    """Splits a prompt's log-probabilities: the first token, then parts of MAX_ENTRIES at most."""
-    yield token_ids[:1], None
-    for part in found.split(max(1, MAX_ENTRIES // (1 + found.num_top))):
-        yield token_ids[part.start : part.start + len(part)], part
-
-
-def _prompt_response(
-    request_id: str, part: tuple[Sequence[int], PromptLogprobs | None]
-) -> pb.GenerateResponse:
-    token_ids, found = part
-    if found is None:
-        tokens = [pb.Token(id=each) for each in token_ids]
-    else:
-        tokens = [
-            pb.Token(
-                id=token_id,
-                logprob=logprob,
-                rank=rank,
-                top_logprobs=[pb.TopLogprob(token_id=i, logprob=p) for i, p in top],
-            )
-            for token_id, (logprob, rank, top) in zip(
-                token_ids, found.rows(found.num_top), strict=True
-            )
-        ]
-    return pb.GenerateResponse(request_id=request_id, prompt_logprobs=tokens)
-
-
-def _last_response(request_id: str, stats: GenerationStats) -> pb.GenerateResponse:
-    usage = pb.Usage(
-        prompt_tokens=stats.prompt_tokens,
-        completion_tokens=stats.completion_tokens,
-        cached_tokens=stats.cached_tokens,
-    )
-    arrival = arrival_var.get()
-    timed = arrival is not None and arrival.wants_timeline
-    timeline = convert.timeline_to_pb(stats.receipt() if timed else stats.timeline)
-    return pb.GenerateResponse(request_id=request_id, usage=usage, timeline=timeline)

@@ -34,10 +34,12 @@ from pdserve.router.http.encoding import (
     http_error_response,
     stopping,
 )
-from pdserve.router.http.info import ADAPTERS, REGISTRY
+from pdserve.router.http.info import ADAPTERS
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
 from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of
+from pdserve.router.http.together import TOGETHER, Together
 from pdserve.router.requests.stages import RequestArrival, arrival_var
+from pdserve.router.workers.siblings import Siblings
 
 REQUEST_ID = "X-Request-Id"  # has the id by which a client knows its request
 _UI = tuple(
@@ -117,9 +119,11 @@ def make_app(
     root_path: str = "",
     with_ui: bool = True,
     adapters: AdapterSync | None = None,
+    siblings: Siblings | None = None,
 ) -> web.Application:
     """Builds the API over `state`, also under `root_path`. Bodies of more than `max_body_size`
-    bytes get 413. With `adapters` clients may load adapters."""
+    bytes get 413. With `adapters` clients may load adapters. `siblings`: other workers behind the
+    same port."""
     app = web.Application(
         client_max_size=max_body_size,
         middlewares=[
@@ -128,7 +132,7 @@ def make_app(
     )
     app[STATE] = state
     app[BODIES] = bodies or Bodies(max_body_size)
-    app[REGISTRY] = registry
+    app[TOGETHER] = Together(state, registry, siblings)
     app[TRAFFIC] = Traffic()
     app[ALLOWED] = cors or CORS()
     routes = tuple(route for route in ROUTES if with_ui or route not in _UI)

@@ -50,7 +50,7 @@ def error_response(error: PdserveError) -> web.Response:
     headers = {}
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.http_status in (429, 503):
+    if error.http_status in (409, 429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1)))
     return json_response(error_body(error), status=error.http_status, headers=headers)
 

@@ -7,20 +7,18 @@ from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.registry import Collector
 
 import pdserve
 from pdserve.common.core.errors import InvalidRequest, RequestNotFound, Unavailable
 from pdserve.common.core.printable import printable
-from pdserve.common.obs.exposition import exposed
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http.encoding import error_response, json_response
 from pdserve.router.http.request import STATE, authorization_of, client_of, preprocess
+from pdserve.router.http.together import TOGETHER
 
 DEFAULT_LISTED, MAX_LISTED = 50, 1000  # requests
-REGISTRY = web.AppKey("registry", Collector)
 ADAPTERS = web.AppKey("adapters", AdapterSync)
 
 
@@ -55,8 +53,8 @@ async def get_model(request: web.Request) -> web.Response:
 
 async def get_timelines(request: web.Request) -> web.Response:
     """Finds requests by X-Request-Id or by the answer's id. A client sees its own only."""
-    name, pipeline = request.match_info["request_id"], request.app[STATE].pipeline
-    if not (found := pipeline.timelines.find(name, _whose(request))):
+    name = request.match_info["request_id"]
+    if not (found := await request.app[TOGETHER].timelines(name, _whose(request))):
         raise RequestNotFound(
             f"no request in flight and none of the last ones has the id {printable(name, 128)!r}"
         )
@@ -74,8 +72,7 @@ async def list_timelines(request: web.Request) -> web.Response:
     given = request.query.get("limit", str(DEFAULT_LISTED))
     if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_LISTED:
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")
-    timelines = request.app[STATE].pipeline.timelines
-    recent = timelines.recent(int(given), _whose(request))
+    recent = await request.app[TOGETHER].last_requests(int(given), _whose(request))
     return json_response({"object": "list", "data": recent})
 
 
@@ -93,12 +90,12 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    text = exposed(request.app[REGISTRY])
+    text = await request.app[TOGETHER].metrics()
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def cluster(request: web.Request) -> web.Response:
-    return json_response(request.app[STATE].pipeline.cluster())
+    return json_response(await request.app[TOGETHER].cluster())
 
 
 async def targets(request: web.Request) -> web.Response:
@@ -115,11 +112,11 @@ async def targets(request: web.Request) -> web.Response:
 
 async def load(request: web.Request) -> web.Response:
     """Answers like vLLM's /load."""
-    return json_response({"server_load": request.app[STATE].pipeline.load()})
+    return json_response({"server_load": await request.app[TOGETHER].load()})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    request.app[STATE].cache_epoch.reset()
+    await request.app[TOGETHER].reset_prefix_cache()
     return web.Response()
 
 

@@ -22,6 +22,8 @@ ERRORS = {
     403: "only operators may do this (`--admin-api-key`)",
     404: "there is no such model, request or path",
     408: "the body comes too slowly",
+    409: "another router serves the request of this Idempotency-Key",
+    410: "the nodes of the model version that began the stream are gone",
     413: "the body is too large",
     415: "the body is not JSON, or its encoding is unknown",
     429: "too many requests wait; see `Retry-After`",
@@ -105,7 +107,7 @@ def document(routes: tuple[Route, ...], root_path: str = "") -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     statuses = {*route.errors, *([] if route.open else [401]), *([403] * route.operators)}
     if route.body is not None:
-        statuses |= {400, 404, 408, 413, 415, 429, 500, 503, 504}
+        statuses |= {400, 404, 408, 409, 410, 413, 415, 429, 500, 503, 504}
     content: dict[str, Any] = {route.answer: {}}
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from pdserve.router.api.schema import GenerationBody
 from pdserve.router.http.encoding import as_typed, error_body, json_response, stopping
 from pdserve.router.http.logprobs import logprob_of
 from pdserve.router.http.request import STATE
-from pdserve.router.http.resume import Drawn, EventIds, resumable
+from pdserve.router.http.resume import idempotent, resumable
 from pdserve.router.http.timeline import path_header, timeline_of
+from pdserve.router.requests.event_ids import Drawn, EventIds
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -195,8 +197,13 @@ class OpenAIWriter:
     async def resumable(
         self, request: web.Request, asked: Preprocessed[Any]
     ) -> Sequence[GenerationRequest]:
-        """Returns the generations, which go on where the client is if the body resumes a stream.
-        Raises as `resume.resumable`."""
+        """Returns the generations, which go on where the client is if the body resumes a stream,
+        and have orphan keys if the request has an Idempotency-Key. Raises as `resume.resumable` and
+        `resume.idempotent`."""
+        prefix = self.id.partition("-")[0]
+        if (keyed := idempotent(request, asked, self.generations, prefix)) is not None:
+            self.id, self.generations = keyed
+            return self.generations
         seeds = [each.sampling.seed for each in self.generations]
         drawn = Drawn(self.id, self.created, seeds)
         if (found := await resumable(request, asked, self.generations, drawn)) is None:
@@ -270,7 +277,7 @@ class OpenAIWriter:
         if self.ids is not None:
             self.ids.add(prompt, delta)
             if chunks:
-                chunks[-1] += b"\nid: " + self.ids.next()
+                chunks[-1] += b"\nid: " + urlsafe_b64encode(self.ids.next())
         return chunks
 
     def _chunks_of(self, prompt: int, delta: TextDelta) -> Iterator[bytes]:

@@ -1,23 +1,13 @@
-"""Streams that any router can take up: the id of each event says, signed, what the event adds.
-
-    id_n = payload_n · mac_n        mac_n = HMAC(key of the request, mac_{n-1} · payload_n)
-
-A payload has the tokens of its event, by prompt and choice; the first one also what was drawn for
-the answer. A client whose router died sends the same body again, to any router with the same
-cluster key, with all ids that it has got, in order, as `resume`. That router begins with these
-tokens, as it would after the death of a decode node, and streams what follows. So no process keeps
-anything of a stream that nobody reads. The MACs are a chain that begins with the request and the
-API key: an id of another one, or one that was changed, left out or moved, fits nowhere.
-"""
+"""Answers over HTTP that outlive their router: streams with ids of events, and whole ones by
+Idempotency-Key."""
 
 from __future__ import annotations
 
-import asyncio
 import binascii
 import hmac
-from base64 import urlsafe_b64decode, urlsafe_b64encode
+from base64 import urlsafe_b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -25,100 +15,13 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from pdserve.common.core.errors import InvalidRequest, PermissionDenied
-from pdserve.common.core.request import FinishReason
+from pdserve.common.core.errors import InvalidRequest
 from pdserve.router.api.preprocess import CONSUMED_FIELDS, Preprocessed
 from pdserve.router.api.schema import CompletionBody, GenerationBody
 from pdserve.router.http.request import STATE, authorization_of
-from pdserve.router.requests.generation import GenerationRequest, Past, TextDelta
-
-_MAC_NBYTES = 12
-MANY = 256  # ids, which take two milliseconds; a thread reads more
-
-
-class Added(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one event adds to a choice."""
-
-    prompt: int
-    choice: int
-    token_ids: list[int]
-    version: str = ""  # as `TextDelta.version`, where it is not that of the prompt's last one
-    finish_reason: str = ""
-
-
-class Drawn(msgspec.Struct, array_like=True):
-    """What was drawn for the answer, which all of its routers must share."""
-
-    id: str
-    created: int  # Unix time
-    seeds: list[int]  # of each prompt
-
-
-class Payload(msgspec.Struct, array_like=True, omit_defaults=True):
-    added: list[Added]
-    drawn: Drawn | None = None  # of the first event alone
-
-
-_payload = msgspec.msgpack.Decoder(Payload)
-
-
-class EventIds:
-    """Makes the ids of one stream's events, in order."""
-
-    def __init__(self, key: bytes, drawn: Drawn | None) -> None:
-        """`key`: the request's. `drawn`: None if the stream has ids already, which `read` took."""
-        self._key = key
-        self._mac = b""
-        self._drawn = drawn
-        self._unsent: list[Added] = []
-        self._versions: dict[int, str] = {}  # by prompt
-
-    def add(self, prompt: int, delta: TextDelta) -> None:
-        """Adds a delta to the next id."""
-        known = self._versions.get(prompt) == delta.version
-        self._versions[prompt] = delta.version
-        self._unsent.append(
-            Added(
-                *(prompt, delta.choice, [token.token_id for token in delta.tokens]),
-                "" if known else delta.version,
-                delta.finish_reason or "",
-            )
-        )
-
-    def next(self) -> bytes:
-        payload = msgspec.msgpack.encode(Payload(self._unsent, self._drawn))
-        self._unsent, self._drawn = [], None
-        self._mac = self._next_mac(payload)
-        return urlsafe_b64encode(payload + self._mac)
-
-    def read(self, event_id: str) -> Payload:
-        """Reads the next id of the stream.
-
-        Raises:
-            ValueError: it is not.
-        """
-        raw = urlsafe_b64decode(event_id)
-        payload, mac = raw[:-_MAC_NBYTES], raw[-_MAC_NBYTES:]
-        self._mac = self._next_mac(payload)
-        if not hmac.compare_digest(mac, self._mac):
-            raise ValueError("its MAC is wrong")
-        found = _payload.decode(payload)
-        for added in found.added:
-            added.version = added.version or self._versions.get(added.prompt, "")
-            self._versions[added.prompt] = added.version
-        return found
-
-    def _next_mac(self, payload: bytes) -> bytes:
-        return hmac.digest(self._key, self._mac + payload, "sha256")[:_MAC_NBYTES]
-
-
-@dataclass(frozen=True, slots=True)
-class Resumable:
-    """A stream whose events have ids; `generations` go on where the client is."""
-
-    ids: EventIds
-    drawn: Drawn
-    generations: list[GenerationRequest]
+from pdserve.router.requests import event_ids
+from pdserve.router.requests.event_ids import Drawn, Resumable
+from pdserve.router.requests.generation import GenerationRequest
 
 
 async def resumable(
@@ -139,15 +42,13 @@ async def resumable(
             raise InvalidRequest("`resume` needs `resumable`: true", param="resume")
         return None
     _check(body)
-    if not (secrets := request.app[STATE].event_keys):
-        raise InvalidRequest("resumable needs a server with a --cluster-key", param="resumable")
+    try:
+        ids = [urlsafe_b64decode(each) for each in body.resume or ()]
+    except (ValueError, binascii.Error):
+        raise event_ids.foreign() from None
     digest = _digest(request, asked, generations)
-    keys = [hmac.digest(secret, digest, "sha256") for secret in secrets]
-    if not body.resume:
-        return Resumable(EventIds(keys[0], drawn), drawn, list(generations))
-    if len(body.resume) > MANY:
-        return await asyncio.to_thread(_resumed, body.resume, keys, generations)
-    return _resumed(body.resume, keys, generations)
+    secrets = request.app[STATE].event_keys
+    return await event_ids.resumable(secrets, digest, ids, generations, drawn)
 
 
 def _check(body: GenerationBody) -> None:
@@ -180,35 +81,48 @@ def _digest(
     return digest.digest()
 
 
-def _resumed(
-    event_ids: Sequence[str], keys: Sequence[bytes], generations: Sequence[GenerationRequest]
-) -> Resumable:
-    for key in keys:
-        ids = EventIds(key, None)
-        try:
-            payloads = [ids.read(each) for each in event_ids]
-        except (ValueError, binascii.Error, msgspec.DecodeError):
-            continue  # of an older cluster key, perhaps
-        if (drawn := payloads[0].drawn) is not None:
-            return Resumable(ids, drawn, _past(generations, drawn, payloads))
-    raise PermissionDenied(
-        "resume: these are not all ids of this stream so far, in order: send the same body and key "
-        "with each id that came",
-        code="FOREIGN_EVENT_ID",
-        param="resume",
-    )
+# ---- whole answers --------------------------------------------------------------------------
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+MAX_KEY = 255  # characters
 
 
-def _past(
-    generations: Sequence[GenerationRequest], drawn: Drawn, payloads: Sequence[Payload]
-) -> list[GenerationRequest]:
-    past: list[list[Past]] = [[] for _ in generations]
-    for payload in payloads:
-        for added in payload.added:
-            reason = FinishReason(added.finish_reason) if added.finish_reason else None
-            tokens = tuple(added.token_ids)
-            past[added.prompt].append(Past(added.choice, tokens, reason, added.version))
-    return [
-        replace(each, sampling=replace(each.sampling, seed=seed), past=tuple(its))
-        for each, seed, its in zip(generations, drawn.seeds, past, strict=True)
-    ]
+def idempotent(
+    request: web.Request,
+    asked: Preprocessed[Any],
+    generations: Sequence[GenerationRequest],
+    prefix: str,
+) -> tuple[str, list[GenerationRequest]] | None:
+    """Returns the answer's id and the generations for a request with an Idempotency-Key, None for
+    one without. What would be drawn at random follows from the key, so every router gives the same
+    answer, and finds what another one has left of it at a decode node. `prefix`: of the id.
+
+    Raises:
+        InvalidRequest: the key cannot be one, or the server has no secret.
+    """
+    if (given := request.headers.get(IDEMPOTENCY_KEY)) is None:
+        return None
+    if not 0 < len(given) <= MAX_KEY:
+        raise InvalidRequest(f"{IDEMPOTENCY_KEY}: give 1 to {MAX_KEY} characters")
+    if asked.body.stream:
+        raise InvalidRequest(
+            f"{IDEMPOTENCY_KEY} is for answers that are not streamed: a stream has `resumable`"
+        )
+    if not (secrets := request.app[STATE].event_keys):
+        raise InvalidRequest(f"{IDEMPOTENCY_KEY} needs a server with a --cluster-key")
+    named = _digest(request, asked, generations) + given.encode(errors="surrogateescape")
+    key = hmac.digest(secrets[0], named, "sha256")
+
+    def drawn(what: str) -> bytes:
+        return hmac.digest(key, what.encode(), "sha256")
+
+    answer_id = f"{prefix}-{drawn('id').hex()[:24]}"
+    seeded = asked.body.seed is not None and asked.body.seed != -1
+    made = []
+    for i, each in enumerate(generations):
+        if not seeded:
+            seed = int.from_bytes(drawn(f"seed {i}")[:8]) >> 1
+            each = replace(each, sampling=replace(each.sampling, seed=seed))
+        request_id = answer_id if len(generations) == 1 else f"{answer_id}-{i}"
+        made.append(replace(each, request_id=request_id, orphan_key=drawn(f"job {i}")))
+    return answer_id, made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -41,17 +42,19 @@ class HTTPServer:
         port: int,
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
+        shares_port: bool = False,
     ) -> HTTPServer:
-        """Listens; port 0 takes a free port. With `tls` this is HTTPS.
+        """Listens; port 0 takes a free port. With `tls` this is HTTPS. `shares_port`: as in
+        `bind_http`.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
+        sockets = await bind_http(host, port, shares_port)
         try:
-            sockets = await bind_all(host, port)
             server = await WebServer.start(app, sockets, limits or Limits(), _refuse, tls)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+            raise _cannot_listen(host, port, error) from error
         return cls(app, server)
 
     @property
@@ -71,6 +74,22 @@ class HTTPServer:
                 task.cancel()
             await _wait(late, _CANCEL_TIMEOUT)
         await self.web_server.close()
+
+
+async def bind_http(host: str, port: int, shared: bool = False) -> list[socket.socket]:
+    """As `bind_all`.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+    """
+    try:
+        return await bind_all(host, port, shared)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror}")
 
 
 def _refuse(error: Exception) -> web.Response:

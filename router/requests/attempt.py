@@ -15,10 +15,11 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.status import failure_from_pb
 from pdserve.common.rpc.tokens import JobEvent, JobTokens, StepEvent
 from pdserve.router.cluster.in_flight import LINK_CODES, InFlightLoad
+from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.node_client import DecodeCall, NodeClient, protocol_error
 from pdserve.router.cluster.node_streams import NodeStreams
 from pdserve.router.cluster.placement import NodeSelector
-from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.request_state import RequestState, bad_token
 from pdserve.router.requests.stages import Phase
 
@@ -54,7 +55,10 @@ class Attempt:
         state: RequestState,
         decode: Node,
         path: PromptPath,
+        adopt: bool = False,
     ) -> None:
+        """`adopt`: the node has the job already, from a router that has died."""
+        self._adopt = adopt
         self._registry = registry
         self._channels = channels
         self._streams = streams
@@ -69,7 +73,9 @@ class Attempt:
         self._local_prefill = path is not PromptPath.TRANSFERRED
         state.placed(path, decode.id)
         # What the decode node says next; then tokens.
-        self._awaited = "prefilled" if self._local_prefill else "reserved"
+        self._awaited = "landed" if adopt else "reserved"
+        if self._local_prefill:
+            self._awaited = "prefilled"
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
         self._prompt_known = False  # what the prefill node at work says of it has come
@@ -87,18 +93,19 @@ class Attempt:
             AttemptFailed: another attempt is to go on.
             PdserveError: the request cannot go on.
         """
-        request = pb.DecodeRequest(job=self._job, local_prefill=self._local_prefill)
+        request = pb.DecodeRequest(
+            job=self._job, local_prefill=self._local_prefill, adopt=self._adopt
+        )
         with self._in_flight(self._decode, prefills=self._local_prefill) as self._decode_use:
-            self._state.stages.enter(
-                Phase.PREFILL if self._local_prefill else Phase.RESERVE, self._decode.id
-            )
+            phase = Phase.PREFILL if self._local_prefill else Phase.RESERVE
+            self._state.stages.enter(Phase.DECODE if self._adopt else phase, self._decode.id)
             try:
                 with (
                     self._streams.job(self._decode, request, self),
                     self._decode_client.decode(request) as self._call,
                 ):
                     async with self._call.meanwhile():
-                        if not self._local_prefill:
+                        if not (self._local_prefill or self._adopt):
                             await self._hand_off(await self._ticket)
                         if len(self._job.choices) > 1:
                             await self._finish_choices()
@@ -152,7 +159,7 @@ class Attempt:
 
     def _take_event(self, event: pb.DecodeEvent) -> None:
         kind = event.WhichOneof("event")
-        if kind is None:  # a later version's
+        if kind is None or (self._adopt and kind == "reserved"):  # a later version's; long past
             return
         if kind == "ended":
             raise self._ended(event.ended)
@@ -294,7 +301,7 @@ class Attempt:
 
     def _in_flight(self, node: Node, prefills: bool) -> InFlightLoad:
         state = self._state
-        tokens = state.num_tokens if prefills else 0
+        tokens = self._placement.missing(state.placement, node) if prefills else 0
         last_chance = state.request_id if state.retries.last_chance(node.role) else ""
         return InFlightLoad(self._registry, node, tokens, last_chance)
 

@@ -40,8 +40,10 @@ from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.node_caches import NodeCaches
 from pdserve.router.cluster.node_streams import NodeStreams
-from pdserve.router.cluster.placement import NodeSelector
+from pdserve.router.cluster.orphans import OrphanFinder
+from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, AttemptFailed
@@ -86,7 +88,11 @@ class Pipeline:
         self.timelines = Timelines(config.kept_timelines)
         self.view = ClusterView(registry)
         self.streams = NodeStreams(channels)
-        self.placement = NodeSelector(config, self.view)
+        self.orphans = OrphanFinder(registry, channels)
+        policies = load_policies(config)
+        roles = [role for role, policy in policies.items() if policy.uses_prefixes]
+        self.caches = NodeCaches(registry, channels, roles, metrics)
+        self.placement = NodeSelector(config, self.view, policies, self.caches.match, metrics)
         self._attempt = partial(Attempt, registry, channels, self.streams, self.placement, metrics)
         self.admission = Admission(
             config.max_concurrent_requests,
@@ -146,12 +152,25 @@ class Pipeline:
             state.deadline.running(),
         ):
             with self._adapters.running(request.adapter):
+                if request.orphan_key:
+                    await self._adopt(state)
                 while not state.finished:
                     await state.retries.backoff(state.deadline)
                     decode, path = await self.placement.decode(state.placement)
                     state.mark("queued")
                     with suppress(AttemptFailed):  # the next one makes what is left
                         await self._attempt(state, decode, path).run()
+
+    async def _adopt(self, state: RequestState) -> None:
+        """Goes on with what a router that has died left of the request at a decode node, if it
+        did."""
+        await self.placement.decode(state.placement)  # there are nodes
+        state.mark("queued")
+        if (found := await self.orphans.find(state.request.orphan_key)) is not None:
+            node, path = found
+            logger.info("%s was begun by another router: %s has it", state.request_id, node.id)
+            with suppress(AttemptFailed):
+                await self._attempt(state, node, path, adopt=True).run()
 
     def _trace(self, state: RequestState) -> None:
         """Begins the request's span, under which its calls to nodes are."""

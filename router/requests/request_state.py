@@ -25,6 +25,7 @@ from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.node_client import protocol_error
 from pdserve.router.cluster.placement import PlacementRequest
+from pdserve.router.cluster.prefix_index import PromptBlocks
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -69,6 +70,7 @@ class RequestState:
         self.trace: RequestTrace | None = None
         self._timeline: dict[str, Any] = {}  # its fields
         self._prompt_computed = False
+        self._prompt_blocks: dict[int, PromptBlocks] = {}  # by block size
         self.generated = [0] * request.n  # tokens of each choice
         self._last_token: dict[int, float] = {}
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(request.n)}
@@ -120,6 +122,8 @@ class RequestState:
             self._adapter,
             request.priority,
             request.batch.alias,
+            # Whoever adopts it takes all tokens from the first one on.
+            orphan_key=b"" if any(self._outputs.values()) else request.orphan_key,
         )
 
     @property
@@ -134,7 +138,18 @@ class RequestState:
             local_prefill=self.retries.local_prefill,
             last_chance=self.retries.last_chance,
             waiting=self.deadline.waiting,
+            blocks=self._blocks,
         )
+
+    def _blocks(self, block_size: int) -> PromptBlocks:
+        """The prompt's blocks, as nodes of this block size cache them."""
+        if (blocks := self._prompt_blocks.get(block_size)) is None:
+            request = self.request
+            blocks = PromptBlocks(
+                request.prompt_token_ids, block_size, request.cache_salt, self._adapter
+            )
+            self._prompt_blocks[block_size] = blocks
+        return blocks
 
     @property
     def _adapter(self) -> str:
@@ -259,7 +274,8 @@ class RequestState:
         if is_open and position is not None and position != len(output):
             raise bad_token(role, f"at position {position}, not {len(output)}")
         for token in event.tokens:
-            if not all(0 <= each < self._vocab_size for each in _ids(token)):
+            ids = _ids(token)
+            if not 0 <= min(ids) <= max(ids) < self._vocab_size:
                 raise bad_token(role, "it is outside the vocabulary")
 
     def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:

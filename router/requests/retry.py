@@ -17,7 +17,7 @@ from pdserve.common.core.errors import (
     RequestError,
     TransferError,
 )
-from pdserve.router.cluster.registry import Node
+from pdserve.router.cluster.node import Node
 
 TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
 WAITING = 0.125  # what a death counts for of a node that did not compute the request just then
@@ -138,6 +138,8 @@ class Retries:
 
     def progress(self, role: str) -> None:
         """A node of this role has made a token."""
+        if not self.failures:
+            return
         self._tries = 0
         for each in BEHIND[role]:
             self._deaths.pop(each, None)

@@ -11,6 +11,7 @@ import pytest
 from paths import ROOT
 from pdserve.bench import parts
 from pdserve.cli.main import main
+from windowed import make_windowed
 
 MODELS = ROOT / "tests" / "models"
 FAST = ["--threads=1", "--repetitions=2"]
@@ -42,6 +43,16 @@ def test_a_table_and_a_result(
         assert cell["step"]["bound_by"] in ("memory", "compute")
 
 
+def test_kv_of_eight_bits(tmp_path: Path) -> None:
+    files = [tmp_path / f"{kind}.json" for kind in ("auto", "int8")]
+    for file in files:
+        options = (f"--kv-cache-dtype={file.stem}", f"--json={file}", "--dtype=float32")
+        assert run("llama-gqa", "--batch=1", "--context=120", *options) == 0
+    plain, eight = (json.loads(file.read_text()) for file in files)
+    cells = [each["cells"]["decode 1 × 120"]["parts"] for each in (plain, eight)]
+    assert cells[0].keys() == cells[1].keys() and eight["kv_cache_dtype"] == "int8"
+
+
 def test_a_baseline_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "before.json"
     options = ("--batch=1", "--context=16")
@@ -62,6 +73,18 @@ def test_a_model_of_transformers_has_steps_without_parts(
     cell = json.loads(file.read_text())["cells"]["decode 1 × 16"]
     assert cell["step"]["ms"] > 0 and cell["parts"] == {}
     assert "speed-up" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_model_with_states_has_steps(tmp_path: Path) -> None:
+    """Of which a sequence has few blocks, however long it is."""
+    file = tmp_path / "step.json"
+    folder = make_windowed("qwen3-next", tmp_path / "model")
+    options = ("--batch=3", "--context=200", "--chunk=100", f"--json={file}")
+    assert run(str(folder), *options) == 0  # an absolute path stands for itself
+    cells = json.loads(file.read_text())["cells"]
+    assert list(cells) == ["decode 3 × 200", "prefill 100"]
+    assert all(cell["step"]["ms"] > 0 for cell in cells.values())
 
 
 @pytest.mark.slow

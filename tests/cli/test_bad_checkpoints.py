@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paths import MODELS
+from warm import run_roles
 
 FILE = "model.safetensors"
 NORM = "model.norm.weight"
@@ -59,21 +58,16 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "tokenizer": ("router", without_tokenizer, "tokenizer.json"),
 }
-FAST = ("truncated", "tokenizer")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_that_cannot_be_served(name: str, tmp_path: Path) -> None:
     role, spoil, said = CASES[name]
     folder = tmp_path / "model"
     shutil.copytree(MODELS / "llama-gqa", folder)
     spoil(folder)
     ports = ["--port=0", "--registry-port=0"] if role == "router" else ["--device=cpu"]
-    command = [sys.executable, "-m", f"pdserve.{role}", f"--model={folder}", "--grpc-port=0"]
-    done = subprocess.run([*command, *ports], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    ((code, log),) = run_roles(tmp_path, [[role, f"--model={folder}", "--grpc-port=0", *ports]])
+    assert code == 2, log
+    assert said in log.strip().splitlines()[-1]
+    assert "Traceback" not in log

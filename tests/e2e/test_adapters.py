@@ -74,7 +74,7 @@ def clear(folder: Path, names: tuple[str | None, ...]) -> list[tuple[int, ...]]:
         if len(texts) == len(names) and all(is_clear(folder, name, prompt) for name in names):
             found.append(prompt)
     assert len(found) >= 3
-    return found
+    return found[:4]
 
 
 def is_clear(
@@ -131,8 +131,8 @@ def test_preempted_and_guessed_tokens_are_the_same(folder: Path, options: dict[s
             "both", **few, data_parallel_size=2, speculative_config=json.dumps(DRAFT)
         )
         cluster.wait_nodes()
-        some = [(name, prompt) for prompt in prompts(MODEL)[:9] for name in ("a", "b")]
-        cases = [case for case in some if is_clear(folder, *case, 64)]
+        some = [(name, prompt) for prompt in prompts(MODEL)[:6] for name in ("a", "b")]
+        cases = [case for case in some if is_clear(folder, *case, 44)]
         (node,), (name,) = cluster.nodes(), cluster.names("both")
         ranks = ranks_of(cluster.pids[name])
 
@@ -143,9 +143,9 @@ def test_preempted_and_guessed_tokens_are_the_same(folder: Path, options: dict[s
 
         with ThreadPoolExecutor(len(cases)) as pool:
             with suspended(*ranks):  # one after the other, they would all have blocks
-                answers = pool.map(lambda case: ask(cluster, *case, max_tokens=64), cases)
+                answers = pool.map(lambda case: ask(cluster, *case, max_tokens=44), cases)
                 cluster.wait_for(all_there)
-            assert list(answers) == [expected(folder, *case, 64) for case in cases]
+            assert list(answers) == [expected(folder, *case, 44) for case in cases]
         assert {name for name, _ in cases} == {"a", "b"} and len(cases) > 5
         values = node_metrics(node)
         assert values["pdserve_num_preemptions_total"] > 0

@@ -26,7 +26,7 @@ from warm import WarmCluster, slowness
 
 SOAK = Soak(
     seconds=2.5,
-    requests=64,
+    requests=40,
     distinct=21,  # each way with each style
     max_tokens=(6, 24),
     kinds=tuple(NODE_KINDS),
@@ -117,12 +117,12 @@ def test_every_fault_came_and_requests_were_moved(soaked: Soaked) -> None:
 # ---- clients and strangers that mean no good, beside a load that must not notice ----
 
 HOSTILE = Soak(
-    seconds=2.5,
-    requests=32,
+    seconds=1.2,
+    requests=16,
     distinct=21,
     max_tokens=(6, 24),
     kinds=("router-stop", "silent", "hang-up", "poison", "stranger", "bomb", "odd", "foreign"),
-    period=0.15,
+    period=0.07,
     longest=1.0,
     seed=7,  # each kind comes twice, at least
 )

@@ -1,4 +1,4 @@
-"""KV that lands spoilt never becomes a token: hundreds of faults in live nodes, and the answers
+"""KV that lands spoilt never becomes a token: dozens of faults in live nodes, and the answers
 are those of transformers; without digests they are not."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from warm import WarmCluster
 from windowed import make_windowed
 
 SHM, TCP = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
-FAULTS, GROUP_FAULTS = 150, 40  # at least
-NUM_PROMPTS, NUM_TOKENS = 24, 6
+FAULTS, GROUP_FAULTS = 60, 20  # at least
+NUM_PROMPTS, NUM_TOKENS = 16, 6
 CLIENTS = 12
 MORE_BLOCKS = 600  # than the others: least-load placement prefers this node
 # No transfer ends because somebody is late: what was spoilt would not be looked at.
@@ -34,6 +34,7 @@ PATIENT: Any = {
 GROUPS = {  # kind of KV: a model with it, its connector, the prefill node's ranks
     "window": ("qwen3", TCP, 2),
     "latent": ("deepseek", SHM, 1),
+    "state": ("qwen3-next", TCP, 2),
 }
 
 Prompt = tuple[int, ...]

@@ -76,7 +76,7 @@ BOTH_STEPS = [
 ]
 
 
-@at_every_step([("both", *step) for step in BOTH_STEPS])
+@at_every_step([("both", *step) for step in BOTH_STEPS], every=2)
 def test_a_pair_takes_over_from_a_node_of_both_roles(
     cluster: WarmCluster, step: tuple[str, str, int], client: Any, number: str
 ) -> None:

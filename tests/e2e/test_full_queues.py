@@ -93,8 +93,8 @@ async def test_the_client_that_fills_the_queue_gives_way(cluster: WarmCluster) -
     """The queue's share of a client is twelve, and the other one needs more than is left."""
     async with two_clients(cluster) as (greedy, honest):
         flood = [
-            asyncio.create_task(greedy.over_grpc(300) if i % 2 else greedy.over_http(300, n=3))
-            for i in range(60)
+            asyncio.create_task(greedy.over_grpc(120) if i % 2 else greedy.over_http(120, n=3))
+            for i in range(30)
         ]
         await waiting(cluster, 12)
         answers = await asyncio.gather(

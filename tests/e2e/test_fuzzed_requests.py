@@ -1,10 +1,9 @@
 """Requests with odd values and odd types, over HTTP and gRPC, beside a steady load that must not
-notice: each is answered or refused, and no node fails. FUZZ_REQUESTS says how many."""
+notice: each is answered or refused, and no node fails."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 from collections import Counter
@@ -20,9 +19,9 @@ import reference
 from cluster import MODELS, node_metrics
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
+from thinned import EXAMPLES
 from warm import WarmCluster
 
-REQUESTS = int(os.environ.get("FUZZ_REQUESTS", 300))
 NUM_TOKENS = 20
 STEADY = [tuple(5 + (37 * k + 7 * i) % 480 for i in range(20 + 30 * k)) for k in range(3)]
 NAN, INF = float("nan"), float("inf")
@@ -164,7 +163,7 @@ def test_no_request_hurts_another(cluster: WarmCluster) -> None:
             return send_http(cluster, rng) if seed % 2 else send_grpc(stub, rng)
 
         try:
-            seen = Counter(senders.map(send, range(REQUESTS)))
+            seen = Counter(senders.map(send, range(2 * EXAMPLES)))
         finally:
             stop.set()
         assert all(load.result() for load in loads)

@@ -1,8 +1,9 @@
-"""Models whose layers keep different parts of the KV: windows and latents, in clusters (of windows
-in one node there is more in `tests/common/node/test_windows.py`)."""
+"""Models whose layers keep different parts of the KV: windows, latents and states, in clusters (of
+windows and states in one node there is more in `tests/common/node`)."""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,11 @@ PP2 = {"pipeline_parallel_size": 2}
     [
         ("qwen3", "tcp", TP2, TP1),
         ("deepseek", "shm", PP2, TP2),
-        ("gemma3", "shm", TP1, TP1),  # a rank through transformers takes 6 CPU seconds to start
+        slow("gemma3", "shm", TP1, TP1),
+        ("qwen3-next", "tcp", TP2, TP1),  # through transformers, as those below
+        slow("qwen3-next", "shm", PP2, TP2),
+        slow("qwen3-next", "tcp", TP1, PP2),
+        slow("qwen3.5", "shm", TP2, TP1),
         slow("gemma4", "tcp", TP2, TP1),
         slow("llama4", "tcp", TP2, PP2),
         slow("gpt-oss", "shm", TP2, PP2),
@@ -75,7 +80,7 @@ def test_a_hand_over(
     models: Any, name: str, connector: str, prefill: dict[str, int], decode: dict[str, int]
 ) -> None:
     """Of a window the blocks that the next tokens read are moved, of a latent one number for all
-    heads; no more."""
+    heads, of a state the last one and that at the end of the last full block before; no more."""
     model = models(name)
     with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
         cluster.start_node("prefill", kv_connector=connector, **prefill)
@@ -89,7 +94,7 @@ def test_a_hand_over(
         for node in cluster.nodes("decode"):
             assert node_metrics(node)["pdserve_kv_transfer_bytes_total"] == expected
         check(cluster, model)
-        if name == "gemma4" and prefill is TP2:
+        if name in ("gemma4", "qwen3-next") and prefill is TP2:
             cluster.start_node("decode", kv_connector=connector, **decode)
             cluster.wait_nodes()
             check_failover(cluster, model, count=120)
@@ -100,8 +105,8 @@ def kv_bytes(model: Path, length: int) -> int:
     total = 0
     for group in read_spec(model, "auto", {}).kv_groups:
         blocks = -(-length // BLOCK_SIZE) - group.first_kept(length, BLOCK_SIZE)
-        token = len(group.layers) * group.planes * group.num_kv_heads * group.head_dim
-        total += blocks * BLOCK_SIZE * token * 4
+        numbers = group.planes * group.num_kv_heads * prod(group.page(BLOCK_SIZE))
+        total += blocks * len(group.layers) * numbers * 4
     return total
 
 
@@ -146,14 +151,12 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
         tmp_path,
         [
             ("decode_node", *flags, str(mamba)),
-            ("prefill_node", *flags, gemma, "--tensor-parallel-size", "3"),
             ("decode_node", *flags, gemma, "--enable-lora"),
             ("decode_node", *flags, gemma, "--model-impl", "native"),
         ],
     )
     said = (
         "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
-        "--tensor-parallel-size 3 does not divide the model's 4 heads",
         "--enable-lora: Gemma3ForCausalLM runs through transformers",
         "architecture Gemma3ForCausalLM is not supported",
     )

@@ -261,7 +261,7 @@ def test_bad_lines_end_no_run(url: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_run_goes_on_with_what_is_missing(url: str, tmp_path: Path) -> None:
-    long = {"max_tokens": 400, "ignore_eos": True}
+    long = {"max_tokens": 150, "ignore_eos": True}
     lines = [completion(number, **long) for number in range(len(STORIES))]
     path, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = ["run-batch", "-i", str(path), "-o", str(out), "--url", url]

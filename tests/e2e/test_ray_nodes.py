@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("ray")
 from test_exact import prompts
 
 import reference
+from cluster import MODELS
 from raylets import Raylets
 from warm import WarmCluster
 
@@ -60,6 +63,26 @@ def test_a_node_on_two_hosts_is_drained(split_prefill: WarmCluster) -> None:
     (prefill,) = split_prefill.names("prefill")
     pid = split_prefill.drain(prefill)
     split_prefill.wait_for(lambda: split_prefill.exit_code(pid) == 0)
+
+
+@pytest.mark.slow
+def test_a_host_without_the_model(tmp_path: Path) -> None:
+    """The second raylet sees an empty folder where the first one has the model."""
+    folder = tmp_path / "models"
+    shutil.copytree(MODELS / MODEL, folder / MODEL)
+    with (
+        Raylets(hidden=folder) as raylets,
+        WarmCluster(folder / MODEL, 0, 0) as cluster,
+    ):
+        cluster.start_node("prefill")
+        # Stages on both hosts; of which the first rank is, Ray decides.
+        cluster.start_node("decode", **on_ray(raylets, load_broadcast=""))
+        cluster.wait_nodes()
+        check(cluster)
+        cluster.wait_idle()
+        pid = cluster.pids.pop(cluster.start_node("decode", **on_ray(raylets)))
+        cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
+        assert re.search(r"host .* has no folder .*, unless --load-broadcast", cluster.log())
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from warm import WarmCluster
 
 MODEL = "llama-gqa"
 ASKS = make_asks(21, seed=0, max_tokens=(6, 20), vocab_size=512)  # each way with each style
-IN_FLIGHT = 16
+IN_FLIGHT = 6
 MANY = 32  # some of which wait for blocks, given FEW_BLOCKS
 FEW_BLOCKS = 64
 

@@ -9,7 +9,9 @@ from itertools import islice
 from time import monotonic
 from typing import Any
 
+import grpc
 import pytest
+import requests
 
 import reference
 from benchmarks.chaos import NODE_OPTIONS, Soak, learn_and_run
@@ -17,7 +19,11 @@ from benchmarks.fleet import FAST
 from benchmarks.soak.asks import make_asks
 from benchmarks.soak.load import clients
 from callers import KINDS, call, fresh_prompt
-from pdserve.client.resuming import AsyncResumingClient, ResumingClient
+from cluster import node_metrics
+from pdserve.client.resuming import KEY_HEADER, AsyncResumingClient, ResumingClient
+from pdserve.client.resuming_grpc import ResumingStub
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from thinned import thinned
 from warm import WarmCluster, slowness
 
@@ -27,6 +33,7 @@ IN_FLIGHT = 16
 PLACES, QUEUE = 16, 32
 OTHER = "router-2"
 KEY = {"cluster_key": "k" * 32}
+LEASE = 4 * slowness()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,7 @@ def cluster() -> Iterator[WarmCluster]:
     places = {"max_concurrent_requests": PLACES, "max_queued_requests": QUEUE}
     router = {**places, "max_client_share": 1, **KEY}
     with WarmCluster(MODEL, routers=2, decode=0, router=router, **NODE_OPTIONS, **KEY) as made:
-        made.start_held("decode")
+        made.start_held("decode", orphan_lease=LEASE)
         made.wait_nodes()
         yield made
 
@@ -126,6 +133,7 @@ def test_a_node_that_drains_leaves_both(cluster: WarmCluster) -> None:
         assert new not in {node["name"] for node in cluster.state(router)["nodes"]}
 
 
+@pytest.mark.slow  # the death of one under load is above; of many, in benchmarks/chaos.py
 def test_routers_die_in_a_soak(cluster: WarmCluster) -> None:
     """Streams over HTTP go on elsewhere; of the rest, what a killed router served ends with it."""
     kill = ("router-kill",)
@@ -236,3 +244,159 @@ async def test_an_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> No
     async with AsyncResumingClient([cluster.url]) as client:
         chunks = [chunk async for chunk in client.stream(WAYS[0], body)]
     assert gathered(chunks)[0]["finish"] == ["length"]
+
+
+# ---- the same over gRPC ----
+
+
+def collected(responses: Iterable[pb.GenerateResponse]) -> dict[Any, Any]:
+    """What a client makes of a stream: all of each choice, and what must be the same throughout."""
+    found: dict[Any, Any] = {"ids": set(), "prompt": [], "usage": []}
+    for each in responses:
+        found["ids"].add(each.request_id)
+        found["prompt"] += each.prompt_token_ids
+        if each.HasField("usage"):
+            found["usage"].append((each.usage.prompt_tokens, each.usage.completion_tokens))
+            continue
+        choice = found.setdefault(each.index, {"text": "", "tokens": [], "finish": 0})
+        choice["text"] += each.text
+        choice["tokens"] += [token.id for token in each.tokens]
+        choice["finish"] = each.finish_reason
+    return found
+
+
+def test_a_grpc_stream_outlives_its_router(cluster: WarmCluster) -> None:
+    sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True, temperature=1, seed=5, n=2)
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=fresh_prompt(20)), sampling=sampling, return_token_ids=True
+    )
+    with ResumingStub([cluster.grpc, cluster.at(OTHER).grpc]) as stub:
+        expected = collected(stub.generate(request))
+        responses: list[pb.GenerateResponse] = []
+        stream = stub.generate(request)
+        for turn, name in enumerate(cluster.routers):
+            while stub._turn < turn and (response := next(stream, None)):
+                responses.append(response)
+            responses += islice(stream, 5)
+            with cluster.standing_still("decode"):
+                cluster.kill(name)
+                cluster.start_router(name=name)
+                cluster.wait_nodes()
+        responses += stream
+        assert stub._turn, "it broke off"
+    found = collected(responses)
+    assert len(found["ids"]) == 1 and len(found["usage"]) == 1
+    assert {**found, "ids": 0} == {**expected, "ids": 0}
+    cluster.wait_idle()
+
+
+def test_a_grpc_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> None:
+    chat = pb.Chat(messages=[pb.Message(role="user", content="a b c")])
+    sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True)
+    request = pb.GenerateRequest(chat=chat, sampling=sampling, resumable=True)
+    with (
+        grpc.insecure_channel(cluster.grpc) as first,
+        grpc.insecure_channel(cluster.at(OTHER).grpc) as second,
+    ):
+        whole = list(pb_grpc.InferenceStub(first).Generate(request))
+        ids = [each.event_id for each in whole if each.event_id]
+        assert len(ids) == len(whole) - 1 >= 3
+        other = pb_grpc.InferenceStub(second)
+
+        def resumed(**changed: Any) -> list[pb.GenerateResponse]:
+            again = pb.GenerateRequest()
+            again.CopyFrom(request)
+            again.MergeFrom(pb.GenerateRequest(**changed))
+            return list(other.Generate(again))
+
+        rest = resumed(resume=ids[:2])
+        assert [each.text for each in whole[2:]] == [each.text for each in rest]
+        forged = ids[1][:-1] + bytes([ids[1][-1] ^ 1])
+        wrong = [[b"x"], ids[1:], [ids[0], ids[2]], [ids[0], forged], [ids[1], ids[0]]]
+        changes: list[dict[str, Any]] = [{"resume": each} for each in wrong]
+        for change in (*changes, {"resume": ids, "priority": 0, "cache_salt": "other"}):
+            with pytest.raises(grpc.RpcError) as refused:
+                resumed(**change)
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            assert "FOREIGN_EVENT_ID" in str(refused.value.trailing_metadata())
+        request.resumable = False
+        with pytest.raises(grpc.RpcError, match="`resume` needs"):
+            resumed(resume=ids)
+
+
+# ---- answers that are not streamed ----
+
+
+@pytest.mark.parametrize(("path", "sampling"), thinned(STYLES[:3], 3, first=1))
+def test_a_whole_answer_is_taken_over(
+    cluster: WarmCluster, path: str, sampling: dict[str, Any]
+) -> None:
+    """Its router dies while it is computed; the next one gives all of it, and nothing of it has
+    been computed twice."""
+    body = bodies(path, **sampling)
+    other = cluster.at(OTHER)
+    before = transfers(other)
+    with ThreadPoolExecutor() as pool:
+        client = ResumingClient([cluster.url, other.url])
+        answer = pool.submit(client.complete, path, body, "a key of my own")
+        cluster.wait_for(lambda: other.nodes("decode")[0]["running"] == sampling.get("n", 1))
+        with cluster.standing_still("decode"):
+            cluster.kill("router")
+            cluster.wait_for(lambda: client._turn == 1)
+        found = answer.result()
+    assert transfers(other) == before + 1
+    expected = keyed(other, "a key of my own", path, body)
+    assert whole(found) == whole(expected.json())
+    assert transfers(other) == before + 2
+    cluster.start_router()
+    cluster.wait_nodes()
+    cluster.wait_idle()
+
+
+def transfers(cluster: WarmCluster) -> float:
+    """Prompts whose KV has come to the decode node."""
+    (decode,) = cluster.nodes("decode")
+    return node_metrics(decode).get('pdserve_kv_transfers_total{outcome="OK"}', 0.0)
+
+
+def keyed(cluster: WarmCluster, key: str, path: str, body: dict[str, Any]) -> requests.Response:
+    return requests.post(cluster.url + path, json=body, headers={KEY_HEADER: key}, timeout=60)
+
+
+def whole(answer: dict[str, Any]) -> dict[str, Any]:
+    return {name: answer[name] for name in ("id", "choices")}
+
+
+def test_what_a_dead_router_left_ends_with_its_lease(cluster: WarmCluster) -> None:
+    """It goes on meanwhile, and is freed when nobody comes for it."""
+    other, body = cluster.at(OTHER), bodies(WAYS[0], max_tokens=400)
+    with ThreadPoolExecutor() as pool, cluster.standing_still("decode"):
+        ask = pool.submit(keyed, cluster, "left", WAYS[0], body)
+        cluster.wait_for(lambda: other.nodes("decode")[0]["running"] == 1)
+        cluster.kill("router")
+        assert ask.exception() is not None
+        since = monotonic()
+        cluster.start_router()
+        cluster.wait_nodes()
+        cluster.wait_for(lambda: not other.nodes("decode")[0]["running"])
+        assert monotonic() - since > LEASE
+    cluster.wait_idle()
+
+
+def test_a_key_is_of_one_request_at_a_time(cluster: WarmCluster) -> None:
+    other, body = cluster.at(OTHER), bodies(WAYS[0], max_tokens=30)
+    with ThreadPoolExecutor() as pool, cluster.standing_still("decode"):
+        first = pool.submit(keyed, cluster, "mine", WAYS[0], body)
+        cluster.wait_for(lambda: other.nodes("decode")[0]["running"] == 1)
+        for each in (cluster, other):
+            refused = keyed(each, "mine", WAYS[0], body)
+            assert refused.status_code == 409 and refused.headers["Retry-After"] == "1"
+            assert refused.json()["error"]["code"] == "request_in_progress"
+    again = keyed(other, "mine", WAYS[0], body).json()
+    assert whole(again) == whole(first.result().json())
+    another = keyed(other, "another", WAYS[0], body).json()
+    assert another["id"] != again["id"]
+    for key, changed, why in (("mine", {"stream": True}, "resumable"), ("k" * 256, {}, "1 to 255")):
+        refused = keyed(other, key, WAYS[0], body | changed)
+        assert refused.status_code == 400 and why in refused.text
+    cluster.wait_idle()

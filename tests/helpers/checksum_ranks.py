@@ -68,14 +68,19 @@ def generate(
 
 
 class Cache:
-    """The state after the token of each slot, by block."""
+    """The state after the token of each slot, by block; with `one`, as of a recurrent layer, after
+    the last token that was written alone, and only where a sequence has a block."""
 
-    def __init__(self) -> None:
+    def __init__(self, one: bool = False) -> None:
         self.blocks: dict[int, list[State]] = {}
+        self._one = one
 
     def write(self, table: Sequence[int] | BlockIds, position: int, state: State) -> None:
-        block = self.blocks.setdefault(int(table[position // BLOCK_SIZE]), [WRONG] * BLOCK_SIZE)
-        block[position % BLOCK_SIZE] = state
+        number = int(table[position // BLOCK_SIZE])
+        if self._one:
+            self.blocks[number] = [WRONG] * BLOCK_SIZE
+        assert self._one or number != NO_BLOCK
+        self.blocks.setdefault(number, [WRONG] * BLOCK_SIZE)[position % BLOCK_SIZE] = state
 
     def read(self, table: Sequence[int] | BlockIds, start: int, end: int) -> list[State]:
         """Of positions start … end-1."""
@@ -90,16 +95,21 @@ class GroupCaches:
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self._groups = groups
-        self.caches = [Cache() for _ in groups]
+        self.caches = [Cache(one=group.state) for group in groups]
 
     def write(self, tables: Tables, position: int, state: State) -> None:
         for cache, table in zip(self.caches, tables, strict=True):
             cache.write(table, position, state)
 
-    def check(self, tables: Tables, known: Sequence[State], query: int | None = None) -> None:
-        """What the query at `query`, behind the known tokens by default, reads of them is right."""
+    def check(
+        self, tables: Tables, known: Sequence[State], query: int | None = None, ahead: bool = False
+    ) -> None:
+        """What the query at `query`, behind the known tokens by default, reads of them is right.
+        `ahead`: steps in flight may have computed more, so that a recurrent state has gone on."""
         query = len(known) if query is None else query
         for group, cache, table in zip(self._groups, self.caches, tables, strict=True):
+            if group.state and ahead:
+                continue
             first = 0 if group.window is None else max(0, query - group.window + 1)
             assert cache.read(table, first, len(known)) == [*known[first:]], (
                 f"{group.name}: others'"
@@ -130,6 +140,7 @@ class ChecksumRanks(StepsAlone):
     def __init__(self, rng: random.Random, groups: Sequence[KVGroup] = (FULL,)) -> None:
         self.rng = rng
         self.cache = GroupCaches(groups)
+        self._defers = not any(group.state for group in groups)
         self.sequences: dict[int, EngineSequence] = {}  # by seq_id: the engine's
         self.touched = Counter[int]()  # seq_ids of the steps in flight
         # seq_ids whose next token fails, with the KV of its step.
@@ -206,7 +217,7 @@ class ChecksumRanks(StepsAlone):
                 for position in range(each.start, end):
                     self.cache.write(each.block_tables, position, WRONG)
                 failed.append((each.seq_id, "broken"))
-            elif each.sampling.bad_words_token_ids and self.rng.random() < 0.3:
+            elif self._defers and each.sampling.bad_words_token_ids and self.rng.random() < 0.3:
                 deferred.append(each.seq_id)
             else:
                 tokens += [(each.seq_id, SampledToken(i)) for i in self._drawn(each, state, end)]

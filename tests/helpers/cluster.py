@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import psutil
 import requests
@@ -27,7 +29,7 @@ from processes import command
 START_TIMEOUT = 120.0
 ANSWER_TIMEOUT = 120.0  # seconds without a byte of it
 STOP_TIMEOUT = 30.0
-PAUSES = 0.02, 0.05  # seconds between the first two looks, and the most
+PAUSES = 0.03, 0.1  # seconds between the first two looks, and the most
 IDLE_PAUSE = 0.2  # the most, where a look costs 10 ms of CPU, and what is seen stays
 DEFAULTS = {
     "dtype": "float32",
@@ -200,7 +202,7 @@ class Service:
             try:
                 if value := condition():
                     return value
-            except requests.ConnectionError:
+            except (requests.ConnectionError, URLError, ConnectionError):
                 pass
             for name, process in self.processes.items():
                 if process.poll() is not None:
@@ -299,7 +301,8 @@ def text_of(stream: Iterator[dict[str, Any]]) -> str:
 def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, float]:
     """A node's metrics by name, labels included but for `model_name` and `engine`: those of one
     replica, or summed over all."""
-    text = requests.get(f"http://{node['metrics_address']}/metrics", timeout=10).text
+    with urlopen(f"http://{node['metrics_address']}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
     values: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():
         if found := METRIC.fullmatch(MODEL_NAME.sub("", line)):

@@ -20,9 +20,10 @@ from pdserve.kv_transfer.layout import CacheView
 KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
     "any": lambda view, transfer: True,
     "latent": lambda view, transfer: view.cache.shape[1] == 1,
+    "state": lambda view, transfer: view.cache.shape[4] == 1,  # one slot a block
     "window": lambda view, transfer: transfer.first_block > 0,  # where no prefix is cached
 }
-"""Tells the KV of a group from that of others."""
+"""Tells the KV of a group from that of others, in models that have one such group."""
 
 
 class Corrupt(P2PConnector):

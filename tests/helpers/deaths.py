@@ -166,13 +166,14 @@ def has_got(pid: int, number: str) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
-def at_every_step(steps: Sequence[tuple[str, str, int]]) -> pytest.MarkDecorator:
+def at_every_step(steps: Sequence[tuple[str, str, int]], every: int = 1) -> pytest.MarkDecorator:
     """Of a test that takes step (role, point, how many times it is passed), client and number.
-    `make test` has each step once: a node dies there or, at the next, freezes."""
+    `make test` has each `every`-th step once: a node dies there or, at the next, freezes."""
     cases = [
         pytest.param(step, client, number, id="-".join(map(str, (*step, client.__name__, number))))
         for step, client in zip(steps, cycle(CLIENTS), strict=False)
         for number in ("SIGKILL", "SIGSTOP")
     ]
-    cases = [case if number % 4 in (0, 3) else as_slow(case) for number, case in enumerate(cases)]
+    few = [2 * number + number // every % 2 for number in range(0, len(steps), every)]
+    cases = [case if number in few else as_slow(case) for number, case in enumerate(cases)]
     return pytest.mark.parametrize(("step", "client", "number"), cases)

@@ -25,8 +25,8 @@ from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import serving
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.decode_node.router_streams import JobWriter, RouterStreams
+from pdserve.router.cluster.probes import probe_nodes
 from pdserve.router.cluster.registry import Registry
-from pdserve.router.cluster.registry_service import probe_nodes
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -328,7 +328,8 @@ async def fake_cluster(
 ) -> AsyncIterator[FakeCluster]:
     cluster = FakeCluster(folder, **routing)
     await cluster.start(*names)
-    watching = probe_nodes(cluster.registry, cluster.channels, 0.1) if watched else None
+    timeout = cluster.config.heartbeat_timeout
+    watching = probe_nodes(cluster.registry, cluster.channels, timeout) if watched else None
     tasks = [asyncio.create_task(each) for each in (cluster.registry.clock.run(), watching) if each]
     try:
         yield cluster

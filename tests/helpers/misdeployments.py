@@ -70,6 +70,11 @@ MISDEPLOYMENTS = (
         nodes=(("prefill", {}), ("decode", {"dtype": "bfloat16"})),
     ),
     Misdeployment(
+        "the roles keep KV in different dtypes",
+        "unpaired: it fits no decode node (…kv_cache_dtype int8 ≠ auto…)",
+        nodes=(("prefill", {"kv_cache_dtype": "int8"}), ("decode", {})),
+    ),
+    Misdeployment(
         "half a rollout: one role has other weights",
         "unpaired: it fits no decode node (…weights…)",
         nodes=(("prefill", {}), ("decode", {"model": "OTHER WEIGHTS"})),

@@ -28,10 +28,13 @@ ENVIRONMENT = {
 
 class Raylets:
     """`raylets` of `cpus` each; the first has the cluster's head. Use as a context manager;
-    leaving it ends every process of the cluster."""
+    leaving it ends every process of the cluster. `hidden`: a folder that is empty on all hosts but
+    the first."""
 
-    def __init__(self, raylets: int = 2, cpus: int = 2) -> None:
+    def __init__(self, raylets: int = 2, cpus: int = 2, hidden: Path | None = None) -> None:
         self._count, self._cpus = raylets, cpus
+        hide = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)]
+        self._hide = hide if hidden else []
         self._folder = tempfile.TemporaryDirectory(prefix="ray-")
         self._started: list[subprocess.Popen[bytes]] = []  # each with a session of its own
         self.address = f"{address_towards('udp://8.8.8.8')}:{free_port()}"  # as Ray finds it
@@ -53,7 +56,9 @@ class Raylets:
         ports = ["--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=false"]
         fixed = [f"--num-cpus={self._cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
         log = Path(self._folder.name, f"start.{len(self._started)}")
-        command = [str(ray), "start", "--block", "--disable-usage-stats", *fixed, *ports, *options]
+        hide = self._hide if self._started else []
+        command = [*hide, str(ray), "start", "--block", "--disable-usage-stats", *fixed, *ports]
+        command.extend(options)
         process = self._launch(command, log)
         self._started.append(process)
         deadline = time.monotonic() + START_TIMEOUT

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from pdserve.common.config.node import ModelConfig
+from pdserve.common.core.kv_groups import KV_AUTO, kv_row
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.device import choose_kernels
+from pdserve.common.model.device import choose_kernels, dtype_name
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
@@ -40,10 +41,12 @@ def load(
     kernels: str | Kernels = "torch",
     stage: Stage | None = None,
     quantization: str | None = None,
+    kv_cache_dtype: str = KV_AUTO,
 ) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     chosen = choose_kernels(kernels, CPU) if isinstance(kernels, str) else kernels
-    sharding = Sharding(group or GroupCoordinator(), CPU, torch.float32, kernels=chosen)
+    group = group or GroupCoordinator()
+    sharding = Sharding(group, CPU, torch.float32, kernels=chosen, kv_cache_dtype=kv_cache_dtype)
     config = ModelConfig(model=str(folder), quantization=quantization)
     return load_model(spec, config, sharding, stage)
 
@@ -54,8 +57,9 @@ def new_cache(model: CausalLM) -> list[torch.Tensor]:
     for attention, group in zip(model.attentions, model.spec.kv_groups, strict=True):
         start, end = group.layers_between(model.stage.start, model.stage.end)
         heads, dim = attention.shape.num_kv_heads, attention.shape.head_dim
-        size = (end - start, group.planes, NUM_BLOCKS, heads, BLOCK_SIZE, dim)
-        caches.append(torch.zeros(size, dtype=model.dtype))
+        numbers, dtype = kv_row(dim, dtype_name(model.dtype), attention.kv_cache_dtype)
+        size = (end - start, group.planes, NUM_BLOCKS, heads, BLOCK_SIZE, numbers)
+        caches.append(torch.zeros(size, dtype=getattr(torch, dtype)))
     return caches
 
 

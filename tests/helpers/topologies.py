@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 DENSE = ("llama-gqa", "qwen2", "qwen3", "mistral")
@@ -116,6 +117,7 @@ def _met(*factors: tuple[str, object]) -> Iterator[Pair]:
     yield from map(frozenset, itertools.combinations(factors, 2))
 
 
+@cache
 def few() -> list[Topology]:
     """In which every pair of the candidates' is met: the next is always the one that shows most of
     what was not shown yet, for its cost."""

@@ -26,10 +26,10 @@ def run(folder: Path, arguments: list[str], patience: float) -> tuple[int, str]:
 def main(flags: list[str]) -> int:
     """In the fork, while it has one thread."""
     folder, *arguments = flags
-    zygote = Zygote(_serve)
-    remote.start_peer = lambda sock: Peer(zygote.fork("peer", sock.fileno()))  # type: ignore
     os.chdir(folder)
     sys.path.insert(0, folder)
+    zygote = Zygote(_serve)
+    remote.start_peer = lambda sock: Peer(zygote.fork("peer", sock.fileno()))  # type: ignore
     code = pytest.main([*ARGUMENTS, *arguments])
     zygote.close()
     return int(code)

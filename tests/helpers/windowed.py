@@ -1,5 +1,5 @@
-"""Small models with sliding windows or latents, and random weights, so that every token depends on
-all it sees: of what trained models see too much or too little hardly shows."""
+"""Small models with sliding windows, latents or states, and random weights, so that every token
+depends on all it sees: of what trained models see too much or too little hardly shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from paths import MODELS
@@ -69,6 +71,29 @@ LATENTS = {
         first_k_dense_replace=1,
     ),
 }
+STATES = {
+    "qwen3-next": Qwen3NextConfig(
+        **SIZES,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "qwen3.5": Qwen3_5TextConfig(
+        **SIZES,
+        head_dim=16,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+    ),
+}
+"""Three of four layers have a gated delta net."""
 
 THROUGH_TRANSFORMERS = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),
@@ -102,7 +127,7 @@ def make_windowed(name: str, folder: Path) -> Path:
     torch.manual_seed(1)
     with torch.inference_mode(False), torch.no_grad():
         model = AutoModelForCausalLM.from_config(
-            (CONFIGS | LATENTS | THROUGH_TRANSFORMERS)[name], dtype=torch.float32
+            (CONFIGS | LATENTS | STATES | THROUGH_TRANSFORMERS)[name], dtype=torch.float32
         )
         model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):

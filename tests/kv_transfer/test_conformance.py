@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+import shutil
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import told
 import warm_kit
 from broken_connectors import MUTANTS, Tampered
-from paths import EXAMPLE, HELPERS, ROOT
+from paths import EXAMPLE, ROOT
 from pdserve.kv_transfer.conformance.ends import EventLog
 from pdserve.kv_transfer.connector import Failed, Landed
 from pdserve.kv_transfer.selection import ENTRY_POINTS
@@ -37,6 +34,7 @@ FEW = MUTANTS[::6]  # of `make test`: one or two for each file of the kit
 REST = [mutant for mutant in MUTANTS if mutant not in FEW]
 PARTS = [FEW, *(REST[first : first + PART] for first in range(0, len(REST), PART))]
 BUILT_IN = ("shm", "tcp", "nccl")
+NCCL_FIRST = ("test_cancel.py", "test_delivery.py")  # what its group does that sockets do not
 FILES = sorted(path.name for path in KIT.glob("test_*.py"))
 pytestmark = pytest.mark.timeout(PATIENCE)
 
@@ -45,7 +43,7 @@ Outcomes = dict[str, str]  # check → why it did not pass, or ""
 
 class Runs:
     """Runs of the kit, each in a process and a folder of its own, three at a time: they wait
-    more than they work. All but the page's are forks."""
+    more than they work."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,16 +51,11 @@ class Runs:
         shared()  # by one thread
         self._runs: dict[str, Future[Outcomes]] = {}
 
-    def start(self, name: str, connectors: list[str], *args: str) -> None:
-        self._start(name, run_kit, connectors, args)
-
-    def start_page(self, source: Path) -> None:
-        self._start("page", run_page, source)
-
-    def _start(self, name: str, run: Callable[..., Outcomes], *args: Any) -> None:
+    def start(self, name: str, *args: str, source: Path | None = None) -> None:
+        """`source`: what the folder holds from the beginning."""
         folder = self._folder / name
-        folder.mkdir()
-        self._runs[name] = self._pool.submit(run, folder, *args)
+        shutil.copytree(source, folder) if source else folder.mkdir()
+        self._runs[name] = self._pool.submit(run_kit, folder, args)
 
     def outcomes(self, name: str, part: str) -> Outcomes:
         """Of the checks that have `part` in their name, once they are over."""
@@ -83,27 +76,15 @@ class Runs:
                 run.result()
 
 
-def run_kit(folder: Path, connectors: list[str], args: tuple[str, ...]) -> Outcomes:
-    """In `folder`, warm; connectors are found among the helpers and in the example."""
-    named = [part for name in connectors for part in ("--kv-connector", name)]
-    code, said = warm_kit.run(folder, [*named, *args], PATIENCE)
+def run_kit(folder: Path, args: tuple[str, ...]) -> Outcomes:
+    """In `folder`, warm; connectors are found there, among the helpers and in the example."""
+    code, said = warm_kit.run(folder, [*args], PATIENCE)
     assert code in (0, 1), said
     return told.read(folder)[1]
 
 
-def run_page(folder: Path, source: Path) -> Outcomes:
-    """As its reader runs it; the connector is found in `source`."""
-    path = os.pathsep.join(map(str, (source, HELPERS, ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *warm_kit.ARGUMENTS, *page_command()],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return told.read(folder)[1]
+def named(*connectors: str) -> list[str]:
+    return [part for name in connectors for part in ("--kv-connector", name)]
 
 
 def check_id(check: str, connector: str) -> str:
@@ -121,23 +102,24 @@ def runs(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Runs]:
     runs = Runs(tmp_path_factory.mktemp("conformance"))
-    wanted = list(wanted_by(request.session.items))
+    items = request.session.items
+    wanted = list(wanted_by(items))
     for number, part in enumerate(PARTS):  # in the order in which tests wait for them
         if any(each in wanted for each in part):
             start_mutants(runs, number)
     for name in BUILT_IN:
         if name in wanted:
-            runs.start(name, [name], *ALL_CHECKS)
+            runs.start(name, *named(name), *checks_of(name, items))
     shared = tmp_path_factory.mktemp("shared")
     options = ("--kv-connector-config", json.dumps({"directory": str(shared)}))
     _, example = entry_point((EXAMPLE / "pyproject.toml").read_text())
     if "example" in wanted:
-        runs.start("example", [example], *options, *ALL_CHECKS)
+        runs.start("example", *named(example), *options, *ALL_CHECKS)
     page = tmp_path_factory.mktemp("page")
     (page / "my_package").mkdir()
     (page / "my_package" / "connector.py").write_text(block_of_page("python"))
     if "page" in wanted:
-        runs.start_page(page)
+        runs.start("page", *page_command(), source=page)
     yield runs
     try:
         runs.close()
@@ -154,6 +136,13 @@ def wanted_by(items: Iterable[pytest.Item]) -> Iterator[object]:
             yield from item.callspec.params.values()
 
 
+def checks_of(run: str, items: Iterable[pytest.Item]) -> Iterable[str]:
+    """The files of the kit that tests of this session ask a run for; most ask for all."""
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    files = {each.get("file") for each in params if each.get("run") == run}
+    return ALL_CHECKS if None in files else [str(KIT / file) for file in sorted(files)]
+
+
 def start_mutants(runs: Runs, number: int) -> None:
     mutants = PARTS[number]
     checks = {  # in order, each once
@@ -161,7 +150,7 @@ def start_mutants(runs: Runs, number: int) -> None:
         for mutant in mutants
         for check in (CONTROL, mutant.caught_by)
     }
-    runs.start(f"mutants {number}", [name_of(mutant) for mutant in mutants], *checks)
+    runs.start(f"mutants {number}", *named(*map(name_of, mutants)), *checks)
 
 
 def block_of_page(language: str) -> str:
@@ -194,22 +183,30 @@ def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> Non
     assert not outcomes[check_id(CONTROL, name)], "it is broken altogether"
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("run", [*BUILT_IN, slow("example"), "page"])
+@pytest.mark.parametrize(
+    ("run", "file"),
+    [
+        slow(run, file)
+        if run == "example" or (run == "nccl" and file not in NCCL_FIRST)
+        else (run, file)
+        for run in (*BUILT_IN, "example", "page")
+        for file in FILES
+    ],
+)
 def test_what_is_right_passes(runs: Runs, run: str, file: str) -> None:
     outcomes = runs.outcomes(run, f"{file}::")
     assert outcomes
     assert {name: why for name, why in outcomes.items() if why} == {}
 
 
-@pytest.mark.parametrize("run", [*BUILT_IN, slow("example"), "page"])
+@pytest.mark.parametrize("run", ["shm", "tcp", slow("nccl"), slow("example"), "page"])
 def test_everything_is_checked(runs: Runs, run: str) -> None:
     assert len(runs.outcomes(run, "")) > 70
 
 
 def test_nothing_is_checked_unasked(tmp_path: Path) -> None:
     """Whoever collects the kit's folder by accident runs none of it."""
-    outcomes = run_kit(tmp_path, [], ALL_CHECKS)
+    outcomes = run_kit(tmp_path, ALL_CHECKS)
     assert outcomes and all(outcomes.values())
 
 

@@ -51,7 +51,7 @@ SETTINGS = {
     "data is slow": Setting(slow="data", budget={}),
     "messages are lost": Setting(budget={LOST: 2}),
     "the network is cut": Setting(damaged=True, budget={CUT: 1}),
-    "a window beside all tokens": Setting(firsts=(0, 1), damaged=True),
+    "a window, or a state, beside all tokens": Setting(firsts=(0, 1), damaged=True),
 }
 DEEP = {
     **SETTINGS,
@@ -73,9 +73,9 @@ def explore(setting: Setting, choices: int, most_runs: int | None = None) -> Rep
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_events_out_of_turn_break_no_promise(name: str) -> None:
-    """Of two, the first hundreds: all that one changes, and the beginning of the others."""
-    report = explore(SETTINGS[name], choices=2, most_runs=400)
-    assert "activated" in report.outcomes and report.runs > 200
+    """Of two, the first: all that one changes, and the beginning of the others."""
+    report = explore(SETTINGS[name], choices=2, most_runs=200)
+    assert "activated" in report.outcomes and report.runs == 200
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_three_events_out_of_turn_break_no_promise(name: str) -> None:
 )
 def test_what_can_succeed_succeeds(setting: Setting) -> None:
     """Damaged data is sent again; when A fails, B takes over, and A cannot get in its way."""
-    report = explore(replace(setting, succeeds=True), choices=3, most_runs=600)
+    report = explore(replace(setting, succeeds=True), choices=3, most_runs=250)
     assert report.outcomes == {"activated"}
 
 
@@ -366,7 +366,21 @@ source("reports success before the answer", P.HONEST_SUCCESS,
 # fmt: on
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
+LATE = {  # found after seconds; each breaks a promise that others break at once
+    "takes one group s blocks for all",
+    "believes old digests",
+    "a source given up outbids the router",
+    "ignores the cancel while suspended",
+}
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name in LATE))
+        for each in MUTANTS
+    ],
+)
 def test_the_explorer_catches(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.change(monkeypatch)
     with pytest.raises(Violation) as caught:

@@ -27,16 +27,28 @@ from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_wor
 from pdserve.kv_transfer.selection import RankConfig
 from transfers import awake_time
 
-# A group with all tokens, and one of a window with other head sizes: 3 and 2 layers, 2 heads.
-GEOMETRIES = (Geometry(layers=3), Geometry(layers=2, head_dim=6, num_blocks=9))
-WHOLE = [[Rect(0, 3, 0, 2), Rect(0, 2, 0, 2)]]
-STAGES = [[Rect(0, 2, 0, 2), Rect(0, 0, 0, 2)], [Rect(2, 3, 0, 2), Rect(0, 2, 0, 2)]]
-HEADS = [[Rect(0, 3, head, head + 1), Rect(0, 2, head, head + 1)] for head in (0, 1)]
+# A group with all tokens, one of a window with other head sizes, and one of states, with one slot a
+# block: 3, 2 and 4 layers, 2 heads.
+GEOMETRIES = (
+    Geometry(layers=3),
+    Geometry(layers=2, head_dim=6, num_blocks=9),
+    Geometry(layers=4, block_size=1, head_dim=50, num_blocks=5),
+)
+WHOLE = [[Rect(0, 3, 0, 2), Rect(0, 2, 0, 2), Rect(0, 4, 0, 2)]]
+STAGES = [
+    [Rect(0, 2, 0, 2), Rect(0, 0, 0, 2), Rect(0, 1, 0, 2)],
+    [Rect(2, 3, 0, 2), Rect(0, 2, 0, 2), Rect(1, 4, 0, 2)],
+]
+HEADS = [[Rect(0, each.layers, head, head + 1) for each in GEOMETRIES] for head in (0, 1)]
 LAYOUTS = [(WHOLE, WHOLE), (STAGES, HEADS), (HEADS, STAGES), (HEADS, WHOLE)]
 
 TOKENS = 18  # five blocks of four
-SOURCE_IDS = ((9, 3, 4, 5, 12), (-1, -1, 8, 1, 0))  # -1: before the window
-SINK_IDS = (GroupBlocks(1, (3, 11, 0, 7)), GroupBlocks(3, (2, 6)))
+SOURCE_IDS = (
+    (9, 3, 4, 5, 12),
+    (-1, -1, 8, 1, 0),  # -1: before the window
+    (-1, -1, -1, 4, 2),  # no state
+)
+SINK_IDS = (GroupBlocks(1, (3, 11, 0, 7)), GroupBlocks(3, (2, 6)), GroupBlocks(3, (1, 3)))
 
 
 class Node:
@@ -140,7 +152,7 @@ def part(full: torch.Tensor, rect: Rect) -> torch.Tensor:
     return full[rect.layer_start : rect.layer_end, :, :, rect.head_start : rect.head_end]
 
 
-def announce(transfer: SendTransfer, firsts: Sequence[int] = (0, 2)) -> None:
+def announce(transfer: SendTransfer, firsts: Sequence[int] = (0, 2, 0)) -> None:
     """As a prefill node does after chunks of 2 and 3 blocks."""
     for start, end in ((0, 2), (2, 5)):
         for group, first in enumerate(firsts):
@@ -172,7 +184,8 @@ async def test_each_group_lands_where_it_belongs(connector: str, layout: int) ->
         sent = await transfer.commit(7)
         landed = await arrival
         block = [each.block_size * each.head_dim * 4 * 2 for each in GEOMETRIES]
-        assert landed.nbytes == sent.nbytes == 4 * 3 * 2 * block[0] + 2 * 2 * 2 * block[1]
+        blocks = 4 * 3 * block[0] + 2 * 2 * block[1] + 2 * 4 * block[2]
+        assert landed.nbytes == sent.nbytes == 2 * blocks
         assert landed.first_token == 7 and not made.freed
         made.assert_landed()
 
@@ -200,10 +213,10 @@ async def test_a_damaged_block_of_the_window_is_sent_again() -> None:
 async def test_a_block_that_left_its_window_is_never_sent() -> None:
     """The sink asks for one that the source has freed: a defect, which must not become KV."""
     async with handover("tcp") as made:
-        early = (SINK_IDS[0], GroupBlocks(1, (2, 6, 4, 5)))
+        early = (SINK_IDS[0], GroupBlocks(1, (2, 6, 4, 5)), SINK_IDS[2])
         ticket, arrival = await made.sink.reserve(TOKENS, early, made._free)
         transfer = made.source.begin(ticket)
-        announce(transfer, firsts=(0, 0))
+        announce(transfer, firsts=(0, 0, 0))
         with pytest.raises(TransferError, match="before its window"):
             await transfer.outcome
         await made.sink.cancel(ticket.transfer_id)
@@ -218,7 +231,7 @@ async def test_tickets_with_other_groups_are_refused() -> None:
         only = tuple(each for each in ticket.endpoints if each.group == 0)
         for wrong in (
             replace(ticket, first_blocks=(1,), endpoints=only),
-            replace(ticket, first_blocks=(1, 3, 0)),
+            replace(ticket, first_blocks=(1, 3, 3, 0)),
         ):
             with pytest.raises(TransferError, match="KV groups") as error:
                 made.source.begin(wrong)
@@ -230,6 +243,6 @@ async def test_tickets_with_other_groups_are_refused() -> None:
 
 async def test_a_rank_refuses_commands_for_a_group_it_has_not() -> None:
     async with handover("tcp", STAGES, WHOLE) as made:
-        assert list(made.source_node.ranks[0].groups) == [0]
+        assert list(made.source_node.ranks[0].groups) == [0, 2]
         message = encode_command(1, Verify(bytes(16), 1, ()))
         assert b"no layer of KV group 1" in made.source_node.ranks[0].handle(message)

@@ -50,6 +50,10 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
     # GPT-2 and others before Llama
     "n_embd": 64,
     "n_layer": 4,
@@ -206,13 +210,20 @@ def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
                 print(f"{spec.architecture}: {what}: {why}", file=sys.stderr)
             else:
                 exact.append(what)
-    windows = sorted({group.window for group in spec.kv_groups if group.window})
     return {
         "result": "exact",
         "path": spec.impl,
-        "kv": "latent" if spec.latent else "windows" if windows else "full",
+        "kv": _kv(spec),
         **({"split": ", ".join(exact)} if exact else {}),
     }
+
+
+def _kv(spec: Any) -> str:
+    if spec.latent:
+        return "latent"
+    if any(group.state for group in spec.kv_groups):
+        return "states"
+    return "windows" if any(group.window for group in spec.kv_groups) else "full"
 
 
 def logits(folder: Path, spec: Any, tokens: Any, tp: int = 1, pp: int = 1) -> Any:
@@ -239,7 +250,7 @@ def logits(folder: Path, spec: Any, tokens: Any, tp: int = 1, pp: int = 1) -> An
                     group.head_range(member.rank, tp),
                     group.layers_between(stage.start, stage.end),
                 )
-                size = (last - first, group.planes, 8, end - start, 16, group.head_dim)
+                size = (last - first, group.planes, 8, end - start, *group.page(16))
                 caches.append(torch.zeros(size))
             stages.append((model, caches))
 

@@ -22,7 +22,8 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster import adapter_sync
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import Adapter, AdaptersCollector, ServedAdapters
-from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.registry import Registry
 from pdserve.router.cluster.served_model import load_served_model
 from waiting import eventually
 

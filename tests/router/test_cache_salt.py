@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from pdserve.common.config.router import RouterConfig, RoutingConfig, ServerConfig
+from pdserve.common.core.block_hash import hash_blocks
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.parameters import MAX_CACHE_SALT
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.engine.block_pool import hash_blocks
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.rpc.convert import job_from_pb, job_to_pb
 from pdserve.router.api.auth import APIKeys

@@ -360,6 +360,7 @@ async def test_requests_leave_a_node_whose_stream_is_not_what_it_must_be(
     for node in four.registry.nodes():
         node.breaker.succeeded()
         node.lost = False
+        four.registry.kinds.changed(node)
     jobs = len(four["d0"].jobs)
     assert all([(await four.ask()).timeline.migrations == 0 for _ in range(6)])
     assert len(four["d0"].jobs) > jobs, "a new stream was opened"
@@ -389,6 +390,7 @@ async def test_a_stream_that_ends_is_opened_again(four: FakeCluster) -> None:
         for node in four.registry.nodes():
             node.breaker.succeeded()
             node.lost = False
+            four.registry.kinds.changed(node)
         await asyncio.gather(*(four.ask() for _ in range(8)))
     after = streams_of(four)
     assert set(after) == set(before) and not set(after.values()) & set(before.values())

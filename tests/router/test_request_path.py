@@ -8,7 +8,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -33,6 +33,7 @@ from pdserve.common.core.errors import (
     Blame,
     Cancelled,
     DeadlineExceeded,
+    Gone,
     NodeError,
     PdserveError,
     TransferError,
@@ -44,7 +45,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.status import REQUEST_ID_KEY
-from pdserve.router.cluster import registry_service
+from pdserve.router.cluster import probes
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.health import LINK_COOLDOWN, STANDSTILL, BreakerState
 from pdserve.router.requests import generation
@@ -54,6 +55,7 @@ from pdserve.router.requests.generation import (
     MAX_BURST,
     GenerationRequest,
     GenerationStats,
+    Past,
     Put,
     TextDelta,
     generate,
@@ -767,7 +769,7 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
-    monkeypatch.setattr(registry_service, "PROBE_TIMEOUT", 1.5)
+    monkeypatch.setattr(probes, "PROBE_TIMEOUT", 1.5)
     names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 5.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
@@ -908,3 +910,15 @@ async def test_only_nodes_out_of_reach_is_not_ready_and_says_why(tmp_path: Path)
         assert error.code == "NO_NODE" and "cannot be reached" in error.message
         ready, reason = cluster.pipeline.ready()
         assert not ready and "cannot be reached" in reason
+
+
+async def test_a_stream_whose_version_is_gone_cannot_go_on(tmp_path: Path) -> None:
+    """It waits for that version's nodes as any request does, then says that none will come."""
+    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=0.2) as cluster:
+        request = GenerationRequest("r", (1, 2), SamplingParams(max_tokens=4))
+        of_its_nodes = next(iter(cluster.registry.nodes())).info.fingerprint
+        for version in ("another", of_its_nodes):
+            past = (Past(0, (5,), None, version),)
+            with pytest.raises(Gone, match="ask anew") if version == "another" else nullcontext():
+                await finish(cluster, replace(request, past=past))
+        await cluster.settled()

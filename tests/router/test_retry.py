@@ -17,7 +17,8 @@ from pdserve.common.core.errors import (
     TransferError,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
-from pdserve.router.cluster.registry import Node, Registry
+from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.retry import WAITING, Retries
 
 LIMIT = 3

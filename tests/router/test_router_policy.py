@@ -7,7 +7,14 @@ import pytest
 
 from clock import Clock
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Blame, NodeError, Overloaded, TransferError, Unavailable
+from pdserve.common.core.errors import (
+    Blame,
+    Gone,
+    NodeError,
+    Overloaded,
+    TransferError,
+    Unavailable,
+)
 from pdserve.common.core.request import PromptPath
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.channels import Channels
@@ -20,8 +27,10 @@ from pdserve.router.cluster.health import (
     CircuitBreaker,
 )
 from pdserve.router.cluster.in_flight import InFlightLoad
-from pdserve.router.cluster.placement import NodeSelector, RoundRobin, least_load
-from pdserve.router.cluster.registry import MAX_GONE, Node, Registry
+from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.placement import NodeSelector, load_policies
+from pdserve.router.cluster.policy import LeastLoad, PolicyRequest, RoundRobin
+from pdserve.router.cluster.registry import MAX_GONE, Registry
 from pdserve.router.requests.admission import MAX_WAITING_TOKENS, Admission, Batch
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.request_state import RequestState
@@ -65,9 +74,14 @@ def a_run(num_tokens=8, **options) -> RequestState:
     )
 
 
+def selector(registry, **options) -> NodeSelector:
+    config = RoutingConfig(**options)
+    return NodeSelector(config, ClusterView(registry), load_policies(config))
+
+
 async def place(registry, run=None, **options) -> tuple[Node | None, Node]:
     """The pair that a request gets, as `Pipeline` asks for it."""
-    placement, run = NodeSelector(RoutingConfig(**options), ClusterView(registry)), run or a_run()
+    placement, run = selector(registry, **options), run or a_run()
     decode, path = await placement.decode(run.placement)
     if path is not PromptPath.TRANSFERRED:
         return None, decode
@@ -78,8 +92,20 @@ def ids(nodes):
     return [node.info.node_id for node in nodes]
 
 
+def candidates(registry, role):
+    return ClusterView(registry).candidates(role)
+
+
 def usable(registry, role):
-    return ClusterView(registry).usable(role)
+    view = ClusterView(registry)
+    return [node for node in registry.nodes() if node.info.role == role and view.is_usable(node)]
+
+
+def alter(registry, node, **fields):
+    """Sets fields of a node as its owners do."""
+    for name, value in fields.items():
+        setattr(node, name, value)
+    registry.kinds.changed(node)
 
 
 def addresses(registry):
@@ -125,10 +151,10 @@ async def test_nodes_that_may_not_be_used_say_why(registry, clock):
     add(registry, "d0", healthy=False, reason="step 7 has been running for 20.0 s")
     add(registry, "p0", pb.ROLE_PREFILL, healthy=False)
     lost, broken, _ = add_all(registry, "d1 d2 d3")[2:]
-    lost.lost = True
+    alter(registry, lost, lost=True)
     broken.breaker.failed()
     broken.breaker.failed()
-    assert ClusterView(registry).unusable_reasons(pb.ROLE_DECODE) == [
+    assert list(ClusterView(registry).unusable_reasons(pb.ROLE_DECODE)) == [
         "d0: step 7 has been running for 20.0 s",
         "d1: it does not answer",
         "d2: its circuit breaker is open",
@@ -155,7 +181,7 @@ async def test_without_a_prefill_node_only_a_request_that_has_begun_is_placed(re
     assert (await place(registry, begun))[0] is None
     add(registry, "p0", pb.ROLE_PREFILL)
     begun.version = "g"
-    with pytest.raises(Unavailable, match="version"):
+    with pytest.raises(Gone, match="version"):
         await place(registry, begun)
 
 
@@ -171,7 +197,7 @@ async def test_a_prefill_node_that_is_sick_is_stood_in_for(registry):
 @pytest.mark.parametrize("gone", ["lost", "unreachable", "forgotten"])
 async def test_prefill_nodes_that_are_gone_are_stood_in_for_in_a_few_seconds(registry, clock, gone):
     prefill, *decodes = add_all(registry, "p0 d0 d1=g")  # d1 never had one
-    setattr(prefill, gone if gone == "unreachable" else "lost", "no route")
+    alter(registry, prefill, **{gone if gone == "unreachable" else "lost": "no route"})
     with pytest.raises(Unavailable, match="no usable prefill node"):
         await place(registry)
     for _ in range(60 if gone == "forgotten" else 6):
@@ -279,12 +305,12 @@ async def test_nodes_of_both_roles_stand_in_for_pairs_and_pairs_for_them(registr
     add(registry, "d0")
     assert view.ready() == (True, "ok") and [ids(pair) for pair in view.pairs()] == [["p0", "d0"]]
     both, prefill, decode = registry.nodes()
-    prefill.lost = True
+    alter(registry, prefill, lost=True)
     assert (await place(registry))[1] is both, "rather than a decode node that must prefill"
-    both.lost = True
-    prefill.lost = False
+    alter(registry, both, lost=True)
+    alter(registry, prefill, lost=False)
     assert await place(registry) == (prefill, decode)
-    decode.lost = True
+    alter(registry, decode, lost=True)
     ready, reason = view.ready()
     assert not ready and reason.startswith("no usable decode node (d0: ")
     assert "; no usable both node (b0: it does not answer)" in reason
@@ -301,14 +327,14 @@ async def test_a_node_that_failed_a_request_is_its_last_resort_whatever_its_role
     run.retries.avoid.add("b0")
     assert (await place(registry, run))[1].id == "d0"
     run.version = "g"
-    with pytest.raises(Unavailable, match="version"):
+    with pytest.raises(Gone, match="version"):
         await place(registry, run)
 
 
 @pytest.mark.parametrize("policy", ["least-load", "round-robin"])
 async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, policy):
     add_all(registry, "p0 d0 b0 b1")
-    placement = NodeSelector(RoutingConfig(decode_policy=policy), ClusterView(registry))
+    placement = selector(registry, decode_policy=policy)
     with ExitStack() as burst:
         for _ in range(30):
             run = a_run(num_tokens=100)
@@ -355,7 +381,7 @@ async def test_a_pair_that_stays_broken_is_tried_less_and_less(registry, clock):
 async def test_a_burst_is_spread_by_its_tokens(registry):
     """Load counts from the moment a node is chosen, not when it has begun."""
     add_all(registry, "p0 p1 p2 p3 d0 d1 d2 d3")
-    placement = NodeSelector(RoutingConfig(), ClusterView(registry))
+    placement = selector(registry)
     with ExitStack() as burst:
         for number in range(64):
             run = a_run(num_tokens=100 if number % 8 else 1000)
@@ -394,7 +420,7 @@ async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(regi
     registry.heartbeat("d0", pb.NodeLoad(healthy=True))
     assert usable(registry, pb.ROLE_DECODE) == []
     assert [error.code for error in told] == ["PEER_SILENT"]
-    assert ClusterView(registry).unusable_reasons(pb.ROLE_DECODE) == [
+    assert list(ClusterView(registry).unusable_reasons(pb.ROLE_DECODE)) == [
         "d0: it cannot be reached: no route"
     ]
     assert ClusterView(registry).describe()["nodes"][0]["reason"] == "no route"
@@ -404,41 +430,57 @@ async def test_a_node_that_sends_heartbeats_and_does_not_answer_is_not_used(regi
     assert usable(registry, pb.ROLE_DECODE) == []
 
 
+WANTED = PolicyRequest("decode", 9, 0.0)
+
+
+def least_load(nodes):
+    return LeastLoad().choose(WANTED, nodes)
+
+
 async def test_round_robin_takes_turns_and_least_load_the_least_loaded(registry):
     for i, tokens in enumerate((5, 0, 9)):
         add(registry, f"d{i}", waiting_tokens=tokens)
-    nodes = usable(registry, pb.ROLE_DECODE)
-    turn = RoundRobin()
-    assert [turn(nodes).info.node_id for _ in range(4)] == ["d0", "d1", "d2", "d0"]
-    assert least_load(nodes).info.node_id == "d1"
-    nodes[1].in_flight = 1
-    assert least_load(nodes).info.node_id == "d0"
+    nodes, policy = registry.nodes(), RoundRobin()
+
+    def turn(able):
+        node = policy.choose(WANTED, able)
+        policy.placed(WANTED, node)
+        return node
+
+    able = candidates(registry, pb.ROLE_DECODE)
+    assert ids(turn(able) for _ in range(4)) == ["d0", "d1", "d2", "d0"]
+    assert least_load(able).id == "d1"
+    alter(registry, nodes[1], in_flight=1)
+    assert least_load(able).id == "d0"
+    registry.deregister("d1")
+    assert ids(turn(able) for _ in range(2)) == ["d2", "d0"], "it goes on behind the last one"
 
 
 async def test_least_load_is_that_of_a_replica(registry):
     add(registry, "d0", waiting_tokens=6, free_blocks=20, most_free_blocks=11, replicas=2)
     add(registry, "d1", waiting_tokens=3, free_blocks=12, most_free_blocks=12)
-    nodes = usable(registry, pb.ROLE_DECODE)
-    assert least_load(nodes).info.node_id == "d1", "a job finds 12 blocks there, and here 11"
-    nodes[0].load.waiting_tokens = 5
-    assert least_load(nodes).info.node_id == "d0"
-    nodes[0].in_flight, nodes[1].in_flight = 3, 1
-    assert least_load(nodes).info.node_id == "d1"
-    nodes[1].in_flight = 2
-    assert least_load(nodes).info.node_id == "d0"
+    nodes, able = registry.nodes(), candidates(registry, pb.ROLE_DECODE)
+    assert least_load(able).id == "d1", "a job finds 12 blocks there, and here 11"
+    registry.heartbeat("d0", pb.NodeLoad(waiting_tokens=5, most_free_blocks=11, healthy=True))
+    assert least_load(able).id == "d0"
+    alter(registry, nodes[0], in_flight=3)
+    alter(registry, nodes[1], in_flight=1)
+    assert least_load(able).id == "d1"
+    alter(registry, nodes[1], in_flight=2)
+    assert least_load(able).id == "d0"
 
 
 async def test_what_other_routers_place_is_load(registry):
     """By the node's report: its requests and prompt tokens count as this router's own do."""
     for i, (others, tokens) in enumerate(((3, 0), (2, 0), (0, 50))):
         add(registry, f"d{i}", others=others, others_tokens=tokens, routers=2)
-    nodes = usable(registry, pb.ROLE_DECODE)
-    assert least_load(nodes).info.node_id == "d1"
-    nodes[1].in_flight = 2
-    assert least_load(nodes).info.node_id == "d0"
-    nodes[0].prefill_tokens = 51
-    nodes[1].prefill_tokens = 51
-    assert least_load(nodes).info.node_id == "d2"
+    nodes, able = registry.nodes(), candidates(registry, pb.ROLE_DECODE)
+    assert least_load(able).id == "d1"
+    alter(registry, nodes[1], in_flight=2)
+    assert least_load(able).id == "d0"
+    alter(registry, nodes[0], prefill_tokens=51)
+    alter(registry, nodes[1], prefill_tokens=51)
+    assert least_load(able).id == "d2"
     assert ClusterView(registry).placed_by_others() == (5, 2)
 
 

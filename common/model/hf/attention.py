@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.common.model.attention_torch import TorchAttention, TorchContext
+from pdserve.common.model.delta_net import DeltaInputs
 
 NAME, OUTLINE = "pdserve", "pdserve_outline"
 MASK = "its attention has a mask or bias of its own"
@@ -82,6 +83,10 @@ class Answers(ABC):
         """q `[1, heads, T, D]`, k `[1, kv_heads, T, D]`, v `[1, kv_heads, T, Dv]` →
         `[1, T, heads, Dv]`. A layer that shares another's KV is given the same `k`."""
 
+    @abstractmethod
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """Computes a layer with a state; returns `[T, value heads, value_dim]`."""
+
 
 class _Running(threading.local):
     answers: Answers | None = None
@@ -100,6 +105,12 @@ def answering(answers: Answers) -> Iterator[None]:
         _running.answers = None
 
 
+def running() -> Answers:
+    """Returns what answers the model that runs on this thread."""
+    assert _running.answers is not None, "a model runs within `answering`"
+    return _running.answers
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -114,7 +125,6 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface: `[1, heads, T, D]` → `[1, T, heads, Dv]`."""
-    assert _running.answers is not None, "a model runs within `answering`"
     if isinstance(attention_mask, Mask) and position_bias is None:
         mask = attention_mask
     elif attention_mask is not None or position_bias is not None:
@@ -125,7 +135,7 @@ def attend(
         mask = Mask(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     style = Style(scale, mask, softcap, s_aux, getattr(module, "temperature", None))
-    return _running.answers.attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]
+    return running().attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, attend)

@@ -25,7 +25,9 @@ from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
-from pdserve.common.model.hf.attention import OUTLINE, Answers, Style, answering
+from pdserve.common.model.delta_net import DeltaInputs
+from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
+from pdserve.common.model.hf.delta_net import MODEL_TYPES, take_delta_nets
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ LAYERS = {
     "heavily_compressed_attention": "attention to compressed tokens, which is not supported",
 }
 """Why layers of these types of transformers cannot run on the paged cache."""
+_GIVEN_MASKS = {"full_attention": Mask(), "linear_attention": None}
+"""Masks by the type of layer, of classes that would look at the values of a mask."""
 _NO_INTERFACE = "{} does not use transformers' attention interface"
 
 
@@ -60,15 +64,32 @@ class Call:
         return LayerKV(self.k.shape[1], size, mask.window, mask.chunked)
 
 
+@dataclass(frozen=True, slots=True)
+class StateCall:
+    """How a layer with a state was computed."""
+
+    inputs: DeltaInputs
+
+    @property
+    def kv(self) -> LayerKV:
+        return LayerKV.of_state(self.inputs.mixed.shape[1], self.inputs.sizes.numbers)
+
+
 @dataclass(slots=True)
 class Recorder(Answers):
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, Call | StateCall] = field(default_factory=dict)
     repeated: bool = False
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
         self.calls[layer] = Call(q, k, v, style)
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        self.repeated |= layer in self.calls
+        self.calls[layer] = StateCall(inputs)
+        tokens, units, _ = inputs.mixed.shape
+        return inputs.mixed.new_empty(tokens, units * inputs.sizes.ratio, inputs.sizes.value_dim)
 
 
 def model_class(config: Any) -> type[PreTrainedModel]:
@@ -147,7 +168,9 @@ def build(config: Any) -> Any:
     """Returns the model on the meta device, without memory, to be described."""
     config._experts_implementation = "batched_mm"  # without sizes that depend on the data
     with torch.device("meta"):
-        return model_class(config)._from_config(config, attn_implementation=OUTLINE).eval()
+        model = model_class(config)._from_config(config, attn_implementation=OUTLINE).eval()
+        take_delta_nets(model)
+        return model
 
 
 def run_outline(model: Any) -> Recorder:
@@ -159,7 +182,7 @@ def run_outline(model: Any) -> Recorder:
     with answering(recorder):
         model(
             input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
+            attention_mask=_GIVEN_MASKS if _has_states(model.config) else torch.ones_like(tokens),
             position_ids=positions,
             use_cache=False,
         )
@@ -172,7 +195,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     model_class(config)
     name = name_of(config)
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type in LAYERS:
+        if layer_type in LAYERS and not (layer_type == "linear_attention" and _has_states(config)):
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
     try:
         model = build(config)
@@ -197,14 +220,17 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     stored = _stored(name, folder, overrides)
     outline = Outline.from_folder(folder, overrides)
     layers = [call.kv for call in calls]
+    attends = next((call for call in calls if isinstance(call, Call)), None)
+    if attends is None:
+        raise ConfigError(f"{name} has no layer with attention, which is not supported")
     return ModelSpec(
         architecture=name,
         family=str(config.model_type),
         hidden_size=model.get_input_embeddings().weight.shape[1],
         num_layers=len(calls),
-        num_heads=calls[0].q.shape[1],
-        num_kv_heads=layers[0].num_kv_heads,
-        head_dim=layers[0].head_dim,
+        num_heads=attends.q.shape[1],
+        num_kv_heads=attends.kv.num_kv_heads,
+        head_dim=attends.kv.head_dim,
         intermediate_size=_intermediate_size(config),
         vocab_size=outline.vocab_size,
         max_position_embeddings=outline.max_position_embeddings,
@@ -224,6 +250,10 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         towers=has_towers(read_json(folder / "config.json")),
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
+
+
+def _has_states(config: Any) -> bool:
+    return config.model_type in MODEL_TYPES
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
@@ -246,7 +276,7 @@ def _check_forward(name: str, model: PreTrainedModel) -> None:
         raise ConfigError(f"{name} numbers its positions from its padding token on")
 
 
-def _checked(name: str, config: Any, recorder: Recorder) -> list[Call]:
+def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCall]:
     """Returns the calls in order of layers. Raises ConfigError unless every layer attends once, and
     in a way that the paged cache can answer."""
     layers = int(config.num_hidden_layers)
@@ -261,16 +291,19 @@ def _checked(name: str, config: Any, recorder: Recorder) -> list[Call]:
     if recorder.repeated or len(recorder.calls) != layers:
         raise ConfigError(f"{name}: layers that attend more than once a token are not supported")
     for layer, call in enumerate(calls):
-        if call.style.mask.oddity:
+        if isinstance(call, Call) and call.style.mask.oddity:
             raise ConfigError(f"{name}: layer {layer}: {call.style.mask.oddity}")
     return calls
 
 
-def _shared(calls: Sequence[Call], layers: Sequence[LayerKV]) -> Iterator[LayerKV | int]:
+def _shared(
+    calls: Sequence[Call | StateCall], layers: Sequence[LayerKV]
+) -> Iterator[LayerKV | int]:
     """Yields what each layer keeps; the first layer that has its keys, if that is another one."""
     owners: dict[int, int] = {}
     for layer, (call, kv) in enumerate(zip(calls, layers, strict=True)):
-        owner = owners.setdefault(id(call.k), layer)
+        keys = call.k if isinstance(call, Call) else call
+        owner = owners.setdefault(id(keys), layer)
         yield kv if owner == layer or layers[owner] != kv else owner
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.hf.describe import Call, build, first_line, read_config, run_outline
+from pdserve.common.model.hf.describe import Call, StateCall, build, first_line, run_outline
 from pdserve.common.model.hf.parallel import (
     GATHERED,
     PLANNED,
@@ -50,13 +50,12 @@ class Layout:
     tuples: int = 0  # the length of what layers return, if that is a tuple
 
 
-def choose_layout(
-    spec: ModelSpec, folder: Path, overrides: Mapping[str, Any], size: int, stage: Stage
-) -> Layout:
-    """Returns the layout for `size` tensor-parallel ranks. Raises ConfigError if there is none."""
+def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage) -> Layout:
+    """Returns the layout for `size` tensor-parallel ranks of a `config` of `read_config`. Raises
+    ConfigError if there is none."""
 
     def fresh() -> Any:
-        return build(read_config(folder, overrides))
+        return build(copy.deepcopy(config))
 
     if stage == Stage.whole(spec.num_layers) and size == 1:
         return Layout("", (Heads(),) * spec.num_layers)
@@ -67,7 +66,7 @@ def choose_layout(
         return Layout(name, (Heads(),) * spec.num_layers, tuples=tuples)
     with torch.inference_mode():
         whole = run_outline(fresh()).calls
-    gather_kv = any(call.k.shape[1] % size for call in whole.values())
+    gather_kv = any(isinstance(each, Call) and each.k.shape[1] % size for each in whole.values())
     reason = ""
     for way in (GATHERED,) if spec.family in NOT_AS_PLANNED else (PLANNED, GATHERED):
         model = fresh()
@@ -104,12 +103,20 @@ def _tuples(spec: ModelSpec, model: Any, layers: nn.ModuleList) -> int:
 
 
 def _heads(
-    spec: ModelSpec, whole: Mapping[int, Call], part: Mapping[int, Call], size: int
+    spec: ModelSpec,
+    whole: Mapping[int, Call | StateCall],
+    part: Mapping[int, Call | StateCall],
+    size: int,
 ) -> tuple[Heads, ...]:
     """Compares how the layers attend, whole and split."""
     found = []
     for layer in range(spec.num_layers):
         has, had = part[layer], whole[layer]
+        if isinstance(has, StateCall) or isinstance(had, StateCall):
+            found.append(Heads())  # a rank has the inputs of all heads, of which it takes its own
+            if has.kv != had.kv:
+                raise Unsplittable(f"layer {layer} has a state of {has.kv.num_kv_heads} heads")
+            continue
         if had.q.shape[1] % size:
             raise Unsplittable(f"layer {layer} has {had.q.shape[1]} heads")
         keys = had.k.shape[1]

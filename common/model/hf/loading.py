@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
+from pdserve.common.model.folder import OpenWeights
 from pdserve.common.model.hf.parallel import Cut
 from pdserve.common.model.hf.pipeline import FORGOTTEN
 
@@ -27,9 +28,9 @@ Prepare = Callable[[Any], Mapping[str, Cut]]
 """Changes a model, on the meta device, into this rank's part, and returns the cuts by name."""
 
 
-def partial_class(kind: Any, prepare: Prepare) -> Any:
-    """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of the given tensors
-    of a checkpoint."""
+def partial_class(kind: Any, prepare: Prepare, weights: OpenWeights) -> Any:
+    """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of `weights`, of
+    which the state dict has all tensors."""
 
     class Partial(kind):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -46,7 +47,7 @@ def partial_class(kind: Any, prepare: Prepare) -> Any:
         def _load_pretrained_model(
             model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any
         ) -> tuple[LoadStateDictInfo, None]:
-            return _Loading(model, state_dict, load_config).run(), None
+            return _Loading(model, state_dict, load_config).run(weights), None
 
     Partial.__name__, Partial.__module__ = kind.__name__, kind.__module__
     return Partial
@@ -74,9 +75,15 @@ class _Loading:
         self._cuts: Mapping[str, Cut] = model._cuts
         self._known = model.state_dict()
         self._mismatched: set[Any] = set()
+        self._needed: set[str] = set()  # names of what this rank reads
 
-    def run(self) -> LoadStateDictInfo:
-        infos = [self._load(part, converted) for (_, converted), part in self._parts().items()]
+    def run(self, weights: OpenWeights) -> LoadStateDictInfo:
+        parts = list(self._parts().items())
+        groups = [[name for name in part if name in self._needed] for _, part in parts]
+        infos = []
+        for number in weights.readable(groups):
+            (_, converted), part = parts[number]
+            infos.append(self._load(part, converted))
         missing = [info.missing_keys for info in infos] or [set(self._known)]
         wrong = {name for name, _, _ in self._mismatched}
         return LoadStateDictInfo(
@@ -101,6 +108,8 @@ class _Loading:
                 target, pattern = name, None
             found = re.search(r"\.(\d+)\.", target)
             place = (found[1] if found else "", pattern is not None)
+            if target in self._known:
+                self._needed.add(name)
             cut = self._cuts.get(target) if pattern is None else None
             if cut is None:
                 parts[place][name] = stored

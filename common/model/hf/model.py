@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.fx import Node
 from transformers.utils import logging as hf_logging
 
 from pdserve.common.config.node import ModelConfig
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
@@ -25,11 +24,13 @@ from pdserve.common.model.attention import (
     AttentionBatch,
     AttentionContext,
     AttentionShape,
+    StepBackend,
 )
 from pdserve.common.model.attention_native import NativeAttention, can_attend
-from pdserve.common.model.checkpoint import open_checkpoint, text_model
 from pdserve.common.model.decoder import Decoder, places
-from pdserve.common.model.dequantize import dequantized
+from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs
+from pdserve.common.model.dequantize import model_view
+from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.hf.attention import (
     NAME,
     Answers,
@@ -37,9 +38,10 @@ from pdserve.common.model.hf.attention import (
     StyledAttention,
     take_temperatures,
 )
+from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.describe import first_line, model_class, read_config
 from pdserve.common.model.hf.layout import Heads, Layout, choose_layout
-from pdserve.common.model.hf.loading import partial_class
+from pdserve.common.model.hf.loading import Prepare, partial_class
 from pdserve.common.model.hf.parallel import Cut, split
 from pdserve.common.model.hf.pipeline import StageRun, check_stage
 from pdserve.common.model.hf.steps import ClassSteps, Recorded, Steps
@@ -75,9 +77,13 @@ class TransformersModel(Decoder):
         self.kernels = sharding.kernels
         self._bytes = sum(each.nbytes for each in model.parameters())
         take_temperatures(model)
+        take_delta_nets(model)
         self._places = places(spec.kv_groups, self.stage)
         self._steps: Steps = ClassSteps(model)
-        self.attentions = [self._styled(kv) for kv in spec.kv_groups]
+        self.attentions: list[StepBackend] = [
+            DeltaBackend(sharding.kernels) if kv.state else self._styled(kv)
+            for kv in spec.kv_groups
+        ]
 
     def record(self) -> None:
         """Replaces the class's code by a graph with our kernels, if it can be recorded. All ranks
@@ -107,10 +113,10 @@ class TransformersModel(Decoder):
         if why:
             raise Differs(why)
 
-    def _backends(self, calls: Mapping[int, Node]) -> tuple[list[AttentionBackend], frozenset[int]]:
+    def _backends(self, calls: Mapping[int, Node]) -> tuple[list[StepBackend], frozenset[int]]:
         """Returns a backend for each KV group, and the layers that ask for no more than it does:
         the native one where no layer of the group does."""
-        backends: list[AttentionBackend] = []
+        backends: list[StepBackend] = []
         plain: set[int] = set()
         for number, kv in enumerate(self.spec.kv_groups):
             layers = [layer for layer in calls if self.place(layer)[0] == number]
@@ -191,6 +197,7 @@ class _Step(Answers):
         attention = self._model.attentions[group]
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
         if not isinstance(attention, StyledAttention):
+            assert isinstance(attention, AttentionBackend)
             return attention.forward(index, q, k, v, self._caches[group], self._contexts[group])[
                 None
             ]
@@ -216,8 +223,18 @@ class _Step(Answers):
         """Attends from a layer's product `[T, (heads + 2 · kv_heads) · D]` → `[T, heads, D]`."""
         group, index, _ = self._model.place(layer)
         attention, cache = self._model.attentions[group], self._caches[group]
+        assert isinstance(attention, AttentionBackend)
         heads = qkv.view(len(qkv), -1, attention.shape.head_dim)
         return attention.attend(index, heads, norms, angles, cache, self._contexts[group])
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        group, index, _ = self._model.place(layer)
+        ranks, backend = self._model.group, self._model.attentions[group]
+        assert isinstance(backend, DeltaBackend)
+        start, end = self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size)
+        states = self._caches[group][index][0, :, :, 0]
+        out = backend.scan(inputs.of_units(start, end), states, self._contexts[group])
+        return ranks.all_gather(out, dim=1) if ranks.size > 1 else out
 
 
 def probe(model: TransformersModel) -> list[Tensor]:
@@ -261,32 +278,43 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
 
 
 def load_transformers_model(
-    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage
+    spec: ModelSpec,
+    config: ModelConfig,
+    sharding: Sharding,
+    stage: Stage,
+    folder: ModelFolder | None = None,
 ) -> TransformersModel:
-    """Loads this rank's part of the model onto the sharding's device.
+    """Loads this rank's part of the model, of `config` or `folder`, onto the sharding's device.
 
     Raises:
         ConfigError: the model cannot be split so, or the folder's tensors do not match the class;
             the message lists differences.
     """
+    assert config.model is not None
+    folder = folder or ModelFolder(config.model)
     with _BUILDING:
-        model = _load(spec, config, sharding, stage)
+        model = _load(spec, config, sharding, stage, folder)
     try:
         model.record()
     except Differs as error:
+        if type(folder) is not ModelFolder:  # others read, and wait for no one
+            raise ConfigError(
+                f"the graph of {spec.architecture} is of no use ({error}), and --load-broadcast "
+                "reads weights once: leave it out"
+            ) from error
         logger.warning("%s runs by its class's own code: %s", spec.architecture, error)
         with _BUILDING:
-            model = _load(spec, config, sharding, stage)
+            model = _load(spec, config, sharding, stage, folder)
     return model
 
 
 def _load(
-    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage
+    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage, folder: ModelFolder
 ) -> TransformersModel:
-    assert config.model is not None
-    folder = Path(config.model)
     check_stage(spec.architecture, spec.layer_kv, stage)
-    layout = choose_layout(spec, folder, config.overrides, sharding.group.size, stage)
+    with folder.files() as path:
+        hf_config = read_config(path, config.overrides)
+    layout = choose_layout(spec, hf_config, sharding.group.size, stage)
 
     def prepare(model: Any) -> dict[str, Cut]:
         cuts = {}
@@ -297,36 +325,41 @@ def _load(
         model.stage_run = StageRun(model, layers, stage, layout.tuples)
         return cuts
 
-    hf_config = read_config(folder, config.overrides)
     kind = model_class(hf_config)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
         prepare(made)
     else:
-        kind = partial_class(kind, prepare)
-        made = _read(kind, config.model, spec, hf_config, sharding.dtype)
+        made = _read(kind, prepare, folder, spec, hf_config, sharding.dtype)
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)
 
 
-def _read(kind: Any, folder: str, spec: ModelSpec, hf_config: Any, dtype: torch.dtype) -> Any:
+def _read(
+    kind: Any,
+    prepare: Prepare,
+    folder: ModelFolder,
+    spec: ModelSpec,
+    hf_config: Any,
+    dtype: torch.dtype,
+) -> Any:
     hf_logging.disable_progress_bar()
-    with ExitStack() as stack:
-        checkpoint = open_checkpoint(Path(folder), stack)
-        weights = dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
+    with folder.weights(partial(model_view, spec)) as weights:
         try:
-            model, info = kind.from_pretrained(
+            model, info = partial_class(kind, prepare, weights).from_pretrained(
                 None,
                 config=hf_config,
-                state_dict=dict(weights),  # parts of which are read when they are needed
+                state_dict=dict(weights.tensors),  # parts of which are read when they are needed
                 dtype=dtype,
                 attn_implementation=NAME,
                 ignore_mismatched_sizes=True,  # they are refused below, all at once
                 output_loading_info=True,
             )
+        except PdserveError:
+            raise
         except Exception as error:  # of a file or a tensor
             why = first_line(error)
-            raise ConfigError(f"the weights in {folder} cannot be loaded: {why}") from error
+            raise ConfigError(f"the weights in {folder.path} cannot be loaded: {why}") from error
     problems = [
         f"{what}: {some_of(sorted(map(str, info[key])))}"
         for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.delta_net import DeltaInputs
 from pdserve.common.model.hf.attention import Answers, Style
 
 COUNTS = (5, 11)  # tokens of the two runs
@@ -181,6 +182,9 @@ class RecordedAnswers(Answers):
             like = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
         args = (q, k, v, style.sinks)
         return self._recorder.call(Attend(layer, style), args, like, effect=True)
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        raise Untraceable(f"layer {layer} has a state")
 
 
 @contextmanager

@@ -15,250 +15,16 @@
 #include <utility>
 #include <vector>
 
+#include "cache.h"
+#include "products.h"
+#include "tile_products.h"
 #include "vec.h"
 
 namespace {
 
-// Into the second cache, which waits for more lines at a time than the first one.
-template <typename T>
-INLINE void fetch(const T* row, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 2);
-}
-
-// [blocks, kv_heads, block_size, dim] of keys, and as much of values.
-template <typename T>
-struct Cache {
-    const T *keys, *values;
-    int64_t kv_heads, dim, block_size;
-    int64_t to_values;  // from a key to its value
-
-    Cache(const T* keys, const T* values, int64_t kv_heads, int64_t dim, int64_t block_size)
-        : keys(keys), values(values), kv_heads(kv_heads), dim(dim), block_size(block_size),
-          to_values(values - keys) {}
-
-    // Where a sequence's keys start … end-1 are.
-    void rows(const int32_t* table, int64_t kv_head, int64_t start, int64_t end,
-             const T** out) const {
-        for (int64_t i = start; i < end;) {
-            const int64_t block = i / block_size, slot = i % block_size;
-            const T* row = keys + ((table[block] * kv_heads + kv_head) * block_size + slot) * dim;
-            const int64_t last = (block + 1) * block_size;
-            for (const int64_t stop = end < last ? end : last; i < stop; i++, row += dim) *out++ = row;
-        }
-    }
-};
-
-constexpr int KEYS = 64;                    // of a tile
-constexpr int PART = 8 * KEYS;              // tokens that are summed before they are added up
-constexpr int ROWS = 6;                     // of a product, at most
-constexpr int WIDTH = LANES == 16 ? 4 : 2;  // vectors of a product's row
-constexpr int COLUMNS = WIDTH * LANES;
-constexpr int64_t BLOCK = 64 * ROWS;        // rows that share a tile's copy, at most
-constexpr int FEW_ROWS = 8;                 // for which a tile is not copied, at most
-constexpr int64_t FEW = 64;                 // rows whose parts may be computed at the same time
-
-// What is multiplied in one step: a float, or two bfloat16 that are neighbours in a row.
-struct Pair {
-    uint32_t bits;
-};
-
-INLINE Vec multiply_add(float a, Vec b, Vec sum) { return fma(broadcast(a), b, sum); }
-#if defined(__AVX512BF16__)
-INLINE Vec multiply_add(Pair a, Vec b, Vec sum) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(a.bits)),
-                                 (__m512bh)b);
-}
-template <typename T>
-using Unit = std::conditional_t<std::is_same_v<T, BFloat16>, Pair, float>;
-#else
-template <typename T>
-using Unit = float;
-#endif
-
-template <typename U>
-constexpr int NUMBERS = std::is_same_v<U, Pair> ? 2 : 1;  // of a unit
-
-// out[R, COLUMNS] += a[R, depth] · b[depth, COLUMNS], in units; `stride` of a in units, of out in
-// floats. Each number is one chain of sums, in the order of the depth.
-template <int R, typename U>
-INLINE void multiply(const U* a, int64_t stride, const U* b, int64_t depth, float* out,
-                     int64_t out_stride) {
-    Vec sums[R][WIDTH];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int w = 0; w < WIDTH; w++) sums[r][w] = load(out + r * out_stride + w * LANES);
-    for (int64_t d = 0; d < depth; d++) {
-        Vec right[WIDTH];
-#pragma GCC unroll 8
-        for (int w = 0; w < WIDTH; w++) memcpy(&right[w], b + d * COLUMNS + w * LANES, sizeof(Vec));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int w = 0; w < WIDTH; w++)
-                sums[r][w] = multiply_add(a[r * stride + d], right[w], sums[r][w]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int w = 0; w < WIDTH; w++) store(out + r * out_stride + w * LANES, sums[r][w]);
-}
-
-// A square of LANES vectors, turned: vector i gets what lane i of each had.
-template <int STEP, int... I>
-INLINE void swap_halves(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
-    const Vec x = a, y = b;
-    a = __builtin_shufflevector(x, y, (I & STEP ? LANES + I - STEP : I)...);
-    b = __builtin_shufflevector(x, y, (I & STEP ? LANES + I : I + STEP)...);
-}
-
-template <int STEP>
-INLINE void transpose(Vec* rows) {
-    if constexpr (STEP > 0) {
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            if (!(i & STEP))
-                swap_halves<STEP>(rows[i], rows[i + STEP],
-                                  std::make_integer_sequence<int, LANES>());
-        transpose<STEP / 2>(rows);
-    }
-}
-
-// `count` units of a row, LANES at most; zeros behind them.
-template <typename T>
-INLINE Vec load_units(const T* row, int64_t unit, int64_t count) {
-    if constexpr (NUMBERS<Unit<T>> == 2) {
-        Vec x = {};
-        if (count == LANES) {
-            memcpy(&x, row + 2 * unit, sizeof x);
-        } else {
-            memcpy(&x, row + 2 * unit, count * sizeof(Pair));
-        }
-        return x;
-    } else {
-        return load_some(row + unit, count);
-    }
-}
-
-// The rows of a tile's keys; those before `first` and from `count` on do not exist.
-template <typename T>
-struct Tile {
-    const T* rows[KEYS];
-    int first, count;
-
-    INLINE const T* value(int k, int64_t to_values) const {
-        return k >= first && k < count ? rows[k] + to_values : nullptr;
-    }
-};
-
-// LANES units of LANES keys, from key `k` and unit `d` on: vector i has unit d + i of each key.
-// FULL: all of them exist.
-template <bool FULL, typename T>
-INLINE void load_square(const Tile<T>& tile, int k, int64_t d, int64_t depth, Vec* out) {
-    const int64_t some = FULL ? LANES : std::min<int64_t>(LANES, depth - d);
-#if defined(__AVX512F__)
-    if constexpr (FULL && sizeof(Unit<T>) == NUMBERS<Unit<T>> * sizeof(T)) {
-        auto quarter = [&](int row, int q) {
-            return _mm_loadu_ps((const float*)tile.rows[k + row] + d + 4 * q);
-        };
-#pragma GCC unroll 4
-        for (int q = 0; q < 4; q++) {  // four units of all keys: loads move quarters of vectors
-            __m512 x[4];
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                x[j] = _mm512_castps128_ps512(quarter(j, q));
-                x[j] = _mm512_insertf32x4(x[j], quarter(4 + j, q), 1);
-                x[j] = _mm512_insertf32x4(x[j], quarter(8 + j, q), 2);
-                x[j] = _mm512_insertf32x4(x[j], quarter(12 + j, q), 3);
-            }
-            const __m512d low = (__m512d)_mm512_unpacklo_ps(x[0], x[1]);
-            const __m512d high = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
-            const __m512d low2 = (__m512d)_mm512_unpacklo_ps(x[2], x[3]);
-            const __m512d high2 = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
-            out[4 * q] = (Vec)_mm512_unpacklo_pd(low, low2);
-            out[4 * q + 1] = (Vec)_mm512_unpackhi_pd(low, low2);
-            out[4 * q + 2] = (Vec)_mm512_unpacklo_pd(high, high2);
-            out[4 * q + 3] = (Vec)_mm512_unpackhi_pd(high, high2);
-        }
-        return;
-    }
-#endif
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        out[i] = FULL || (k + i >= tile.first && k + i < tile.count)
-                     ? load_units(tile.rows[k + i], d, some)
-                     : Vec{};
-    transpose<LANES / 2>(out);
-}
-
-// Keys as the right side of a product: panels of COLUMNS keys, [depth, COLUMNS] each. Columns of
-// keys that do not exist have any numbers.
-template <typename T>
-void pack_keys(const Tile<T>& tile, int64_t depth, Unit<T>* out) {
-    for (int k = tile.first / LANES * LANES; k < tile.count; k += LANES) {
-        Unit<T>* columns = out + k / COLUMNS * depth * COLUMNS + k % COLUMNS;
-        auto pack = [&](auto full, int64_t d) {
-            Vec square[LANES];
-            load_square<full>(tile, k, d, depth, square);
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-                if (full || i < depth - d)
-                    memcpy((void*)(columns + (d + i) * COLUMNS), &square[i], sizeof(Vec));
-        };
-        const bool exist = k >= tile.first && k + LANES <= tile.count;
-        int64_t d = 0;
-        for (; exist && d + LANES <= depth; d += LANES) pack(std::true_type(), d);
-        for (; d < depth; d += LANES) pack(std::false_type(), d);
-    }
-}
-
-// COLUMNS of a head's numbers from `column` on, of two keys where a unit has two numbers; zeros for a
-// key that does not exist (FULL: all of them exist). Two bfloat16 come from the even numbers of both rows, then the odd ones,
-// of 2 · LANES at a time: so no number has to move to another lane.
-template <bool FULL, typename T>
-INLINE void load_values(const T* row, const T* second, int64_t column, int64_t dim, Vec* out) {
-    constexpr int step = NUMBERS<Unit<T>>;
-#pragma GCC unroll 4
-    for (int w = 0; w < WIDTH; w += step) {
-        const int64_t i = column + w * LANES;
-        const int64_t some = FULL ? step * LANES : std::clamp<int64_t>(dim - i, 0, step * LANES);
-        if constexpr (step == 2) {
-            auto words = [&](const T* p) {
-                BitVec bits = {};
-                if (FULL) {
-                    memcpy(&bits, p + i, sizeof bits);
-                } else if (p) {
-                    memcpy(&bits, p + i, some * sizeof(T));
-                }
-                return bits;
-            };
-            const BitVec a = words(row), b = words(second);
-            out[w] = bit_cast<Vec>((a & 0xffff) | (b << 16));
-            out[w + 1] = bit_cast<Vec>((a >> 16) | (b & 0xffff0000));
-        } else {
-            out[w] = FULL || row ? load_some(row + i, some) : Vec{};
-        }
-    }
-}
-
-// Values as the right side: panels of COLUMNS of the head's numbers, [keys, COLUMNS] each, in units.
-template <typename T>
-void pack_values(const Tile<T>& tile, int64_t to_values, int64_t dim, Unit<T>* out) {
-    constexpr int per_unit = NUMBERS<Unit<T>>;
-    for (int k = 0; k < tile.count; k += per_unit)
-        for (int64_t column = 0; column < dim; column += COLUMNS) {
-            Vec units[WIDTH];
-            load_values<false>(tile.value(k, to_values), tile.value(k + 1, to_values), column, dim,
-                               units);
-            Unit<T>* at = out + (column * KEYS + k * COLUMNS) / per_unit;
-            memcpy((void*)at, units, sizeof units);
-        }
-}
-
-template <typename N>
-void grow(std::vector<N>& numbers, int64_t count) {
-    if (int64_t(numbers.size()) < count) numbers.resize(count);
-}
+constexpr int PART = 8 * KEYS;   // tokens that are summed before they are added up
+constexpr int64_t BLOCK = 384;   // rows that share a tile's copy, at most
+constexpr int64_t FEW_ROWS = 64;  // rows whose parts may be computed at the same time
 
 // What rows have seen of a part, or of all parts so far.
 struct Seen {
@@ -273,20 +39,26 @@ struct Seen {
 };
 
 // Rows of one KV head, and what they have seen. Each thread has one, for all its work.
-template <typename T>
+template <typename T, typename Products>
 struct Rows {
-    using U = Unit<T>;
-    static constexpr int64_t TILE_DEPTH = KEYS / NUMBERS<U>;
-    int64_t dim, depth, padded;  // `depth`: units of a head; `padded`: dim in whole panels
+    using S = Stored<T>;
+    using U = Unit<S>;
+    static constexpr int64_t CHUNK = std::max(Products::ROWS, Products::FEW);
+    Products products;
+    int64_t dim, depth, padded;  // `depth`: units of a row; `padded`: numbers of its sums
     int64_t count;
     std::vector<U> queries;  // [rows, depth]
     std::vector<int64_t> from, to;  // of each row: which keys it may see
     Seen part, all;
-    std::vector<U> keys, values;  // of a tile
+    Tile<S> tiles[2];           // one that is computed, one that is fetched meanwhile
+    std::vector<float> scores;  // [CHUNK, KEYS]
+    std::vector<U> weights;     // [CHUNK, UNITS]
 
     // Makes room for `most` rows. Memory is kept from call to call.
-    void prepare(int64_t size, int64_t most) {
-        dim = size, depth = dim / NUMBERS<U>, padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+    void prepare(const Cache<T>& cache, int64_t most) {
+        products.prepare(cache.row);
+        dim = cache.dim, depth = products.depth, padded = products.padded;
+        most = round_up(most, CHUNK);
         grow(queries, most * depth);
         grow(from, most);
         grow(to, most);
@@ -295,42 +67,56 @@ struct Rows {
             grow(seen->highest, most);
             grow(seen->weight, most);
         }
-        grow(keys, most > FEW_ROWS ? KEYS * depth : 0);
-        grow(values, most > FEW_ROWS ? TILE_DEPTH * padded : 0);
+        grow(scores, CHUNK * KEYS);
+        grow(weights, CHUNK * Products::UNITS);
+    }
+
+    // Row `r` is the query `from`, with zeros behind.
+    void set_query(int64_t r, const T* from) {
+        U* query = &queries[r * depth];
+        std::fill_n(query, depth, U{});
+        if constexpr (PER_UNIT<S> == 2) {
+            memcpy((void*)query, from, dim * sizeof(T));
+        } else {
+            for_vectors(dim, [&](int64_t i, int64_t some) {
+                store_some(query + i, load_some(from + i, some), some);
+            });
+        }
     }
 
     // The tokens `start … end-1` of a sequence, from multiples of KEYS on.
     void see(const Cache<T>& cache, const int32_t* table, int64_t kv_head, int64_t skipped,
              int64_t start, int64_t end, float scale) {
         part.begin(count, padded);
-        Tile<T> tiles[2];
-        auto look_up = [&](Tile<T>& tile, int64_t at) {
-            tile.first = int(std::clamp<int64_t>(skipped - at, 0, KEYS));
-            tile.count = int(std::clamp<int64_t>(end - at, 0, KEYS));
-            cache.rows(table, kv_head, at + tile.first - skipped, at + tile.count - skipped,
-                       tile.rows + tile.first);
-        };
-        look_up(tiles[0], start);
+        products.begin(queries.data(), count);
+        cache.find(table, kv_head, skipped, start, end, tiles[0]);
         for (int i = 0; start < end; i ^= 1, start += KEYS) {
-            const Tile<T>&tile = tiles[i], &next = tiles[!i];
-            look_up(tiles[!i], start + KEYS);
-            if (count <= FEW_ROWS) {
-                with_rows(count, [&](auto rows) {
-                    attend_few<rows>(tile, next, cache.to_values, start, scale);
-                });
-                continue;
+            const Tile<S>&tile = tiles[i], &next = tiles[!i];
+            cache.find(table, kv_head, skipped, start + KEYS, end, tiles[!i]);
+            if (count <= Products::FEW) {
+                products.score_few(tile, next, queries.data(), count, scores.data());
+                softmax(0, count, start, end, scale);
+                products.add_few(tile, next, weights.data(), count, part.sums.data());
+            } else {
+                see_many(tile, next, start, end, scale);
             }
-            for (int k = next.first; k < next.count; k++) {
-                fetch(next.rows[k], dim);
-                fetch(next.rows[k] + cache.to_values, dim);
-            }
-            pack_keys(tile, depth, keys.data());
-            pack_values(tile, cache.to_values, dim, values.data());
-            for (int64_t first = 0; first < count; first += ROWS)
-                if (sees(first, start, tile.count))
-                    with_rows(std::min<int64_t>(ROWS, count - first), [&](auto rows) {
-                        attend<rows>(first, start, tile.count, scale);
-                    });
+        }
+        products.end();
+    }
+
+    void see_many(const Tile<S>& tile, const Tile<S>& next, int64_t at, int64_t end, float scale) {
+        for (int g = 0; g < GROUPS; g++) {
+            next.fetch_keys(g, products.row);
+            next.fetch_values(g, products.row);
+        }
+        products.pack_keys(tile);
+        products.pack_values(tile);
+        for (int64_t first = 0; first < count; first += Products::ROWS) {
+            const int64_t some = std::min<int64_t>(Products::ROWS, count - first);
+            if (!sees(first, some, at)) continue;
+            products.score(&queries[first * depth], some, scores.data());
+            softmax(first, some, at, end, scale);
+            products.add(weights.data(), some, &part.sums[first * padded]);
         }
     }
 
@@ -352,7 +138,7 @@ struct Rows {
     // Writes row r; `load_values` says in which order its sums are.
     void write(int64_t r, T* out) const {
         const float *sums = &all.sums[r * padded], weight = all.weight[r];
-        if constexpr (NUMBERS<U> == 2) {
+        if constexpr (PER_WORD<S> == 2) {
             for (int64_t i = 0; i < dim; i += 2 * LANES) {
                 const BitVec words = round_to_bfloat16(load(sums + i) / weight) |
                                      round_to_bfloat16(load(sums + i + LANES) / weight) << 16;
@@ -366,164 +152,33 @@ struct Rows {
     }
 
 private:
-    // Calls f with the number of rows, FEW_ROWS at most, as a constant.
-    template <typename F>
-    static INLINE void with_rows(int64_t rows, F f) {
-        switch (rows) {
-            case 1: return f(std::integral_constant<int, 1>());
-            case 2: return f(std::integral_constant<int, 2>());
-            case 3: return f(std::integral_constant<int, 3>());
-            case 4: return f(std::integral_constant<int, 4>());
-            case 5: return f(std::integral_constant<int, 5>());
-            case 6: return f(std::integral_constant<int, 6>());
-            case 7: return f(std::integral_constant<int, 7>());
-            default: return f(std::integral_constant<int, FEW_ROWS>());
-        }
-    }
-
-    // Whether one of ROWS rows sees one of the keys from token `at` on.
-    bool sees(int64_t first, int64_t at, int num_keys) const {
+    // Whether one of the rows sees one of the keys from token `at` on.
+    bool sees(int64_t first, int64_t some, int64_t at) const {
         bool found = false;
-        for (int64_t r = first; r < std::min(first + ROWS, count); r++)
-            found |= from[r] < at + num_keys && to[r] > at;
+        for (int64_t r = first; r < first + some; r++) found |= from[r] < at + KEYS && to[r] > at;
         return found;
     }
 
-    // The packed tile that begins at token `at`, for R rows.
-    template <int R>
-    void attend(int64_t first, int64_t at, int num_keys, float scale) {
-        alignas(64) float scores[R * KEYS] = {};
-        alignas(64) U weights[R * TILE_DEPTH];
-        for (int panel = 0; panel * COLUMNS < num_keys; panel++)
-            multiply<R>(&queries[first * depth], depth, &keys[panel * depth * COLUMNS], depth,
-                        scores + panel * COLUMNS, KEYS);
-        softmax<R>(first, at, num_keys, scale, scores, weights);
-        const int64_t units = (num_keys + NUMBERS<U> - 1) / NUMBERS<U>;
-        for (int64_t column = 0; column < padded; column += COLUMNS)
-            multiply<R>(weights, TILE_DEPTH, &values[column * TILE_DEPTH], units,
-                        &part.sums[first * padded + column], padded);
-    }
-
-    // The same products, for all rows there are, straight from the blocks: for so few rows a copy of
-    // the tile does not pay. The next tile is fetched meanwhile.
-    template <int R>
-    void attend_few(const Tile<T>& tile, const Tile<T>& next, int64_t to_values, int64_t at,
-                    float scale) {
-        alignas(64) float scores[R * KEYS];
-        alignas(64) U weights[R * TILE_DEPTH];
-        constexpr int G = R == 1 ? 4 : R <= 4 ? 2 : 1;  // so many sums are under way at a time
-        int k = tile.first / LANES * LANES;
-        for (; k >= tile.first && depth % LANES == 0 && k + G * LANES <= tile.count; k += G * LANES)
-            score_few<R, G, true>(tile, next, k, scores);
-        for (; k < tile.count; k += LANES) score_few<R, 1, false>(tile, next, k, scores);
-        softmax<R>(0, at, tile.count, scale, scores, weights);
-        constexpr int P = R <= 2 ? 2 : 1;
-        int64_t column = 0;
-        for (; column + P * COLUMNS <= dim; column += P * COLUMNS)
-            add_few<R, P, true>(tile, next, to_values, column, weights);
-        for (; column + COLUMNS <= dim; column += COLUMNS)
-            add_few<R, 1, true>(tile, next, to_values, column, weights);
-        for (; column < dim; column += COLUMNS)
-            add_few<R, 1, false>(tile, next, to_values, column, weights);
-    }
-
-    // Scores of G · LANES keys from `key` on. FULL: all of them exist, in whole vectors.
-    template <int R, int G, bool FULL>
-    INLINE void score_few(const Tile<T>& tile, const Tile<T>& next, int key, float* scores) {
-        Vec sums[G][R] = {};
-        for (int i = std::max(key, next.first); i < std::min(key + G * LANES, next.count); i++)
-            fetch(next.rows[i], dim);
-        for (int64_t d = 0; d < depth; d += LANES) {
-            const U* query = &queries[d];
-#pragma GCC unroll 4
-            for (int g = 0; g < G; g++) {
-                Vec square[LANES];
-                load_square<FULL>(tile, key + g * LANES, d, depth, square);
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++)
-                        if (FULL || i < depth - d)
-                            sums[g][r] = multiply_add(query[r * depth + i], square[i], sums[g][r]);
-            }
-        }
-#pragma GCC unroll 4
-        for (int g = 0; g < G; g++)
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) store(scores + r * KEYS + key + g * LANES, sums[g][r]);
-    }
-
-    // Weighted values, P panels of their numbers from `column` on. FULL: no panel ends early.
-    template <int R, int P, bool FULL>
-    INLINE void add_few(const Tile<T>& tile, const Tile<T>& next, int64_t to_values, int64_t column,
-                        const U* weights) {
-        constexpr int per_unit = NUMBERS<U>;
-        Vec sums[R][P * WIDTH];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int w = 0; w < P * WIDTH; w++)
-                sums[r][w] = load(&part.sums[r * padded + column + w * LANES]);
-        auto add = [&](auto full, int k) {
-            if (column == 0)
-                for (int i = k; i < k + per_unit; i++)
-                    if (const T* row = next.value(i, to_values)) fetch(row, dim);
-            Vec right[P * WIDTH];
-#pragma GCC unroll 2
-            for (int p = 0; p < P; p++) {
-                const int64_t at = column + p * COLUMNS;
-                if constexpr (full) {
-                    load_values<true>(tile.rows[k] + to_values, tile.rows[k + per_unit - 1] + to_values,
-                                      at, dim, right + p * WIDTH);
-                } else {
-                    load_values<false>(tile.value(k, to_values), tile.value(k + 1, to_values), at, dim,
-                                       right + p * WIDTH);
-                }
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-                for (int w = 0; w < P * WIDTH; w++)
-                    sums[r][w] =
-                        multiply_add(weights[r * TILE_DEPTH + k / per_unit], right[w], sums[r][w]);
-        };
-        int k = tile.first / per_unit * per_unit;
-        for (; FULL && k >= tile.first && k + per_unit <= tile.count; k += per_unit)
-            add(std::bool_constant<FULL>(), k);
-        for (; k < tile.count; k += per_unit) add(std::false_type(), k);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int w = 0; w < P * WIDTH; w++)
-                store(&part.sums[r * padded + column + w * LANES], sums[r][w]);
-    }
-
-    template <int R>
-    void softmax(int64_t first, int64_t at, int num_keys, float scale, float* scores, U* weights) {
-        for (int r = 0; r < R; r++)
-            softmax_row(first + r, from[first + r] - at,
-                        std::min(to[first + r] - at, int64_t(num_keys)), scale, scores + r * KEYS,
-                        weights + r * TILE_DEPTH);
+    void softmax(int64_t first, int64_t some, int64_t at, int64_t end, float scale) {
+        for (int64_t r = 0; r < some; r++)
+            softmax_row(first + r, from[first + r] - at, std::min(to[first + r], end) - at, scale,
+                        &scores[r * KEYS], &weights[r * Products::UNITS]);
     }
 
     // Scores become weights relative to the highest score so far, and what was summed before
     // follows (arXiv:1805.02867). The row sees the keys `from … to-1` of the tile.
     void softmax_row(int64_t row, int64_t from, int64_t to, float scale, float* scores, U* weights) {
         for (int64_t k = 0; k < std::min<int64_t>(from, KEYS); k++) scores[k] = -INFINITY;
-        for (int64_t k = std::max<int64_t>(to, 0); k < KEYS; k++) scores[k] = -INFINITY;
+        for (int64_t k = std::clamp<int64_t>(to, 0, KEYS); k < KEYS; k++) scores[k] = -INFINITY;
         Vec top = broadcast(part.highest[row]);
         for (int k = 0; k < KEYS; k += LANES) top = max(load(scores + k) * scale, top);
         const float highest = largest(top);
         const float base = highest == -INFINITY ? 0 : highest;  // it has seen nothing
-        const float shrink = std::exp(part.highest[row] - base);
+        const float shrink = part.highest[row] == base ? 1 : std::exp(part.highest[row] - base);
         Vec total = {};
         for (int k = 0; k < KEYS; k += LANES) {
             const Vec share = exp(load(scores + k) * scale - base);
-            if constexpr (NUMBERS<U> == 2) {
-                store((BFloat16*)weights + k, share);
-            } else {
-                store(weights + k, share);
-            }
+            store_units(weights + k / PER_UNIT<S>, share);
             total += share;
         }
         part.highest[row] = highest;
@@ -531,6 +186,24 @@ private:
         if (shrink != 1.0f)
             for (int64_t i = row * padded; i < (row + 1) * padded; i += LANES)
                 store(&part.sums[i], load(&part.sums[i]) * shrink);
+    }
+};
+
+// What one call computes; `paged_attention` says what each is.
+struct Call {
+    int64_t threads, sequences, heads, kv_heads, window;
+    bool chunked;
+    float scale;
+    const void* query;
+    int64_t query_stride;
+    const int32_t *rows, *counts, *starts, *skipped, *tables;
+    int64_t table_stride;
+    void* out;
+
+    int64_t shared() const { return heads / kv_heads; }
+
+    int64_t first_seen(int64_t position) const {
+        return chunked ? position / window * window : std::max<int64_t>(0, position + 1 - window);
     }
 };
 
@@ -551,6 +224,132 @@ struct Task {
     int64_t part;  // -1: all
 };
 
+// All works of a call; what sees the most comes first.
+std::vector<Work> works_of(const Call& call) {
+    std::vector<Work> all;
+    const int64_t shared = call.shared();
+    for (int64_t i = 0; i < call.sequences; i++)
+        for (int64_t first = 0; first < call.counts[i] * shared; first += BLOCK) {
+            const int64_t some = std::min(BLOCK, call.counts[i] * shared - first);
+            const int64_t start = call.skipped[i] + call.starts[i];
+            const int64_t begin = call.first_seen(start + first / shared) / KEYS * KEYS;
+            const int64_t end = start + (first + some - 1) / shared + 1;
+            for (int64_t h = 0; h < call.kv_heads; h++)
+                all.push_back({i, h, first, some, begin, end, 0});
+        }
+    std::reverse(all.begin(), all.end());
+    return all;
+}
+
+// A thread's share of a call: the rows of one work at a time.
+template <typename T, typename Products>
+class Worker {
+public:
+    Worker(const Call& call, const Cache<T>& cache, Rows<T, Products>& rows)
+        : call(call), cache(cache), rows(rows) {}
+
+    void begin(const Work& work) {
+        rows.count = work.count;
+        for (int64_t r = 0; r < work.count; r++) {
+            const int64_t position = call.skipped[work.sequence] + call.starts[work.sequence] +
+                                     (work.first + r) / call.shared();
+            rows.from[r] = call.first_seen(position);
+            rows.to[r] = position + 1;
+            rows.set_query(r, (const T*)call.query + token(work, r) * call.query_stride +
+                                  head(work, r) * cache.dim);
+        }
+        rows.all.begin(work.count, rows.padded);
+    }
+
+    void see(const Work& work, int64_t p) {
+        rows.see(cache, call.tables + work.sequence * call.table_stride, work.kv_head,
+                 call.skipped[work.sequence], work.part_begin(p), work.part_end(p), call.scale);
+    }
+
+    void write(const Work& work) {
+        for (int64_t r = 0; r < work.count; r++)
+            rows.write(r, (T*)call.out + (token(work, r) * call.heads + head(work, r)) * cache.dim);
+    }
+
+    // A part's results to their place, or back.
+    void move(const Work& work, int64_t p, float* results, bool back) {
+        float* at = results + work.stored + p * work.count * (rows.padded + 2);
+        for (auto [numbers, count] : {std::pair{&rows.part.sums, work.count * rows.padded},
+                                      std::pair{&rows.part.highest, work.count},
+                                      std::pair{&rows.part.weight, work.count}}) {
+            memcpy(back ? numbers->data() : at, back ? at : numbers->data(), count * sizeof(float));
+            at += count;
+        }
+    }
+
+private:
+    const Call& call;
+    const Cache<T>& cache;
+    Rows<T, Products>& rows;
+
+    int64_t token(const Work& work, int64_t r) const {
+        return call.rows[work.sequence] + (work.first + r) / call.shared();
+    }
+    int64_t head(const Work& work, int64_t r) const {
+        return work.kv_head * call.shared() + (work.first + r) % call.shared();
+    }
+};
+
+template <typename Products, typename T>
+void attend(const Call& call, const Cache<T>& cache) {
+    std::vector<Work> all = works_of(call);
+    int64_t most = 0, stored = 0;
+    // Where there are few works, their parts are tasks, and added up afterwards.
+    const bool splits = call.threads > 1 && int64_t(all.size()) < 4 * call.threads;
+    const int64_t padded = round_up(cache.row, COLUMNS);
+    std::vector<Task> tasks;
+    std::vector<Work*> split;
+    for (Work& work : all) {
+        most = std::max(most, work.count);
+        if (splits && work.count <= FEW_ROWS && work.parts() > 1) {
+            split.push_back(&work);
+            work.stored = stored;
+            stored += work.parts() * work.count * (padded + 2);
+            for (int64_t p = 0; p < work.parts(); p++) tasks.push_back({&work, p});
+        } else {
+            tasks.push_back({&work, -1});
+        }
+    }
+    std::vector<float> results(stored);  // of parts: sums, highest, weight
+    const int n = int(std::min<int64_t>(call.threads, int64_t(tasks.size())));
+#pragma omp parallel num_threads(n) if (n > 1)
+    {
+        static thread_local Rows<T, Products> rows;
+        rows.prepare(cache, most);
+        Worker<T, Products> worker(call, cache, rows);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < tasks.size(); i++) {
+            const Work& work = *tasks[i].work;
+            worker.begin(work);
+            if (tasks[i].part >= 0) {
+                worker.see(work, tasks[i].part);
+                worker.move(work, tasks[i].part, results.data(), false);
+                continue;
+            }
+            for (int64_t p = 0; p < work.parts(); p++) {
+                worker.see(work, p);
+                rows.add_part();
+            }
+            worker.write(work);
+        }
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < split.size(); i++) {
+            const Work& work = *split[i];
+            worker.begin(work);
+            for (int64_t p = 0; p < work.parts(); p++) {
+                worker.move(work, p, results.data(), true);
+                rows.add_part();
+            }
+            worker.write(work);
+        }
+    }
+}
+
 }  // namespace
 
 // out[row] = attention of each new token over the tokens before it and itself: the last `window` of
@@ -560,121 +359,22 @@ struct Task {
 // from there. `query` has `query_stride` numbers from token to token, `out` heads · dim. `dim` is
 // even.
 EXPORT void paged_attention(int64_t dtype, int64_t threads, int64_t sequences, int64_t heads,
-                            int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window,
-                            int64_t chunked, double scale, const void* query, int64_t query_stride,
+                            int64_t kv_heads, int64_t dim, int64_t block_size, int64_t format,
+                            int64_t window, int64_t chunked, double scale, const void* query,
+                            int64_t query_stride,
                             const void* keys, const void* values, const int32_t* rows,
                             const int32_t* counts, const int32_t* starts, const int32_t* skipped,
                             const int32_t* tables, int64_t table_stride, void* out) {
+    const Call call{threads, sequences, heads,  kv_heads, window,  chunked != 0, float(scale), query,
+                    query_stride, rows, counts, starts,   skipped, tables,       table_stride, out};
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const Cache<T> cache((const T*)keys, (const T*)values, kv_heads, dim, block_size);
-        const int64_t shared = heads / kv_heads;
-        auto first_seen = [&](int64_t position) {
-            return chunked ? position / window * window : std::max<int64_t>(0, position + 1 - window);
-        };
-        std::vector<Work> all;
-        int64_t most = 0;
-        for (int64_t i = 0; i < sequences; i++)
-            for (int64_t first = 0; first < counts[i] * shared; first += BLOCK) {
-                const int64_t some = std::min(BLOCK, counts[i] * shared - first);
-                const int64_t start = skipped[i] + starts[i];
-                const int64_t begin = first_seen(start + first / shared) / KEYS * KEYS;
-                const int64_t end = start + (first + some - 1) / shared + 1;
-                most = std::max(most, some);
-                for (int64_t h = 0; h < kv_heads; h++) all.push_back({i, h, first, some, begin, end, 0});
-            }
-        std::reverse(all.begin(), all.end());  // what sees the most first
-
-        // Where there are few works, their parts are tasks, and added up afterwards.
-        const bool splits = threads > 1 && int64_t(all.size()) < 4 * threads;
-        const int64_t padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
-        std::vector<Task> tasks;
-        std::vector<Work*> split;
-        int64_t stored = 0;
-        for (Work& work : all) {
-            if (splits && work.count <= FEW && work.parts() > 1) {
-                split.push_back(&work);
-                work.stored = stored;
-                stored += work.parts() * work.count * (padded + 2);
-                for (int64_t p = 0; p < work.parts(); p++) tasks.push_back({&work, p});
-            } else {
-                tasks.push_back({&work, -1});
-            }
+        const Cache<T> cache(keys, values, format, kv_heads, dim, block_size);
+#if defined(HAS_AMX)
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (has_tiles()) return attend<TileProducts>(call, cache);
         }
-        std::vector<float> results(stored);  // of parts: sums, highest, weight
-
-        auto token = [&](const Work& work, int64_t r) { return (work.first + r) / shared; };
-        auto head = [&](const Work& work, int64_t r) {
-            return work.kv_head * shared + (work.first + r) % shared;
-        };
-        auto begin = [&](Rows<T>& part, const Work& work) {
-            part.count = work.count;
-            for (int64_t r = 0; r < work.count; r++) {
-                const int64_t t = token(work, r);
-                const int64_t position = skipped[work.sequence] + starts[work.sequence] + t;
-                part.from[r] = first_seen(position);
-                part.to[r] = position + 1;
-                const T* row = (const T*)query + (rows[work.sequence] + t) * query_stride +
-                               head(work, r) * dim;
-                for (int64_t d = 0; d < part.depth; d += LANES) {
-                    const int64_t some = std::min<int64_t>(LANES, part.depth - d);
-                    const Vec units = load_units(row, d, some);
-                    memcpy((void*)&part.queries[r * part.depth + d], &units, some * sizeof(float));
-                }
-            }
-        };
-        auto see = [&](Rows<T>& part, const Work& work, int64_t p) {
-            part.see(cache, tables + work.sequence * table_stride, work.kv_head,
-                     skipped[work.sequence], work.part_begin(p), work.part_end(p), float(scale));
-        };
-        auto write = [&](const Rows<T>& part, const Work& work) {
-            for (int64_t r = 0; r < work.count; r++)
-                part.write(r, (T*)out + ((rows[work.sequence] + token(work, r)) * heads +
-                                         head(work, r)) * dim);
-        };
-        // A part's results to their place, or back.
-        auto result_of = [&](Seen& seen, const Work& work, int64_t p, bool back) {
-            float* at = &results[work.stored + p * work.count * (padded + 2)];
-            for (auto [numbers, count] : {std::pair{&seen.sums, work.count * padded},
-                                          std::pair{&seen.highest, work.count},
-                                          std::pair{&seen.weight, work.count}}) {
-                memcpy(back ? numbers->data() : at, back ? at : numbers->data(),
-                       count * sizeof(float));
-                at += count;
-            }
-        };
-        const int n = int(std::min<int64_t>(threads, int64_t(tasks.size())));
-#pragma omp parallel num_threads(n) if (n > 1)
-        {
-            static thread_local Rows<T> part;
-            part.prepare(dim, most);
-#pragma omp for schedule(dynamic)
-            for (size_t i = 0; i < tasks.size(); i++) {
-                const Work& work = *tasks[i].work;
-                begin(part, work);
-                if (tasks[i].part >= 0) {
-                    see(part, work, tasks[i].part);
-                    result_of(part.part, work, tasks[i].part, false);
-                    continue;
-                }
-                part.all.begin(part.count, part.padded);
-                for (int64_t p = 0; p < work.parts(); p++) {
-                    see(part, work, p);
-                    part.add_part();
-                }
-                write(part, work);
-            }
-#pragma omp for schedule(dynamic)
-            for (size_t i = 0; i < split.size(); i++) {
-                const Work& work = *split[i];
-                part.count = work.count;
-                part.all.begin(part.count, part.padded);
-                for (int64_t p = 0; p < work.parts(); p++) {
-                    result_of(part.part, work, p, true);
-                    part.add_part();
-                }
-                write(part, work);
-            }
-        }
+#endif
+        attend<VectorProducts<Stored<T>>>(call, cache);
     });
 }

@@ -13,12 +13,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "vec.h"
-
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -30,6 +26,7 @@ constexpr int REGISTERS = 12;
 constexpr int64_t GROUP = 2 * LANES;       // rows: threads share the rows in groups
 constexpr int64_t BLOCK_BYTES = 64 << 10;  // of weights, which stay in the cache for all tokens
 constexpr int64_t MAX_TOKENS = 192;        // prepared at once: their numbers stay in the cache, too
+constexpr int64_t TILES_BYTES = 512 << 10;  // of weights, and of tokens: tiles stay in the second cache
 
 INLINE BitVec load_words(const uint32_t* p) {
     BitVec words;
@@ -327,51 +324,35 @@ void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_
     }
 }
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(HAS_AMX)
 // bfloat16 by the CPU's matrix unit: a packed weight is in the order of its tiles already. Sums have
 // one order here, too, and another one than vectors have: a matrix is multiplied by one of the two
 // for any number of tokens.
 
-constexpr int64_t TILE = 16;  // tokens, rows, and words of inputs
-
-// Whether the kernel lets this process use the unit (Linux: arch_prctl, ARCH_REQ_XCOMP_PERM).
-bool has_tiles() {
-    static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return allowed;
-}
-
 bool fits_tiles(int64_t inputs) { return inputs % TILE == 0 && has_tiles(); }
-
-// Tiles 0 to 3 are sums of two sets of tokens by two panels of rows, 4 and 5 tokens, 6 and 7 rows.
-void configure_tiles(int64_t first, int64_t second) {
-    struct alignas(64) {
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {};
-    } config;
-    const int64_t rows[] = {first, first, second, second, first, second, TILE, TILE};
-    for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(std::max<int64_t>(1, rows[i]));
-    _tile_loadconfig(&config);
-}
 
 INLINE void finish_tile(const Layer<BFloat16>& layer, int64_t token, int64_t tokens, int64_t row,
                         const float* sums) {
     for (int64_t t = 0; t < tokens; t++) finish(layer, token + t, row, load(sums + t * TILE));
 }
 
-// `first` tokens from `token` on, and `second` more behind them, by the rows `row … row+31`.
+// `first` tokens from `token` on, and `second` more behind them, by the rows `row … row+31`. Tiles 0
+// to 3 are sums of two sets of tokens by two panels of rows, 4 and 5 tokens, 6 and 7 rows. COLD: the
+// weights come from memory.
+template <bool COLD>
 void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, int64_t first,
                     int64_t second, const BFloat16* x, int64_t stride) {
     const uint32_t *upper = layer.words + row * layer.inputs, *lower = upper + TILE * layer.inputs;
     const BFloat16* one = x + token * stride;
     const BFloat16* other = one + TILE * stride;
     constexpr int64_t AHEAD = 4 << 10;  // bytes
+    settle_memory();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < layer.inputs; k += TILE) {
-        for (int64_t i = 0; i < TILE * 64; i += 64) {
+        for (int64_t i = 0; COLD && i < TILE * 64; i += 64) {
             __builtin_prefetch((const char*)(upper + k * TILE) + AHEAD + i);
             __builtin_prefetch((const char*)(lower + k * TILE) + AHEAD + i);
         }
@@ -401,22 +382,29 @@ void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, in
 void multiply_by_tiles(const Layer<BFloat16>& layer, int64_t threads, int64_t count,
                        const BFloat16* x, int64_t stride) {
     const int64_t groups = layer.rows / GROUP;
-    const int64_t step = std::max<int64_t>(1, BLOCK_BYTES / (GROUP * layer.inputs * 4));
+    const int64_t step = std::max<int64_t>(1, TILES_BYTES / (GROUP * layer.inputs * 4));
+    const int64_t most = std::max<int64_t>(64, TILES_BYTES / (layer.inputs * 4) / 64 * 64);
     const int n = useful_threads(layer.rows * layer.inputs * (1 + count / 8), threads);
 #pragma omp parallel for num_threads(n) if (n > 1) schedule(static)
     for (int i = 0; i < n; i++) {
         const int64_t end = groups * (i + 1) / n;
         int64_t configured = 0;
-        for (int64_t from = 0; from < count; from += MAX_TOKENS) {
-            const int64_t to = std::min(count, from + MAX_TOKENS);
+        for (int64_t from = 0; from < count; from += most) {
+            const int64_t to = std::min(count, from + most);
             for (int64_t group = groups * i / n; group < end; group += step)
                 for (int64_t token = from; token < to; token += 2 * TILE) {
                     const int64_t first = std::min(TILE, to - token);
                     const int64_t second = std::clamp<int64_t>(to - token - TILE, 0, TILE);
-                    if (configured != first + second) configure_tiles(first, second);
+                    if (configured != first + second)
+                        configure_tiles({first, first, second, second, first, second, TILE, TILE},
+                                        {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE});
                     configured = first + second;
                     for (int64_t g = group; g < std::min(end, group + step); g++)
-                        multiply_tiles(layer, g * GROUP, token, first, second, x, stride);
+                        if (token == from) {
+                            multiply_tiles<true>(layer, g * GROUP, token, first, second, x, stride);
+                        } else {
+                            multiply_tiles<false>(layer, g * GROUP, token, first, second, x, stride);
+                        }
                 }
         }
         _tile_release();
@@ -454,7 +442,7 @@ EXPORT void linear(int64_t dtype, int64_t threads, int64_t count, int64_t rows, 
             } else if constexpr (std::is_same<T, float>::value) {
                 multiply<Float32>(layer, threads, count, (const T*)x, stride);
             } else {
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(HAS_AMX)
                 if (fits_tiles(words))
                     return multiply_by_tiles(layer, threads, count, (const T*)x, stride);
 #endif

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kv_rows.h"
 #include "vec.h"
 
 namespace {
@@ -37,20 +38,22 @@ void rotate_head(T* head, const T* cos, const T* sin, int64_t dim) {
 }  // namespace
 
 // Turns the query and key heads of `qkv` in place, and copies keys and values to their slots
-// (block · block_size + slot) of the caches [blocks, kv_heads, block_size, dim]. A block whose first
-// slot is written is zeroed before: see attention.py. `qkv` has heads + 2 · kv_heads heads a row,
+// (block · block_size + slot) of the caches [blocks, kv_heads, block_size], in rows of `format`. A
+// block whose first slot is written is zeroed before: see attention.py. `qkv` has heads + 2 · kv_heads heads a row,
 // contiguous; `cos` and `sin` dim / 2 numbers a row, or are null, as are the norms' weights.
 EXPORT void rotate_and_cache(int64_t dtype, int64_t threads, int64_t tokens, int64_t heads,
-                             int64_t kv_heads, int64_t dim, int64_t block_size, void* qkv,
-                             const void* q_norm, const void* k_norm, double eps, const void* cos,
-                             const void* sin, void* keys, void* values, const int64_t* slots) {
+                             int64_t kv_heads, int64_t dim, int64_t block_size, int64_t format,
+                             void* qkv, const void* q_norm, const void* k_norm, double eps,
+                             const void* cos, const void* sin, uint8_t* keys, uint8_t* values,
+                             const int64_t* slots) {
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const int64_t width = (heads + 2 * kv_heads) * dim, block = block_size * kv_heads * dim;
+        const int64_t width = (heads + 2 * kv_heads) * dim, bytes = row_bytes<T>(format, dim);
+        const int64_t block = block_size * kv_heads * bytes;
         for (int64_t t = 0; t < tokens; t++) {
             if (slots[t] % block_size) continue;
-            memset((T*)keys + slots[t] / block_size * block, 0, block * sizeof(T));
-            memset((T*)values + slots[t] / block_size * block, 0, block * sizeof(T));
+            memset(keys + slots[t] / block_size * block, 0, block);
+            memset(values + slots[t] / block_size * block, 0, block);
         }
         const int n = useful_threads(tokens * width, threads);
 #pragma omp parallel for num_threads(n) if (n > 1)
@@ -63,11 +66,11 @@ EXPORT void rotate_and_cache(int64_t dtype, int64_t threads, int64_t tokens, int
                     rotate_head(row + h * dim, (const T*)cos + t * (dim / 2),
                                 (const T*)sin + t * (dim / 2), dim);
             }
-            const int64_t first = slots[t] / block_size * block + slots[t] % block_size * dim;
+            const int64_t first = slots[t] / block_size * block + slots[t] % block_size * bytes;
             for (int64_t h = 0; h < kv_heads; h++) {
-                const int64_t place = first + h * block_size * dim;
-                memcpy((T*)keys + place, row + (heads + h) * dim, dim * sizeof(T));
-                memcpy((T*)values + place, row + (heads + kv_heads + h) * dim, dim * sizeof(T));
+                const int64_t place = first + h * block_size * bytes;
+                write_row(format, row + (heads + h) * dim, dim, keys + place);
+                write_row(format, row + (heads + kv_heads + h) * dim, dim, values + place);
             }
         }
     });

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -177,22 +178,27 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
 
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
+// Of all lanes: each half with the other, then each quarter, and so on.
+template <int STEP, int... I>
+INLINE Vec swap_lanes(Vec x, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(x, x, (I ^ STEP)...);
+}
+
+template <int STEP = LANES / 2, typename F>
+INLINE float fold(Vec x, F f) {
+    if constexpr (STEP == 0) {
+        return x[0];
+    } else {
+        return fold<STEP / 2>(f(x, swap_lanes<STEP>(x, std::make_integer_sequence<int, LANES>())), f);
+    }
+}
+
 INLINE float sum(Vec x) {
-    float total = 0;
-    float part[LANES];
-    store(part, x);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) part[i] += part[i + step];
-    total = part[0];
-    return total;
+    return fold(x, [](Vec a, Vec b) { return a + b; });
 }
 
 INLINE float largest(Vec x) {
-    float part[LANES];
-    store(part, x);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) part[i] = part[i] > part[i + step] ? part[i] : part[i + step];
-    return part[0];
+    return fold(x, [](Vec a, Vec b) { return max(a, b); });
 }
 
 // e^x within 2 units in the last place (Cephes' polynomial); 0 below -87.3, NaN of NaN.

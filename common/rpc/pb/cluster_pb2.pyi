@@ -105,12 +105,14 @@ class RegisterRequest(_message.Message):
     def __init__(self, node: _Optional[_Union[NodeInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., time_s: _Optional[float] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("heartbeat_interval_s", "router")
+    __slots__ = ("heartbeat_interval_s", "router", "sibling_ports")
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    SIBLING_PORTS_FIELD_NUMBER: _ClassVar[int]
     heartbeat_interval_s: float
     router: str
-    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., router: _Optional[str] = ...) -> None: ...
+    sibling_ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., router: _Optional[str] = ..., sibling_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("node_id", "load", "instance", "time_s")
@@ -125,10 +127,12 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., instance: _Optional[str] = ..., time_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("known",)
+    __slots__ = ("known", "heartbeat_interval_s")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     known: bool
-    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+    heartbeat_interval_s: float
+    def __init__(self, known: _Optional[bool] = ..., heartbeat_interval_s: _Optional[float] = ...) -> None: ...
 
 class DeregisterRequest(_message.Message):
     __slots__ = ("node_id", "instance")
@@ -171,8 +175,20 @@ class SetAdaptersResponse(_message.Message):
     failures: _containers.ScalarMap[str, str]
     def __init__(self, digests: _Optional[_Iterable[str]] = ..., failures: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
+class KVEventsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KVEventsMessage(_message.Message):
+    __slots__ = ("number", "batch")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    batch: bytes
+    def __init__(self, number: _Optional[int] = ..., batch: _Optional[bytes] = ...) -> None: ...
+
 class Job(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "adapter", "priority", "client", "router", "timed")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "choices", "cache_salt", "adapter", "priority", "client", "router", "orphan_key", "timed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +198,7 @@ class Job(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_KEY_FIELD_NUMBER: _ClassVar[int]
     TIMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -192,8 +209,9 @@ class Job(_message.Message):
     priority: int
     client: str
     router: str
+    orphan_key: bytes
     timed: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., client: _Optional[str] = ..., router: _Optional[str] = ..., timed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., client: _Optional[str] = ..., router: _Optional[str] = ..., orphan_key: _Optional[bytes] = ..., timed: _Optional[bool] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "output_token_ids")
@@ -301,6 +319,22 @@ class HandedOff(_message.Message):
     transfer_s: float
     def __init__(self, transfer_s: _Optional[float] = ...) -> None: ...
 
+class FindOrphanRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
+class FindOrphanResponse(_message.Message):
+    __slots__ = ("found", "attached", "local_prefill")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    attached: bool
+    local_prefill: bool
+    def __init__(self, found: _Optional[bool] = ..., attached: _Optional[bool] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+
 class FinishChoiceRequest(_message.Message):
     __slots__ = ("request_id", "choice")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -314,16 +348,18 @@ class FinishChoiceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("job", "local_prefill", "stream", "job_number")
+    __slots__ = ("job", "local_prefill", "stream", "job_number", "adopt")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     JOB_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     job: Job
     local_prefill: bool
     stream: str
     job_number: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., stream: _Optional[str] = ..., job_number: _Optional[int] = ...) -> None: ...
+    adopt: bool
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., stream: _Optional[str] = ..., job_number: _Optional[int] = ..., adopt: _Optional[bool] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ()

@@ -275,6 +275,86 @@ class Adapters:
             _registered_method=True)
 
 
+class KVEventsStub:
+    """---------------------------------------------------------------- KV events (on every node)
+
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Subscribe = channel.unary_stream(
+                '/pdserve.v1.KVEvents/Subscribe',
+                request_serializer=cluster__pb2.KVEventsRequest.SerializeToString,
+                response_deserializer=cluster__pb2.KVEventsMessage.FromString,
+                _registered_method=True)
+
+
+class KVEventsServicer:
+    """---------------------------------------------------------------- KV events (on every node)
+
+    """
+
+    def Subscribe(self, request, context):
+        """What comes into the prefix cache and leaves it, from a snapshot on. A router that misses a
+        message subscribes again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KVEventsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Subscribe': grpc.unary_stream_rpc_method_handler(
+                    servicer.Subscribe,
+                    request_deserializer=cluster__pb2.KVEventsRequest.FromString,
+                    response_serializer=cluster__pb2.KVEventsMessage.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.KVEvents', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.KVEvents', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KVEvents:
+    """---------------------------------------------------------------- KV events (on every node)
+
+    """
+
+    @staticmethod
+    def Subscribe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.KVEvents/Subscribe',
+            cluster__pb2.KVEventsRequest.SerializeToString,
+            cluster__pb2.KVEventsMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PrefillStub:
     """Missing associated documentation comment in .proto file."""
 
@@ -368,6 +448,11 @@ class DecodeStub:
                 request_serializer=cluster__pb2.EventsRequest.SerializeToString,
                 response_deserializer=cluster__pb2.StepEvents.FromString,
                 _registered_method=True)
+        self.FindOrphan = channel.unary_unary(
+                '/pdserve.v1.Decode/FindOrphan',
+                request_serializer=cluster__pb2.FindOrphanRequest.SerializeToString,
+                response_deserializer=cluster__pb2.FindOrphanResponse.FromString,
+                _registered_method=True)
         self.FinishChoice = channel.unary_unary(
                 '/pdserve.v1.Decode/FinishChoice',
                 request_serializer=cluster__pb2.FinishChoiceRequest.SerializeToString,
@@ -397,6 +482,13 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindOrphan(self, request, context):
+        """Says whether the node has the job of a key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FinishChoice(self, request, context):
         """Ends a choice while its job goes on: it has reached a stop string, which only the router knows.
         """
@@ -416,6 +508,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=cluster__pb2.EventsRequest.FromString,
                     response_serializer=cluster__pb2.StepEvents.SerializeToString,
+            ),
+            'FindOrphan': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindOrphan,
+                    request_deserializer=cluster__pb2.FindOrphanRequest.FromString,
+                    response_serializer=cluster__pb2.FindOrphanResponse.SerializeToString,
             ),
             'FinishChoice': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishChoice,
@@ -478,6 +575,33 @@ class Decode:
             '/pdserve.v1.Decode/Events',
             cluster__pb2.EventsRequest.SerializeToString,
             cluster__pb2.StepEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindOrphan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Decode/FindOrphan',
+            cluster__pb2.FindOrphanRequest.SerializeToString,
+            cluster__pb2.FindOrphanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -198,6 +198,37 @@ def on_threads(
         return list(threads.map(rank, range(size)))
 
 
+def _dictionary(state: ParallelState) -> None:
+    """From each rank to the others, which do not know what comes."""
+    group = state.tp
+    for src in range(group.size):
+        sent = {
+            "name": "größe",
+            "plain": [1, 2.5, None, True, {"rows": [3, 4]}],
+            "column": torch.arange(12.0).view(3, 4)[:, src],
+            "large": torch.full((SLOT_BYTES // 2 + 3,), src, dtype=torch.bfloat16),
+            "empty": torch.empty(0, 5, dtype=torch.int8),
+            "scalar": torch.tensor(src == 1),
+            "eight bits": torch.ones(2, 3).to(torch.float8_e4m3fn),
+        }
+        given = sent if group.rank == src else None
+        got = group.broadcast_tensor_dict(given, src)
+        assert list(got) == list(sent)
+        for name, value in sent.items():
+            if isinstance(value, torch.Tensor):
+                assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape)
+                assert torch.equal(got[name].float(), value.float())
+            else:
+                assert got[name] == value
+    assert group.broadcast_tensor_dict({} if group.rank == 0 else None) == {}
+
+
+def test_a_dictionary_of_tensors(run: Callable[..., list[Any]]) -> None:
+    run(_dictionary)
+    alone = {"a": torch.ones(2), "b": 1}
+    assert GroupCoordinator().broadcast_tensor_dict(alone) == alone
+
+
 # ---- an end to every wait ----
 
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from pdserve.common.engine.block_pool import BlockPool, hash_blocks
+from pdserve.common.core.block_hash import hash_blocks
+from pdserve.common.engine.block_pool import BlockPool
 
 
 def test_every_block_is_handed_out_once_and_comes_back():

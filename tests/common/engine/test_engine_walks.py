@@ -13,7 +13,7 @@ import pytest
 from checksum_ranks import BLOCK_SIZE, EOS, STOP, VOCAB, ChecksumRanks, generate, states, ticks
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.speculation import Speculation
-from pdserve.common.core.kv_groups import kv_groups
+from pdserve.common.core.kv_groups import LayerKV, grouped
 from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.block_pool import BlockPool
@@ -45,10 +45,16 @@ class Walk:
     """An engine, its listener and its clients."""
 
     def __init__(
-        self, seed: str, stages: int, guessing: str, windows: tuple[int | None, ...] = (None,)
+        self, seed: str, stages: int, guessing: str, kept: tuple[int | str | None, ...] = (None,)
     ) -> None:
+        """`kept`: a window, all (None) or a state of each layer."""
         self.rng = random.Random(seed)
-        groups = kv_groups(windows, 1, 1)
+        groups = grouped(
+            [
+                LayerKV.of_state(1, 1) if isinstance(each, str) else LayerKV(1, 1, each)
+                for each in kept
+            ]
+        )
         self.ranks = ChecksumRanks(self.rng, groups)
         num_blocks = [NUM_BLOCKS - (3 if group.window else 0) for group in groups]
         self.pool = KVPool(groups, num_blocks, BLOCK_SIZE, in_flight=stages * MAX_TOKENS)
@@ -97,7 +103,8 @@ class Walk:
         count = sequence.num_computed
         # The node of a prompt sends what the query after all its tokens reads.
         query = sequence.num_tokens if sequence.status is Status.REMOTE else None
-        self.ranks.cache.check(sequence.block_tables, states(sequence.token_ids[:count]), query)
+        known = states(sequence.token_ids[:count])
+        self.ranks.cache.check(sequence.block_tables, known, query, sequence.in_flight)
         assert self.scheduler.generation_tokens >= self._generated, "a counter that goes back"
         self._generated = self.scheduler.generation_tokens
 
@@ -207,14 +214,29 @@ class Walk:
     ("stages", "guessing"), [(1, ""), (3, ""), (1, "ngram"), (2, "ngram"), (1, "draft")]
 )
 @pytest.mark.parametrize(
-    ("windows", "seed"),
+    ("kept", "seed"),
     [((None,), 0), ((None,), 1), ((None, 6), 0), ((None, 1, 17), 1), ((9,), 0), ((3, 14), 1)],
     ids=str,
 )
 async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
-    stages: int, guessing: str, windows: tuple[int | None, ...], seed: int
+    stages: int, guessing: str, kept: tuple[int | None, ...], seed: int
 ) -> None:
-    walk = Walk(f"{stages} {guessing} {seed}", stages, guessing, windows)
+    await _walk(stages, guessing, kept, seed)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(
+    ("kept", "seed"), [((None, "state"), 0), ((None, "state"), 1), ((None, 7, "state"), 0)], ids=str
+)
+async def test_a_sequence_with_a_state_gets_the_tokens_it_would_get_alone(
+    stages: int, kept: tuple[int | str | None, ...], seed: int
+) -> None:
+    """Without drafts, which are refused with it."""
+    await _walk(stages, "", kept, seed)
+
+
+async def _walk(stages: int, guessing: str, kept: tuple[int | str | None, ...], seed: int) -> None:
+    walk = Walk(f"{stages} {guessing} {seed}", stages, guessing, kept)
     async with asyncio.TaskGroup() as group:
         engine = group.create_task(walk.engine.run())
         clients = [group.create_task(walk.client()) for _ in range(CLIENTS)]
@@ -223,7 +245,7 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
     assert all(each.num_free == each.num_blocks for each in walk.pool.pools)
     assert walk.ranks.num_known < 2 * MAX_NUM_SEQS, "they forget what has ended"
     assert walk.scheduler.generation_tokens == sum(map(len, walk.told.values()))
-    assert walk.scheduler.num_preemptions or None not in windows, "windows alone hold little"
+    assert walk.scheduler.num_preemptions or None not in kept, "windows alone hold little"
     assert walk.scheduler.cache_hits
     assert walk.seen.keys() >= {"length", "stopped", "held", "given up", "in flight"}
     if (speculator := walk.scheduler.speculator) is not None:

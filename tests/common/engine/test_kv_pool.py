@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.common.core.kv_groups import KVGroup, kv_groups
+from pdserve.common.core.block_hash import hash_blocks
+from pdserve.common.core.kv_groups import STATES_HELD, KVGroup, LayerKV, grouped, kv_groups
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.engine.block_pool import hash_blocks
 from pdserve.common.engine.kv_pool import NO_BLOCK, KVPool
 from pdserve.common.engine.sequence import Sequence
 
 SIZE = 16
 FULL, WINDOW = kv_groups((None, 1024), num_kv_heads=1, head_dim=1)
+(STATE,) = grouped([LayerKV.of_state(1, 1)])
 
 
 def sequence(length: int, seq_id: int = 0, remote: bool = False) -> Sequence:
@@ -114,6 +115,58 @@ def test_another_choice_of_a_prompt_computes_its_last_block_alone(
         each.allocate(each.num_free)  # nothing that is free stays
     fit = pool.fit(it.hashes(SIZE)[: (length - 1) // SIZE], length, remote=False)
     assert fit.num_cached == (length - 1) // SIZE
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 64, 100, 512])
+def test_a_state_is_kept_where_a_chunk_ends_and_at_the_block_before(chunk: int) -> None:
+    pool = KVPool([FULL, STATE], [64, 40], SIZE)
+    it = sequence(300)
+    admit(pool, it)
+    assert compute(pool, it, chunk) <= STATES_HELD
+    table = it.block_tables[1]
+    held = [index for index, block in enumerate(table) if block != NO_BLOCK]
+    assert held == [17, 18] == [*range(STATE.first_kept(300, SIZE), 19)], "all that is handed over"
+    hashes = it.hashes(SIZE)
+    # At the ends of a chunk's last block, which the next one fills, and of the one before.
+    ends = {(300 - 1) // SIZE}
+    for end in range(chunk, 300, chunk):
+        ends |= {(end - 1) // SIZE, (end - 1) // SIZE + 1}
+    found = {count for count in range(1, 19) if hashes[count - 1] in pool.pools[1]}
+    assert found == ends & {*range(1, 19)}
+    pool.release(it)
+    for count in range(1, 19):
+        fit = pool.fit(hashes[:count], 16 * count + 1, remote=False)
+        assert fit.num_cached == max((each for each in found if each <= count), default=0)
+
+
+def test_a_state_of_a_decoding_sequence_is_kept_at_each_block() -> None:
+    pool = KVPool([FULL, STATE], [64, 40], SIZE)
+    it = sequence(30)
+    admit(pool, it)
+    compute(pool, it, 512)
+    for token in range(31, 80):
+        it.token_ids.append(token)
+        assert pool.grow(it, token)
+        pool.computed(it, 1)
+        held = [index for index, block in enumerate(it.block_tables[1]) if block != NO_BLOCK]
+        assert held == [*range(STATE.first_kept(token, SIZE), len(it.block_tables[1]))]
+        assert len(held) == 2
+    hashes = it.hashes(SIZE)
+    assert [each in pool.pools[1] for each in hashes] == [True] * 4
+
+
+def test_a_chunk_without_room_for_two_states_waits() -> None:
+    pool = KVPool([FULL, STATE], [64, 4], SIZE)
+    it = sequence(300)
+    admit(pool, it)
+    taken = pool.pools[1].allocate(3)
+    assert pool.extend(it, 64) == 0 and it.block_tables[1] == []
+    assert pool.extend(it, 10) == 10, "in one block"
+    pool.pools[1].free(taken[:1])
+    pool.computed(it, 10)
+    assert pool.extend(it, 64) == 16, "the rest of its block"
+    pool.pools[1].free(taken[1:])
+    assert pool.extend(it, 64) == 64
 
 
 def test_two_groups_of_full_attention_share_a_prefix_as_far_as_both_have_it() -> None:

@@ -24,7 +24,7 @@ from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import apply_rotary
 from pdserve.common.model.sharding import Sharding
-from thinned import only
+from thinned import only, slow
 from tiny_engine import CPU
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -229,9 +229,9 @@ CUTS = {
 @pytest.mark.parametrize(
     ("heads", "dtype", "window", "chunked"),
     [
-        ((4, 4), torch.float32, None, False),
+        slow((4, 4), torch.float32, None, False),
         ((9, 3), torch.bfloat16, None, False),
-        ((14, 2), torch.bfloat16, 100, False),
+        slow((14, 2), torch.bfloat16, 100, False),
         ((20, 2), torch.float16, 600, False),
         ((14, 2), torch.float32, 192, True),
     ],

@@ -23,7 +23,7 @@ from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from ranks import Ranks
-from thinned import slow, thinned
+from thinned import only, thinned
 from tiny_engine import CPU, greedy, load, single_threaded_inference
 
 TRAINED = ["mixtral", "qwen2-moe", "qwen3-moe"]
@@ -56,9 +56,16 @@ def _generate(state: ParallelState, name: str, backend: str) -> tuple[list[int],
     return greedy(model, PROMPT, COUNT, TABLE), loads_of(model)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+PLACES = [(2, 1, BACKENDS[0]), (4, 1, "alltoallv"), *SPREAD]
+FIRST = [  # each size with a manager and a model of its own
+    ("mixtral", *PLACES[0]),
+    *zip(TRAINED[::-1], *zip(*SPREAD[::4], strict=True), strict=True),
+]
+
+
 @pytest.mark.parametrize(
-    ("tp", "ep", "backend"), [(2, 1, BACKENDS[0]), slow(4, 1, "alltoallv"), *thinned(SPREAD, 4)]
+    ("name", "tp", "ep", "backend"),
+    only([(name, *place) for place in PLACES for name in TRAINED], FIRST),
 )
 def test_tokens_are_those_of_the_whole_model(
     name: str, tp: int, ep: int, backend: str, ranks: Ranks

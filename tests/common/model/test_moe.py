@@ -182,7 +182,7 @@ def test_loads_are_folded_into_a_few_numbers() -> None:
 @pytest.mark.parametrize(("samples", "sampled"), [(True, True), (True, False), (False, True)])
 def test_the_rank_that_answers_tells_what_experts_did(samples: bool, sampled: bool) -> None:
     model = load(MODELS / "qwen2-moe")  # one of 4 layers is dense
-    batch = dummy_batch(num_tokens=6, num_seqs=2, block_size=16)
+    batch = dummy_batch(6, 2, block_size=16, groups=model.spec.kv_groups)
     if not sampled:
         batch = replace(
             batch, sequences=tuple(replace(each, sampling=None) for each in batch.sequences)

@@ -58,6 +58,7 @@ def test_a_class_like_ours_becomes_our_kernels(name: str) -> None:
     assert kinds.count(FusedAttention.__name__) == layers
     assert kinds.count("Product") == 4 * layers
     assert isinstance(model.attentions[0], NativeAttention)
+    native.group = GroupCoordinator()  # which `probe` asks for its heads
     with torch.inference_mode():
         assert not difference(probe(model), probe(native))
 
@@ -68,7 +69,7 @@ def test_weights_are_used_once(gemma: Path, kernels: str) -> None:
     model = load(gemma, kernels=kernels)
     assert isinstance(model._steps, GraphSteps)
     held = model._steps.body.__globals__.values()
-    assert all(each.ndim == 1 for each in held if isinstance(each, torch.Tensor))
+    assert all(each.ndim < 2 for each in held if isinstance(each, torch.Tensor))
 
 
 def test_code_that_cannot_be_recorded_runs_as_it_is(

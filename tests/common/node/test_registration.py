@@ -37,11 +37,14 @@ class Router(pb_grpc.RegistryServicer):
         self.beats = 0
         self.id = token_hex(4)
         self.load = pb.NodeLoad()  # the last
+        self.siblings: list[int] = []  # ports
 
     async def Register(self, request: pb.RegisterRequest, _: Any) -> pb.RegisterResponse:
         await self._hang()
         self.present.add(request.node.node_id)
-        return pb.RegisterResponse(heartbeat_interval_s=0.02, router=self.id)
+        return pb.RegisterResponse(
+            heartbeat_interval_s=0.02, router=self.id, sibling_ports=self.siblings
+        )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, _: Any) -> pb.HeartbeatResponse:
         await self._hang()
@@ -132,6 +135,32 @@ async def test_a_router_that_hangs_or_is_away_is_no_trouble_for_the_others(
                 await eventually(lambda: bad.present)
                 await here.deregister()
                 assert not good.present and not bad.present
+
+
+async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that it names now; one that it does not name any more is kept while it answers."""
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.5)
+    monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
+    host = HOSTS[0]
+    async with (
+        serving(host) as (first, port),
+        serving(host) as (second, other),
+        serving(host) as (third, last),
+    ):
+        first.siblings = [other]
+        second.siblings = [port, last]  # a sibling's own word takes nobody further
+        async with node(f"{host}:{port}") as here:
+            await eventually(lambda: first.load.routers == second.load.routers == 2)
+            assert not third.present
+            first.siblings = [last]
+            first.present.clear()  # it was started again
+            await eventually(lambda: third.load.routers == 3)
+            second.hangs = True
+            await eventually(lambda: f"{host}:{other}" not in here._kept)
+            await here.deregister()
+            assert not first.present and not third.present
 
 
 async def test_a_name_stands_for_a_router_at_each_of_its_addresses(

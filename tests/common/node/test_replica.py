@@ -14,11 +14,11 @@ from live_node import node_config
 from one_group import one_group
 from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.shared import LogConfig
+from pdserve.common.core.block_hash import hash_blocks
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import WorkerSpec
-from pdserve.common.engine.block_pool import hash_blocks
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node import ranks

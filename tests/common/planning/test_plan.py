@@ -343,23 +343,28 @@ async def test_blocks_are_those_of_a_node(
         assert line in caplog.text or "pipeline_partition" in parallel
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 async def test_groups_are_those_of_a_node(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    kv_cache_dtype: str,
 ) -> None:
     """Two layers with windows of 24 tokens, of which eight sequences hold 8 blocks each."""
     caplog.set_level("INFO")
     folder = make_windowed("qwen3", tmp_path)
     options = {"max_model_len": 1024, "kv_cache_memory": "8MiB", "dtype": "float32"}
     options |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    options |= {"kv_cache_dtype": kv_cache_dtype}
     config = PlanConfig(model=str(folder), gpu_memory="4GiB", **options)
     decode = plan(config)[1]
     (rank,) = await start_node(setup(config, ModelSpec.from_folder(folder), "decode").engine, 1024)
     full, window = decode.rank.groups
     assert [full.num_blocks, window.num_blocks] == [cache.num_blocks for cache in rank.caches]
     assert (window.name, window.num_layers, window.num_blocks) == ("windows of 24 tokens", 2, 64)
-    assert full.num_blocks == (8 * 2**20 - window.nbytes) // (16 * full.kv_per_token)
+    assert full.num_blocks == (8 * 2**20 - window.nbytes) // full.block_bytes
     assert decode.max_concurrent_sequences == min(8, full.num_blocks // 64)
-    assert decode.rank.kv_per_sequence == 16 * (64 * full.kv_per_token + 8 * window.kv_per_token)
+    assert decode.rank.kv_per_sequence == 64 * full.block_bytes + 8 * window.block_bytes
     for group in decode.rank.groups:
         assert f"# KV blocks of {group.name}: {group.num_blocks} (=" in caplog.text
     argv = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from paths import ROOT
+from pdserve.common.core.kv_groups import STATE_WINDOW, LayerKV
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.model.stages import pipeline_stages
@@ -93,6 +94,19 @@ def test_kv_is_read_once_and_written_once() -> None:
     per_token = cost.footprint.kv_per_token(cost.stage)
     assert cost.parts(shape)["attention"].bytes == 100 * per_token
     assert cost.parts(shape)["KV write"].bytes == 6 * per_token
+
+
+def test_a_state_is_read_once_and_written_once_by_each_sequence() -> None:
+    """Unless nothing came before, in two of four layers."""
+    spec = ModelSpec.from_folder(MODELS / "llama-gqa")
+    full, state = LayerKV(spec.num_kv_heads, spec.head_dim), LayerKV.of_state(2, 1000)
+    cost = StepCost.whole(Footprint(replace(spec, layer_kv=(full, state, full, state)), "bfloat16"))
+    parts = cost.parts(StepShape.of([(100, 1), (0, 5), (7, 9)], 0, [STATE_WINDOW]))
+    per_token = cost.footprint.kv_per_token(cost.stage)
+    assert per_token == 2 * 2 * spec.num_kv_heads * spec.head_dim * 2, "a state does not grow"
+    nbytes = 2 * 2 * 1000 * 4  # in float32 whatever the dtype
+    assert parts["attention"].bytes == 107 * per_token + 2 * nbytes
+    assert parts["KV write"].bytes == 15 * per_token + 3 * nbytes
 
 
 def test_experts_that_no_token_visits_are_not_read() -> None:

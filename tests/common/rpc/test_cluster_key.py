@@ -397,12 +397,13 @@ LOAD = pb.NodeLoad(healthy=True, free_blocks=1, total_blocks=1)
 async def registry_server(
     key: str | None = KEY, clock: Clock | None = None
 ) -> AsyncIterator[tuple[Registry, str]]:
-    registry = Registry(RoutingConfig(heartbeat_interval=0.05), clock or Clock())
+    routing = RoutingConfig(heartbeat_interval=0.05)
+    registry = Registry(routing, clock or Clock())
     server = GrpcServer(credentials("router", key).interceptor())
     server.add(
         pb.DESCRIPTOR.services_by_name["Registry"],
         pb_grpc.add_RegistryServicer_to_server,
-        RegistryService(registry, "tiny", 0.05),
+        RegistryService(registry, "tiny", routing),
     )
     port = server.bind("127.0.0.1", 0)
     await server.start()
@@ -447,7 +448,7 @@ def test_a_live_node_is_not_taken_over_and_one_that_comes_back_is_new(
     # Nor kept alive, slandered or sent away by whoever does not know its instance.
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=False, reason="slander"), "fake")
     registry.deregister("d0", "fake")
-    (old,) = ClusterView(registry).usable(pb.ROLE_DECODE)
+    (old,) = ClusterView(registry).candidates(pb.ROLE_DECODE).by_load()
     assert old.info.address == "10.0.0.3:1"
     assert registry.heartbeat("d0", LOAD, "first")
     ended: list[str] = []
@@ -457,7 +458,7 @@ def test_a_live_node_is_not_taken_over_and_one_that_comes_back_is_new(
     assert "is replaced by a new process" in caplog.text
     clock.time += 5.1  # it is gone
     registry.register(node(address="10.0.0.9:1", instance="third"), LOAD)
-    (new,) = ClusterView(registry).usable(pb.ROLE_DECODE)
+    (new,) = ClusterView(registry).candidates(pb.ROLE_DECODE).by_load()
     assert new.info.address == "10.0.0.9:1"
     registry.deregister("d0", "third")
     assert ClusterView(registry).describe()["nodes"] == []

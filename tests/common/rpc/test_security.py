@@ -56,7 +56,7 @@ from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.selection import connector_options, rank_config
 from pdserve.router.api.app_state import AppState
 from pdserve.router.api.auth import APIKeys
-from pdserve.router.cluster.registry import ROLE_NAMES
+from pdserve.router.cluster.node import ROLE_NAMES
 from pdserve.router.grpc.door import ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app

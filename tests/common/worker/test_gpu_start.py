@@ -94,7 +94,7 @@ def test_graphs_of_a_fake_gpu_end_before_its_communicators(monkeypatch: pytest.M
         return SimpleNamespace(close=lambda: ended.append(name))
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.append("steps"))
-    model: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=8))
+    model: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=8, kv_groups=()))
     runner = ModelRunner(model, [torch.empty(1, 2, 1, 1, 16, 1)], CUDA, samples=False)
     runner.graphs = thing("graphs")
     unused: Any = None

@@ -18,7 +18,7 @@ from pdserve.common.config.node import (
     SchedulerConfig,
 )
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.kv_groups import KVGroup
+from pdserve.common.core.kv_groups import KVGroup, LayerKV, grouped
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.planning.kv_budget import (
     blocks_per_sequence,
@@ -39,6 +39,8 @@ SHAPE = CacheShape(
 CPU = torch.device("cpu")
 FULL = (KVGroup((0, 1), 1, 8),)
 MIXED = (KVGroup((0,), 1, 8), KVGroup((1, 2), 1, 8, window=32))
+
+WITH_STATES = grouped([LayerKV(1, 8), LayerKV.of_state(1, 128)])
 
 
 def engine(**cache: object) -> EngineConfig:
@@ -109,6 +111,20 @@ def test_a_window_takes_what_it_can_use_and_full_attention_the_rest() -> None:
     check_num_blocks(small, windows, 5, max_model_len=10**6)
     with pytest.raises(ConfigError, match="needs 5"):
         check_num_blocks(small, windows, 4, max_model_len=10**6)
+
+
+def test_states_are_for_as_many_sequences_as_the_tokens() -> None:
+    """Four blocks a sequence, of 1024 tokens at most; four sequences at most."""
+    assert split_blocks(engine(), WITH_STATES, 10, 100) == (10, 8)
+    assert split_blocks(engine(), WITH_STATES, 28, 100) == (28, 16)
+    assert split_blocks(engine(), WITH_STATES, 128, 4096) == (128, 8)
+    assert split_blocks(engine(), WITH_STATES, 2, 20) == (2, 2), "one sequence of two blocks"
+
+    def blocks(available: int) -> int:
+        return plan_num_blocks(engine(), WITH_STATES, [1024, 8192], 4096, available, "cuda")
+
+    assert blocks(1024 * (128 + 8 * 8)) == 128
+    assert blocks(1024 * (128 + 8 * 8) + 1024) == 128, "one block more is of a third sequence"
 
 
 def test_auto_is_the_longest_sequence_that_fits() -> None:

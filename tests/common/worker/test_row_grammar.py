@@ -176,6 +176,21 @@ def test_tokens_that_are_not_its_end_a_row(grammars: Grammars, tokens: GrammarTo
     assert isinstance(failed, FailedRow) and failed.forbidden
 
 
+def test_rows_that_cannot_be_deferred_are_waited_for(
+    grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is compiled, replayed in pieces, or slow, and whatever else is in the step."""
+    time = itertools.count(0.0, 0.4 * rank_grammar.REPLAY)
+    compiled, fresh = ready(grammars, "(ab)*"), grammars.begin(regex("cd"))
+    monkeypatch.setattr(rank_grammar, "thread_time", lambda: next(time))
+    a, b = tokens.library.tokenize_str("a") + tokens.library.tokenize_str("b")
+    compiled.advance([a, b] * 8 * rank_grammar.PIECE + [a])
+    rows = [row(seq_id=1), row(compiled, seq_id=2), row(fresh, seq_id=3)]
+    done, deferred = MaskScheduler(defers=False).take(rows, alone=False)
+    assert (list(done), deferred) == ([0, 1, 2], [])
+    assert all(isinstance(each, StepSequence) for each in done.values())
+
+
 def test_a_long_output_is_replayed_in_pieces(
     grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

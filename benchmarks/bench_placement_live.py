@@ -1,0 +1,143 @@
+"""Placement policies on a real cluster: a sample of a trace through three prefill and three decode
+nodes of a tiny model.
+
+    python benchmarks/bench_placement_live.py [--requests 600] [--clients 8] [--json FILE]
+
+A block of the trace, 512 tokens, is here a block of 16, and a prompt has at most 60 of them, since
+the model has a context of 1,024 tokens. Clients ask in the trace's order, each as soon as it is
+answered (a closed loop). Each policy gets a cluster of its own. Hit ratios do not depend on the
+machine; times do, and clients and nodes share it. `ideal`: one cache as large as all, simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import aiohttp
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_placement import TRACES, table  # noqa: E402
+from benchmarks.fleet import Fleet  # noqa: E402
+from pdserve.router.cluster.policy import LeastLoad  # noqa: E402
+from pdserve.router.kit.simulator import Arrival, simulate  # noqa: E402
+from pdserve.router.kit.workloads import read_trace  # noqa: E402
+
+SIZE, MOST_BLOCKS = 16, 60
+VOCABULARY = range(3, 500)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "cpu_threads": 1,
+    "peak_tflops": 0.05,  # not measured, which takes half of a node's start
+    "peak_bandwidth": 10,
+    "log_level": "warning",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--trace", type=Path, default=TRACES / "mooncake_conversation.csv.gz")
+    add("--requests", type=int, default=600)
+    add("--clients", type=int, default=8)
+    add("--nodes", type=int, default=3, help="of each role")
+    add("--blocks", type=int, default=1000, help="in a node's cache")
+    add("--policy", action="append", default=[])
+    add("--model", type=Path, default=ROOT / "tests/models/llama-gqa")
+    add("--json", type=Path)
+    args = parser.parse_args(argv)
+    trace = [cut(each) for each in read_trace(args.trace, args.requests)]
+    one_cache = {"nodes": 1, "num_blocks": args.nodes * args.blocks, "block_size": SIZE}
+    best = simulate(LeastLoad(), trace, tokens_per_s=1e12, **one_cache).hit_ratio
+    rows = []
+    for policy in args.policy or ("round-robin", "least-load", "prefix-aware"):
+        with serving(args, policy) as fleet:
+            ttft = asyncio.run(replay(fleet, trace, args.clients))
+            nodes = [node for node in fleet.state()["nodes"] if node["role"] == "prefill"]
+        rows.append({"policy": policy, **summary(nodes, ttft, best)})
+        print(json.dumps(rows[-1]), file=sys.stderr)
+    print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def cut(arrival: Arrival) -> Arrival:
+    blocks = arrival.blocks[:MOST_BLOCKS]
+    return Arrival(arrival.time, len(blocks) * SIZE + 1, blocks)
+
+
+def prompt(arrival: Arrival) -> list[int]:
+    """Returns token ids that begin alike where the trace's blocks do."""
+    tokens = []
+    for block in arrival.blocks:
+        for place in range(SIZE):
+            tokens.append(VOCABULARY[(block >> 3 * place) % len(VOCABULARY)])
+    return [*tokens, VOCABULARY[0]]
+
+
+@contextmanager
+def serving(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
+    router = {"prefill_policy": policy, "decode_policy": policy, "log_level": "warning"}
+    options = {**OPTIONS, "num_gpu_blocks_override": args.blocks}
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(args.model, Path(folder) / "log", os.environ, router, kv_lease=30, **options)
+        try:
+            fleet.start_router()
+            for _ in range(args.nodes):
+                fleet.start_node("prefill")
+                fleet.start_node("decode")
+            fleet.wait_ready()
+            yield fleet
+        finally:
+            fleet.stop()
+
+
+async def replay(fleet: Fleet, trace: Sequence[Arrival], clients: int) -> list[float]:
+    """Returns the seconds until each first token, ascending."""
+    url, ttft = f"http://127.0.0.1:{fleet.ports['http']}/v1/completions", []
+    body = {"model": fleet.model.name, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+    async def client(session: aiohttp.ClientSession, left: Iterator[Arrival]) -> None:
+        for arrival in left:
+            ask = {**body, "prompt": prompt(arrival)}
+            async with session.post(url, json=ask, headers={"X-PDServe-Timeline": "1"}) as answer:
+                answer.raise_for_status()
+                ttft.append((await answer.json())["pdserve"]["timeline"]["first_token"])
+
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        left = iter(trace)
+        for _ in range(clients):
+            group.create_task(client(session, left))
+    return sorted(ttft)
+
+
+def summary(nodes: Sequence[dict[str, Any]], ttft: Sequence[float], best: float) -> dict[str, Any]:
+    """Returns a row: of the prefill nodes what they found cached and how even their work was."""
+    computed = [node["prompt_tokens"] - node["cached_tokens"] for node in nodes]
+    hit = sum(node["cached_tokens"] for node in nodes) / sum(n["prompt_tokens"] for n in nodes)
+    return {
+        "hit_ratio": round(hit, 4),
+        "of_ideal": round(hit / best, 4),
+        "imbalance": round(max(computed) / fmean(computed), 3),
+        "ttft_mean_ms": round(1e3 * fmean(ttft), 1),
+        "ttft_p50_ms": round(1e3 * ttft[len(ttft) // 2], 1),
+        "ttft_p99_ms": round(1e3 * ttft[int(0.99 * len(ttft))], 1),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Measures the router alone, with simulated nodes over real gRPC: tokens, and what a fleet costs.
+
+    python benchmarks/bench_router.py [--workers 1,2] [--nodes 1000] [--seconds 8] [--json FILE]
+
+`tokens`: closed-loop clients that stream, 8 + 8 nodes, `--router-workers` 1, 2 … Tokens a second
+are this host's, where clients and simulated nodes take their share; CPU time a token is the
+router's alone (all its processes), and what a worker on a core of its own could do follows from it.
+
+`fleet`: so many nodes, half of each role, which register at one worker and are idle: seconds until
+all are there, the router's share of a core, `/ready` over HTTP, and placement in a process with as
+many nodes. Heartbeats alone are what is left with `--heartbeat-timeout 600`, which makes probes
+rare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_cpu_per_token import TICK_US, Load, ticks, wait_for  # noqa: E402
+from benchmarks.fleet import flags  # noqa: E402
+from benchmarks.simulated_nodes import info, load  # noqa: E402
+from pdserve.common.config.router import RoutingConfig  # noqa: E402
+from pdserve.common.obs.process import read_ports  # noqa: E402
+from pdserve.common.rpc.pb import cluster_pb2 as pb  # noqa: E402
+from pdserve.router.cluster.cluster_view import ClusterView  # noqa: E402
+from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies  # noqa: E402
+from pdserve.router.cluster.prefix_index import PromptBlocks  # noqa: E402
+from pdserve.router.cluster.registry import Registry  # noqa: E402
+
+MODEL = ROOT / "tests/models/llama-gqa"
+WARM_UP = 2.0  # seconds
+CLIENTS, MAX_TOKENS = 64, 128
+PLACEMENTS = 2000
+RARE_PROBES = {"heartbeat_timeout": 600}
+
+
+# ---- processes ----
+
+
+@contextmanager
+def router(**options: Any) -> Iterator[tuple[dict[str, int], list[psutil.Process]]]:
+    """The ports, and the processes that serve."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
+        ports_file = Path(folder) / "ports.json"
+        free = {"port": 0, "grpc_port": 0, "registry_port": 0, "ports_file": ports_file}
+        quiet = {"log_level": "error", "max_client_share": 1, "max_concurrent_requests": 4096}
+        command = [sys.executable, "-m", "pdserve.router", "--model", str(MODEL)]
+        with _running([*command, *flags({**free, **quiet, **options})]) as process:
+            ports = wait_for(lambda: read_ports(ports_file))
+            yield ports, process.children() or [process]
+
+
+@contextmanager
+def nodes(registry_port: int, prefill: int, decode: int) -> Iterator[psutil.Process]:
+    command = [sys.executable, str(ROOT / "benchmarks/simulated_nodes.py")]
+    options = {"router": f"127.0.0.1:{registry_port}", "model": MODEL.name}
+    with _running([*command, *flags({**options, "prefill": prefill, "decode": decode})]) as process:
+        yield process
+
+
+@contextmanager
+def _running(command: Sequence[str]) -> Iterator[psutil.Process]:
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        yield psutil.Process(started.pid)
+    finally:
+        started.terminate()
+        started.wait(60)
+
+
+def cpu_us(processes: Sequence[psutil.Process]) -> float:
+    return sum(ticks(each.pid)[""] * TICK_US for each in processes)
+
+
+def num_ready(port: int) -> int:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    ready = (line for line in lines if line.startswith("pdserve_nodes{") and "ready" in line)
+    return sum(int(float(line.rpartition(" ")[2])) for line in ready)
+
+
+# ---- tokens ----
+
+
+def tokens(workers: int, seconds: float) -> dict[str, Any]:
+    with ExitStack() as stack:
+        ports, serving = stack.enter_context(router(router_workers=workers))
+        stack.enter_context(nodes(ports["registry"], 8, 8))
+        wait_for(lambda: num_ready(ports["http"]) == 16)
+        return asyncio.run(_under_load(ports["http"], serving, seconds))
+
+
+async def _under_load(
+    port: int, serving: Sequence[psutil.Process], seconds: float
+) -> dict[str, Any]:
+    clients = Load(port, MODEL.name, MAX_TOKENS)
+    tasks = [asyncio.create_task(clients.client()) for _ in range(CLIENTS)]
+    try:
+        await _pass(WARM_UP, tasks)
+        events, began, used = clients.events, time.monotonic(), [cpu_us([p]) for p in serving]
+        await _pass(seconds, tasks)
+        wall, count = time.monotonic() - began, clients.events - events
+        used = [cpu_us([p]) - before for p, before in zip(serving, used, strict=True)]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    us_per_token = sum(used) / count
+    return {
+        "workers": len(serving),
+        "tokens_per_s": count / wall,
+        "cores": sum(used) / 1e6 / wall,
+        "us_per_token": us_per_token,
+        "tokens_per_s_of_so_many_cores": len(serving) * 1e6 / us_per_token,
+        "least_share_of_a_worker": min(used) / sum(used),
+    }
+
+
+async def _pass(seconds: float, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Fails as soon as a client does."""
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+# ---- a fleet ----
+
+
+def fleet(count: int, seconds: float, **options: Any) -> dict[str, Any]:
+    with ExitStack() as stack:
+        ports, serving = stack.enter_context(router(**options))
+        began = time.monotonic()
+        stack.enter_context(nodes(ports["registry"], count // 2, count - count // 2))
+        wait_for(lambda: num_ready(ports["http"]) == count)
+        registered = time.monotonic() - began
+        time.sleep(WARM_UP)
+        began, used = time.monotonic(), cpu_us(serving)
+        time.sleep(seconds)
+        idle = (cpu_us(serving) - used) / 1e6 / (time.monotonic() - began)
+        return {
+            "nodes": count,
+            "seconds_to_register": registered,
+            "cores": idle,
+            "ready_ms": times(lambda: urlopen(f"http://127.0.0.1:{ports['http']}/ready"), 500),
+        }
+
+
+def placement(count: int) -> dict[str, Any]:
+    """Of one request after the other in this process, which holds as many nodes: CPU time, which
+    other programs do not lengthen."""
+    registry = Registry(RoutingConfig())
+    for number in range(count):
+        role = pb.ROLE_DECODE if number % 2 else pb.ROLE_PREFILL
+        registry.register(info(role, f"127.0.0.1:{number + 1}", MODEL.name), load(""))
+    view = ClusterView(registry)
+    selector = NodeSelector(RoutingConfig(), view, load_policies(RoutingConfig()))
+    request = PlacementRequest(
+        request_id="r", num_tokens=9, adapter="", version=None, avoid=(), local_prefill=False,
+        last_chance=lambda role: False, waiting=lambda: nullcontext(0.0),
+        blocks=lambda size: PromptBlocks((), size),
+    )  # fmt: skip
+
+    async def place() -> None:  # which waits for nothing
+        decode, _ = await selector.decode(request)
+        await selector.prefill(request, decode)
+
+    def placed() -> None:
+        with suppress(StopIteration):
+            place().send(None)
+
+    cpu = time.thread_time
+    return {
+        "nodes": count,
+        "placement_ms": times(placed, PLACEMENTS, cpu),
+        "ready_ms": times(view.ready, PLACEMENTS, cpu),
+    }
+
+
+def times(
+    call: Callable[[], object], count: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Milliseconds."""
+    found = []
+    for _ in range(count):
+        began = clock()
+        call()
+        found.append(1e3 * (clock() - began))
+    found.sort()
+    return {"p50": found[count // 2], "p99": found[count * 99 // 100], "most": found[-1]}
+
+
+# ---- report ----
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--nodes", type=int, default=1000, help="of the fleet; 0: no fleet")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"host_cores": os.cpu_count()}
+    result["tokens"] = [tokens(int(each), args.seconds) for each in args.workers.split(",")]
+    if args.nodes:
+        result["fleet"] = fleet(args.nodes, args.seconds)
+        result["heartbeats"] = fleet(args.nodes, args.seconds, **RARE_PROBES)
+        result["in_process"] = placement(args.nodes)
+    report(result)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+def report(result: dict[str, Any]) -> None:
+    table = Table(title=f"{CLIENTS} clients, {MAX_TOKENS} tokens each, simulated nodes")
+    columns = "workers", "tokens/s here", "router's cores", "µs a token", "tokens/s, a core each"
+    for column in columns:
+        table.add_column(column, justify="right")
+    for each in result["tokens"]:
+        table.add_row(
+            str(each["workers"]), f"{each['tokens_per_s']:,.0f}", f"{each['cores']:.2f}",
+            f"{each['us_per_token']:.0f}", f"{each['tokens_per_s_of_so_many_cores']:,.0f}",
+        )  # fmt: skip
+    console = Console(width=120)
+    console.print(table)
+    if "fleet" not in result:
+        return
+    whole, beats, placed = result["fleet"], result["heartbeats"], result["in_process"]
+    table = Table(title=f"{whole['nodes']} idle nodes")
+    table.add_column("")
+    table.add_column("", justify="right")
+    for name, value in (
+        ("until all are registered", f"{whole['seconds_to_register']:.1f} s"),
+        ("router, of a core", f"{whole['cores']:.0%}"),
+        ("of that heartbeats", f"{beats['cores']:.0%}"),
+        ("of that probes", f"{whole['cores'] - beats['cores']:.0%}"),
+        ("/ready over HTTP, p50 and p99", _of(whole["ready_ms"])),
+        ("ready, in process, CPU time", _of(placed["ready_ms"])),
+        ("placement, in process, CPU time", _of(placed["placement_ms"])),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _of(found: dict[str, float]) -> str:
+    return f"{found['p50']:.3f}, {found['p99']:.3f} ms"
+
+
+if __name__ == "__main__":
+    main()

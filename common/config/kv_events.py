@@ -1,0 +1,109 @@
+"""The option of KV events for others' tools and the fields of its JSON."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pdserve.common.config.shared import option
+from pdserve.common.core.errors import ConfigError
+
+FLAG = "--kv-events-config"
+MAX_KEPT = 1_000_000  # batches
+_ENDPOINT = re.compile(r"tcp://\S+:(?P<port>\d+)|ipc://\S+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsOptions:
+    """KV events"""
+
+    kv_events_config: dict[str, Any] = option(
+        {},
+        "publish changes of the prefix cache over ZeroMQ, as JSON with vLLM's fields: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": '
+        '"tcp://*:5558", "topic": "", "buffer_steps": 10000, "hwm": 100000}; who connects can read '
+        "the prompts' token ids; each further replica, and with up each further node, has the next "
+        "port",
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.kv_events
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """The parsed option, None if nothing is to be published. Raises ConfigError for invalid
+        JSON fields."""
+        parsed = KVEventsConfig.read(self.kv_events_config)
+        return parsed if parsed.enable_kv_cache_events and parsed.publisher == "zmq" else None
+
+    def moved(self, count: int) -> KVEventsOptions:
+        """Returns the option of a node before which so many replicas have endpoints of their own
+        on this host."""
+        if self.kv_events is None:
+            return self
+        endpoint, replay = self.kv_events.of_replica(count)
+        ends = {"endpoint": endpoint, "replay_endpoint": replay}
+        return KVEventsOptions(kv_events_config={**self.kv_events_config, **ends})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """The fields of --kv-events-config; names and defaults are vLLM's."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str = "zmq"
+    endpoint: str = "tcp://*:5557"  # bound if it has a `*` or is ipc, else connected to
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000  # batches that are kept for replay
+    hwm: int = 100_000  # batches that wait for a slow subscriber; then it misses some
+    max_queue_size: int = 100_000  # without effect: batches wait in no other queue
+    topic: str = ""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> KVEventsConfig:
+        kinds = {each.name: each.default for each in fields(cls)}
+        for key, value in given.items():
+            if key not in kinds:
+                nearest = difflib.get_close_matches(key, kinds, n=1) or [", ".join(kinds)]
+                raise ConfigError(f"{FLAG}: unknown key {key!r}; did you mean {nearest[0]}?")
+            _check(key, value, kinds[key])
+        if given and "enable_kv_cache_events" not in given:
+            raise ConfigError(f"{FLAG}: nothing is published without enable_kv_cache_events")
+        return cls(**given)
+
+    def of_replica(self, replica: int) -> tuple[str, str | None]:
+        """Returns the endpoints of a replica."""
+        replay = self.replay_endpoint
+        return _moved(self.endpoint, replica), replay and _moved(replay, replica)
+
+
+def _check(key: str, value: Any, default: Any) -> None:
+    if key.endswith("endpoint"):
+        if value is None and key == "replay_endpoint":
+            return
+        found = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+        if found is None or int(found["port"] or 1) > 65535:
+            raise ConfigError(f"{FLAG}: {key} must be like tcp://*:5557 or ipc:///path")
+    elif key == "publisher":
+        if value not in ("zmq", "null"):
+            raise ConfigError(f"{FLAG}: publisher must be zmq or null")
+    elif isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{FLAG}: {key} must be true or false")
+    elif isinstance(default, int):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_KEPT:
+            raise ConfigError(f"{FLAG}: {key} must be a whole number from 1 to {MAX_KEPT}")
+    elif not isinstance(value, str):
+        raise ConfigError(f"{FLAG}: {key} must be text")
+
+
+def _moved(endpoint: str, replica: int) -> str:
+    if not replica:
+        return endpoint
+    if endpoint.startswith("ipc:"):
+        return f"{endpoint}_dp{replica}"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + replica}"

@@ -1,0 +1,226 @@
+"""The gated delta net (arXiv:2412.06464): linear attention, whose layers keep a state of one size.
+
+A unit is a key head and the value heads that share it. What follows a token depends on the state
+after the token before, and no more:
+
+    state after token 31       chunk of tokens 32 … 99, block size 16       states it leaves
+    block 1 ────────────────▶  32 33 … 47 │ … 79 80 … 95 │ 96 … 99  ─────▶  block 5 (after 95)
+                                                                            block 6 (after 99)
+
+A state is written where a block of the sequence's table ends, and after the last token; where the
+table has no block (`NO_BLOCK`) none is. A sequence that begins has no state, whatever its blocks
+hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.model.attention import AttentionBatch, StepBackend
+from pdserve.common.model.attention_native import Int32s, pad
+from pdserve.common.model.kernels.native import NativeKernels, call_of
+from pdserve.common.model.kernels.ops import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """The sizes of a layer's unit: a key head with `ratio` value heads."""
+
+    ratio: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # inputs that the convolution sees
+
+    @property
+    def width(self) -> int:
+        """The numbers of a token: query, key and values."""
+        return 2 * self.key_dim + self.ratio * self.value_dim
+
+    @property
+    def matrices(self) -> int:
+        return self.ratio * self.key_dim * self.value_dim
+
+    @property
+    def numbers(self) -> int:
+        """The numbers of a state: a matrix per value head, and the inputs that the convolution
+        still needs."""
+        return self.matrices + (self.kernel - 1) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What a layer has of a step's T tokens before the convolution."""
+
+    sizes: DeltaSizes
+    mixed: Tensor  # [T, units, width]
+    decays: Tensor  # float32 [T, units, ratio], logarithms
+    betas: Tensor  # float32 [T, units, ratio]
+    weights: Tensor  # of the convolution, float32 [units, width, kernel]
+
+    def of_units(self, start: int, end: int) -> DeltaInputs:
+        """Returns those of units `start … end-1`."""
+        mine = slice(start, end)
+        return DeltaInputs(
+            self.sizes,
+            self.mixed[:, mine],
+            self.decays[:, mine],
+            self.betas[:, mine],
+            self.weights[mine],
+        )
+
+
+@dataclass(frozen=True)
+class DeltaContext:
+    """The B sequences of a step: where each begins, and its blocks."""
+
+    block_size: int
+    rows: Int32s  # [B] row of the first token in the step
+    counts: Int32s  # [B] tokens to compute
+    starts: Int32s  # [B] tokens before them; > 0: the token before has a state in the table
+    tables: Int32s  # [B, blocks of the longest]
+
+    @cached_property
+    def singles(self) -> NDArray[np.int64]:
+        """The sequences of one token."""
+        return np.flatnonzero(self.counts == 1)
+
+    def pieces(self, sequence: int) -> Iterator[tuple[int, int]]:
+        """Yields ranges `first, last + 1` of a sequence's tokens, each of which ends where a state
+        is written."""
+        start, count, size = int(self.starts[sequence]), int(self.counts[sequence]), self.block_size
+        ends = range(size - start % size, count, size)
+        table = self.tables[sequence]
+        kept = [end for end in ends if table[(start + end - 1) // size] >= 0]
+        edges = [0, *kept, count]
+        yield from pairwise(edges)
+
+    def block_of(self, sequence: int, token: int) -> int:
+        """Returns the block of the sequence's token `token` of this step; -1 is the one before."""
+        return int(self.tables[sequence, (self.starts[sequence] + token) // self.block_size])
+
+
+class DeltaBackend(StepBackend):
+    """Computes layers with a gated delta net: in C++ on a CPU with native `kernels`, else by
+    transformers' functions in torch, a chunk at once."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._delta_net = None
+        if isinstance(kernels, NativeKernels):
+            self._delta_net = kernels.function("delta_net")
+
+    def prepare(self, batch: AttentionBatch) -> DeltaContext:
+        counts = np.asarray(batch.query_lens, np.int32)
+        return DeltaContext(
+            batch.block_size,
+            (np.cumsum(counts) - counts).astype(np.int32),
+            counts,
+            np.asarray(batch.starts, np.int32),
+            pad([np.asarray(table) for table in batch.block_tables]),
+        )
+
+    def scan(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> Tensor:
+        """Computes a step's tokens from `states` `[blocks, units, numbers]` of a layer, and writes
+        the states after them; returns `[T, units · ratio, value_dim]` in the inputs' dtype."""
+        if self._delta_net is None:
+            found = _Scan(inputs, states, context).run()
+        else:
+            found = self._scan_natively(inputs, states, context)
+        return found.flatten(1, 2).to(inputs.mixed.dtype)
+
+    def _scan_natively(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> Tensor:
+        assert self._delta_net is not None
+        sizes, mixed = inputs.sizes, inputs.mixed.contiguous()
+        weights, decays, betas = (
+            each.contiguous() for each in (inputs.weights, inputs.decays, inputs.betas)
+        )
+        tokens, units, _ = mixed.shape
+        out = mixed.new_empty((tokens, units, sizes.ratio, sizes.value_dim), dtype=torch.float32)
+        self._delta_net(
+            *call_of(mixed), len(context.rows), units, sizes.ratio, sizes.key_dim, sizes.value_dim,
+            sizes.kernel, context.block_size, mixed.data_ptr(), weights.data_ptr(),
+            decays.data_ptr(), betas.data_ptr(), states.data_ptr(), context.rows.ctypes.data,
+            context.counts.ctypes.data, context.starts.ctypes.data, context.tables.ctypes.data,
+            context.tables.shape[1], out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+class _Scan:
+    """One layer and step in torch."""
+
+    def __init__(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> None:
+        self._inputs, self._sizes, self._context = inputs, inputs.sizes, context
+        self._states = states
+        tokens, units, _ = inputs.mixed.shape
+        shape = (tokens, units, self._sizes.ratio, self._sizes.value_dim)
+        self._out = inputs.mixed.new_empty(shape, dtype=torch.float32)
+
+    def run(self) -> Tensor:
+        context = self._context
+        if len(singles := context.singles):
+            self._advance(singles.tolist(), 0, 1)
+        for sequence in np.flatnonzero(context.counts > 1).tolist():
+            for first, end in context.pieces(sequence):
+                self._advance([sequence], first, end)
+        return self._out
+
+    def _advance(self, sequences: list[int], first: int, end: int) -> None:
+        """Computes tokens `first … end-1` of each, and writes the states after them."""
+        context, device = self._context, self._states.device
+        begun = [int(context.starts[each]) + first > 0 for each in sequences]
+        blocks = [
+            context.block_of(each, first - 1) if has else 0
+            for each, has in zip(sequences, begun, strict=True)
+        ]
+        before = self._states[torch.tensor(blocks, device=device)]
+        before = before.where(torch.tensor(begun, device=device)[:, None, None], 0.0)
+        starts = torch.tensor([int(context.rows[each]) + first for each in sequences])
+        rows = (starts[:, None] + torch.arange(end - first)).to(device)
+        self._out[rows], after = self._rule(rows, before)
+        blocks = [context.block_of(each, end - 1) for each in sequences]
+        self._states[torch.tensor(blocks, device=device)] = after
+
+    def _rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """rows `[B, n]`, before `[B, units, numbers]` → `[B, n, units, ratio, value_dim]`, states
+        after them."""
+        from transformers.models.qwen3_next.modeling_qwen3_next import (  # takes seconds to import
+            torch_chunk_gated_delta_rule,
+            torch_recurrent_gated_delta_rule,
+        )
+
+        sizes, inputs = self._sizes, self._inputs
+        (batch, length), units = rows.shape, before.shape[1]
+        matrices, past = before.split((sizes.matrices, sizes.numbers - sizes.matrices), dim=-1)
+        past = past.view(batch, units, sizes.kernel - 1, sizes.width).transpose(1, 2)
+        seen = torch.cat((past, inputs.mixed[rows].float()), dim=1)  # [B, n + kernel - 1, units, …]
+        mixed = F.conv1d(
+            seen.flatten(2).transpose(1, 2),
+            inputs.weights.view(-1, 1, sizes.kernel),
+            groups=units * sizes.width,
+        )
+        mixed = F.silu(mixed).transpose(1, 2).unflatten(2, (units, sizes.width))
+        values = sizes.ratio * sizes.value_dim
+        query, key, value = mixed.split((sizes.key_dim, sizes.key_dim, values), dim=-1)
+        rule = torch_recurrent_gated_delta_rule if length == 1 else torch_chunk_gated_delta_rule
+        out, after = rule(
+            query,
+            key,
+            value.reshape(batch, length, -1, sizes.value_dim),
+            g=inputs.decays[rows].flatten(2),
+            beta=inputs.betas[rows].flatten(2),
+            initial_state=matrices.reshape(batch, -1, sizes.key_dim, sizes.value_dim),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        left = seen[:, length:].transpose(1, 2).flatten(2)
+        after = after.reshape(batch, units, sizes.matrices)
+        return out.unflatten(2, (units, sizes.ratio)), torch.cat((after, left), dim=-1)

@@ -1,0 +1,63 @@
+"""Has transformers' layers with a gated delta net leave their states to the step: the classes' own
+code takes a step's tokens for one sequence."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.common.model.delta_net import DeltaInputs, DeltaSizes
+from pdserve.common.model.hf.attention import running
+
+MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Text models whose layers of linear attention are gated delta nets as below."""
+
+
+def take_delta_nets(model: Any) -> None:
+    """Replaces the code of these layers of a model whose weights are loaded, or that has none."""
+    if model.config.model_type not in MODEL_TYPES:
+        return
+    for net in model.modules():
+        if hasattr(net, "A_log") and net.conv1d.weight is not None:  # None: of another stage
+            net.by_unit = _by_unit(net, net.conv1d.weight[:, 0].detach().T).permute(1, 2, 0)
+            net.by_unit = net.by_unit.float().contiguous()
+            net.forward = MethodType(_forward, net)
+
+
+def _sizes(net: Any) -> DeltaSizes:
+    ratio = net.num_v_heads // net.num_k_heads
+    return DeltaSizes(ratio, net.head_k_dim, net.head_v_dim, net.conv_kernel_size)
+
+
+def _by_unit(net: Any, mixed: Tensor) -> Tensor:
+    """`[T, queries + keys + values]` → `[T, units, width]`."""
+    parts = mixed.split((net.key_dim, net.key_dim, net.value_dim), dim=-1)
+    return torch.cat([each.unflatten(-1, (net.num_k_heads, -1)) for each in parts], dim=-1)
+
+
+def _forward(net: Any, hidden_states: Tensor, **_: Any) -> Tensor:
+    """`[1, T, hidden]` → `[1, T, hidden]`."""
+    if hasattr(net, "in_proj_qkvz"):  # Qwen3-Next
+        projected = net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states)
+        *parts, z, b, a = net.fix_query_key_value_ordering(*projected)
+        mixed = torch.cat([each.flatten(2) for each in parts], dim=-1)
+    else:
+        mixed, z = net.in_proj_qkv(hidden_states), net.in_proj_z(hidden_states)
+        b, a = net.in_proj_b(hidden_states), net.in_proj_a(hidden_states)
+    decays = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
+    units = net.num_k_heads
+    inputs = DeltaInputs(
+        _sizes(net),
+        _by_unit(net, mixed[0]),
+        decays[0].unflatten(-1, (units, -1)),
+        b[0].sigmoid().float().unflatten(-1, (units, -1)),
+        net.by_unit,
+    )
+    found = running().recur(net.layer_idx, inputs)
+    found = net.norm(found.flatten(0, 1), z.reshape(-1, net.head_v_dim))
+    out: Tensor = net.out_proj(found.view(*hidden_states.shape[:2], -1))
+    return out

@@ -1,0 +1,185 @@
+"""A node's KV events: what its replicas' prefix caches gain and lose, for routers and others.
+
+    KVPool ─ stored, removed ─▶ KVEventLog ─ a batch for each turn of the loop ─┬─▶ ZeroMQ
+                                (one for each replica)                          └─▶ Subscription
+
+Without a taker a log does not listen, so events cost nothing. A router's subscription begins with a
+snapshot. So does what follows when the router has been too far behind: what it had not read is
+dropped, since the cache as it is now says it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from itertools import chain, count
+
+import msgspec
+
+from pdserve.common.core.block_hash import BlockHash, short_hash
+from pdserve.common.engine.kv_pool import KVPool
+from pdserve.common.engine.sequence import Sequence as EngineSequence
+from pdserve.common.obs.metrics import NodeMetrics
+from pdserve.common.rpc.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    encode_batch,
+    num_blocks,
+    without_tokens,
+)
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+
+MAX_BEHIND = 2**17  # blocks in the batches that a router has not read
+MAX_BATCH = 2**11  # blocks in a message to a router, who takes them in a few milliseconds
+PAUSE = 0.05  # seconds after a message in which events gather, or each step would make one
+
+Take = Callable[[KVEventBatch], None]
+
+
+class KVEventLog:
+    """Makes batches of the changes of one replica's prefix cache, for whoever takes them."""
+
+    def __init__(self, replica: int, pool: KVPool, metrics: NodeMetrics) -> None:
+        self._replica = replica
+        self._pool = pool
+        self._metrics = metrics
+        self._takers: list[Take] = []
+        self._pending: list[KVEvent] = []
+
+    def attach(self, take: Take) -> None:
+        """Calls `take` with every batch of what happens from now on; it must not block."""
+        self.flush()
+        self._takers.append(take)
+        self._pool.listen(self)
+
+    def detach(self, take: Take) -> None:
+        self._takers.remove(take)
+        if not self._takers:
+            self._pool.listen(None)
+            self._pending = []
+
+    def snapshot(self) -> Iterator[KVEventBatch]:
+        """Yields batches that say what is cached at the time of the call."""
+        self.flush()
+        return self._snapshot(self._pool.cached())
+
+    def _snapshot(self, cached: Sequence[BlockHash]) -> Iterator[KVEventBatch]:
+        first: list[KVEvent] = [AllBlocksCleared()]
+        for start in range(0, max(1, len(cached)), MAX_BATCH):
+            hashes = [short_hash(each) for each in cached[start : start + MAX_BATCH]]
+            yield self._batch([*first, BlockStored(hashes, None, [], self._pool.block_size)])
+            first = []
+
+    # ---- what the pool says -----------------------------------------------------------------
+
+    def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
+        size = self._pool.block_size
+        hashes = sequence.hashes(size)
+        self._add(
+            BlockStored(
+                block_hashes=[short_hash(each) for each in hashes[first:end]],
+                parent_block_hash=short_hash(hashes[first - 1]) if first else None,
+                token_ids=sequence.token_ids[first * size : end * size],
+                block_size=size,
+                lora_name=sequence.adapter or None,
+            )
+        )
+
+    def removed(self, block_hash: BlockHash) -> None:
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(short_hash(block_hash))
+        else:
+            self._add(BlockRemoved([short_hash(block_hash)]))
+
+    def _add(self, event: KVEvent) -> None:
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._pending.append(event)
+
+    def flush(self) -> None:
+        """Gives all that has happened to the takers."""
+        if not self._pending:
+            return
+        batch, self._pending = self._batch(self._pending), []
+        for event in batch.events:
+            self._metrics.kv_events.labels(type(event).__name__).inc()
+        for take in self._takers:
+            take(batch)
+
+    def _batch(self, events: list[KVEvent]) -> KVEventBatch:
+        return KVEventBatch(time.time(), events, self._replica)
+
+
+class Subscription:
+    """What one router is sent of all replicas of the node."""
+
+    def __init__(self, logs: Sequence[KVEventLog], metrics: NodeMetrics) -> None:
+        self._logs = logs
+        self._metrics = metrics
+        self._stale = True  # it needs a snapshot
+        self._caught_up = False  # it has had all of the last one
+        self._snapshot: Iterator[KVEventBatch] = iter(())
+        self._pending: deque[KVEventBatch] = deque()
+        self._behind = 0  # blocks in them
+        self._wake = asyncio.Event()
+        self._ended = False
+
+    async def messages(self) -> AsyncGenerator[pb.KVEventsMessage, None]:
+        """Yields a snapshot and what follows, until `end`."""
+        for log in self._logs:
+            log.attach(self._take)
+        try:
+            for number in count():
+                while (batch := self._next()) is None and not self._ended:
+                    self._wake.clear()
+                    await self._wake.wait()
+                if self._ended or batch is None:
+                    return
+                encoded = encode_batch(without_tokens(batch))
+                yield pb.KVEventsMessage(number=number, batch=encoded)
+                if self._caught_up and self._behind < MAX_BATCH:
+                    await asyncio.sleep(PAUSE)
+        finally:
+            for log in self._logs:
+                log.detach(self._take)
+
+    def end(self) -> None:
+        self._ended = True
+        self._wake.set()
+
+    def _take(self, batch: KVEventBatch) -> None:
+        self._behind += num_blocks(batch)
+        if self._behind > MAX_BEHIND:
+            self._stale, self._behind = True, 0
+            self._pending.clear()
+        elif not self._stale:
+            self._pending.append(batch)
+        self._wake.set()
+
+    def _next(self) -> KVEventBatch | None:
+        if self._stale:
+            self._snapshot = chain.from_iterable([log.snapshot() for log in self._logs])
+            self._stale, self._behind = False, 0
+            self._pending.clear()  # the snapshot has it
+            self._metrics.kv_events.labels("Snapshot").inc()
+            self._caught_up = False
+        if (batch := next(self._snapshot, None)) is not None:
+            return batch
+        self._caught_up = True
+        if not self._pending:
+            return None
+        batch = self._pending.popleft()
+        size, events = num_blocks(batch), list(batch.events)
+        while self._pending and size < MAX_BATCH:
+            if self._pending[0].data_parallel_rank != batch.data_parallel_rank:
+                break
+            batch = self._pending.popleft()
+            size, events = size + num_blocks(batch), events + batch.events
+        self._behind -= size
+        return msgspec.structs.replace(batch, events=events)

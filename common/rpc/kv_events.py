@@ -1,0 +1,78 @@
+"""What a node says of its prefix cache: the KV events of vLLM, in MessagePack.
+
+A batch is an array `[ts, events, data_parallel_rank]`, an event a map whose `type` is its class, as
+in vLLM 0.33. A block is named by `short_hash`. Fields are only ever added, with a default.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+MEDIUM = "GPU"  # vLLM's word for the cache that steps read, on CPUs too
+
+
+class BlockStored(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Blocks that follow each other have come. In a snapshot, and for routers, there are no
+    `token_ids`; in a snapshot there is no parent either."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None  # None: the first one begins a prompt
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None  # always None, as adapters have no numbers
+    medium: str | None = MEDIUM
+    lora_name: str | None = None  # the adapter's digest
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Blocks have left, in any order."""
+
+    block_hashes: list[int]
+    medium: str | None = MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """All blocks have left. A snapshot begins with it."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The changes of a moment, in order."""
+
+    ts: float  # Unix time by the node's clock
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None  # the replica
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(KVEventBatch)
+
+
+def encode_batch(batch: KVEventBatch) -> bytes:
+    return _encoder.encode(batch)
+
+
+def decode_batch(message: bytes) -> KVEventBatch:
+    """Raises msgspec.DecodeError: it is not a batch."""
+    return _decoder.decode(message)
+
+
+def num_blocks(batch: KVEventBatch) -> int:
+    """Returns how many blocks the batch names."""
+    return sum(
+        len(each.block_hashes) for each in batch.events if not isinstance(each, AllBlocksCleared)
+    )
+
+
+def without_tokens(batch: KVEventBatch) -> KVEventBatch:
+    """Returns the batch for those who make the hashes themselves."""
+    replace = msgspec.structs.replace
+    events = [
+        replace(each, token_ids=[]) if isinstance(each, BlockStored) else each
+        for each in batch.events
+    ]
+    return replace(batch, events=events)

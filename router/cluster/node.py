@@ -1,0 +1,131 @@
+"""One node as this router sees it, and which two of them fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.common.core.errors import Blame, NodeError, PdserveError, TransferError
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.health import AwakeClock, CircuitBreaker
+
+# Errors of calls that a standstill of this router may cause.
+BY_STANDSTILL = frozenset(
+    {"PEER_LOST", "UNREACHABLE", "PEER_SILENT", "TOKEN_STREAM_LOST", "LEASE_EXPIRED"}
+)
+ROLE_NAMES: dict[int, str] = {
+    pb.ROLE_PREFILL: "prefill",
+    pb.ROLE_DECODE: "decode",
+    pb.ROLE_BOTH: "both",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One registered node and its state at this router."""
+
+    info: pb.NodeInfo
+    load: pb.NodeLoad
+    last_seen: float
+    breaker: CircuitBreaker
+    # ---- this router's requests on it; `InFlightLoad` writes these
+    in_flight: int = 0
+    # Tokens that it still has to prefill for each request, in order of arrival.
+    prefilling: dict[object, int] = field(default_factory=dict)
+    prefill_tokens: int = 0  # their sum
+    prompt_tokens: int = 0  # tokens of the prompts that it has prefilled
+    cached_tokens: int = 0  # those of them that were in its prefix cache
+    adapters: frozenset[str] = frozenset()  # digests of its LoRA adapters
+    last_chance: str = ""  # id of the request that has its last chance here
+    # Called when the node is lost, because a stalled host breaks no connection.
+    on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
+    clock: AwakeClock = field(default_factory=AwakeClock)  # the registry's
+    # ---- liveness; `Registry` writes these
+    lost: bool = False  # a call has failed since the last heartbeat
+    silent: bool = False  # its heartbeats, or its answers, have stopped
+    skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
+    unreachable: str = ""  # why it does not answer, though its heartbeats may come
+    last_answer: float = 0.0  # the time of its last answer
+    # ---- when and whether it is asked for its health; `probe_nodes` writes these
+    look_at: float = 0.0
+    probing: bool = False
+    # ---- `info` as JSON; `ClusterView` writes it
+    described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.info.node_id
+
+    @property
+    def role(self) -> str:
+        return ROLE_NAMES[self.info.role]
+
+    @property
+    def num_requests(self) -> int:
+        """The requests on it: this router's now, and others' sequences by its last report."""
+        return self.in_flight + self.load.others
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """The tokens that it still has to prefill, as `num_requests`."""
+        return self.prefill_tokens + self.load.others_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """The KV blocks that no sequence holds on the replica that has most, by its report."""
+        return self.load.most_free_blocks
+
+    @property
+    def replicas(self) -> int:
+        """The replicas that share its load."""
+        return max(1, self.info.data_parallel_size)
+
+    @property
+    def last_heard(self) -> float:
+        """The time when it last served: its heartbeats may come though it does not answer."""
+        return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it may get requests as far as events say. `ClusterView.is_usable` also asks the
+        clock and the breaker."""
+        return not (self.lost or self.silent or self.unreachable) and self.load.healthy
+
+    @property
+    def clock_off(self) -> str:
+        """Its clock's difference, and what to do; empty if the clock is right."""
+        if not self.skew:
+            return ""
+        way = "ahead of" if self.skew > 0 else "behind"
+        return f"its clock is {abs(self.skew):.0f} s {way} the router's: set the clocks (NTP)"
+
+    def excused(self, error: PdserveError) -> PdserveError:
+        """The error of a call to it, or another one if a standstill of this router explains it."""
+        between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
+        if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
+            return error
+        return NodeError(
+            f"this router stood still: {error.message}",
+            code="ROUTER_STOOD_STILL",
+            blame=Blame.NETWORK,
+        )
+
+    def prefilled(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt of so many tokens, so many of which it had, if that can be."""
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += min(num_tokens, num_cached)
+
+
+def mismatch(prefill: Node, decode: Node) -> str:
+    """The differences between two nodes that do not pair."""
+    ours, theirs = prefill.info.fingerprint_parts, decode.info.fingerprint_parts
+    differences = [
+        f"{part} {ours.get(part)} ≠ {theirs.get(part)}"
+        for part in sorted({*ours, *theirs})
+        if ours.get(part) != theirs.get(part)
+    ]
+    sends, takes = prefill.info.kv_connectors, decode.info.kv_connectors
+    if set(sends).isdisjoint(takes):
+        differences.append(f"no common KV connector ({', '.join(sends)} ≠ {', '.join(takes)})")
+    return f"{prefill.id} and {decode.id}: {', '.join(differences)}"

@@ -1,0 +1,176 @@
+"""What nodes have cached, by their own word: a subscription to each one's KV events.
+
+    KVEvents.Subscribe ─▶ snapshot, then changes ─▶ PrefixIndex          place: (node, replica)
+
+A message that is lost, or that cannot be true, makes all that the node has said doubtful: it is
+forgotten, counted, and a new subscription asks for a snapshot. Until that has come the node counts
+as one without a cache. Nothing is believed of one node because of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from itertools import count
+
+import grpc
+import msgspec
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.rpc.channels import Channels
+from pdserve.common.rpc.kv_events import BlockRemoved, BlockStored, KVEventBatch, decode_batch
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.router.cluster.node import ROLE_NAMES, Node
+from pdserve.router.cluster.prefix_index import PrefixIndex, PromptBlocks
+from pdserve.router.cluster.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY, LAST_RETRY = 0.5, 30.0  # seconds between two subscriptions, doubled each time
+SETTLED = 60.0  # seconds after which the next retry is a first one
+PERIOD = 1.0  # seconds between two looks at which nodes there are
+
+
+class Doubtful(Exception):
+    """A node's events cannot be right. Its text is the reason, as metrics have it."""
+
+
+class NodeCaches:
+    """Follows the nodes of some roles, and answers who has a prompt's prefix."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        channels: Channels,
+        roles: Collection[int],
+        metrics: RouterMetrics,
+        index: PrefixIndex | None = None,
+    ) -> None:
+        self.index = PrefixIndex() if index is None else index
+        self._registry = registry
+        self._channels = channels
+        self._roles = roles
+        self._metrics = metrics
+        self._following: dict[Node, asyncio.Task[None]] = {}
+
+    def match(self, blocks: Callable[[int], PromptBlocks]) -> Mapping[Node, int]:
+        """Returns how many of a prompt's first blocks each node has, on one of its replicas.
+        `blocks` makes the prompt's blocks of a size."""
+        found: dict[Node, int] = {}
+        for size in {node.info.block_size for node in self._following} - {0}:
+            for place, depth in self.index.match(blocks(size)).items():
+                node: Node = place[0]  # type: ignore[index]
+                if node.info.block_size == size:
+                    found[node] = max(depth, found.get(node, 0))
+        return found
+
+    def num_blocks(self) -> Counter[str]:
+        """Returns how many blocks the nodes of each role have, replicas counted apart."""
+        counts = Counter({ROLE_NAMES[role]: 0 for role in self._roles})
+        for node in self._following:
+            places = ((node, replica) for replica in range(node.replicas))
+            counts[node.role] += sum(map(self.index.num_blocks, places))
+        return counts
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are roles to follow."""
+        return bool(self._roles)
+
+    async def run(self) -> None:
+        """Follows all nodes that are registered, until cancelled."""
+        try:
+            while True:
+                self._follow_those_present()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PERIOD):
+                        await self._registry.wait_for_change()
+        finally:
+            for task in self._following.values():
+                task.cancel()
+
+    def _follow_those_present(self) -> None:
+        present = {node for node in self._registry.nodes() if node.info.role in self._roles}
+        for node in self._following.keys() - present:
+            self._following.pop(node).cancel()
+        for node in present - self._following.keys():
+            self._following[node] = asyncio.create_task(self._follow(node))
+
+    async def _follow(self, node: Node) -> None:
+        loop, delay = asyncio.get_running_loop(), FIRST_RETRY
+        while True:
+            since = loop.time()
+            try:
+                await self._read(node)
+                reason = "ended"
+            except Doubtful as error:
+                reason = str(error)
+                logger.warning("%s: its KV events are read anew: %s", node.id, reason)
+            except grpc.aio.AioRpcError as error:
+                reason = "lost"
+                logger.info("%s: its KV events: %s", node.id, error.details())
+            except asyncio.CancelledError:  # this task's, or the call's, as its channel was closed
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                reason = "lost"
+            except Exception:
+                reason = "defect"
+                logger.exception("%s: its KV events could not be taken", node.id)
+            finally:
+                self._forget(node)
+            self._metrics.kv_event_resyncs.labels(reason).inc()
+            delay = FIRST_RETRY if loop.time() - since > SETTLED else min(2 * delay, LAST_RETRY)
+            await asyncio.sleep(delay)
+
+    def _forget(self, node: Node) -> None:
+        for replica in range(node.replicas):
+            self.index.clear((node, replica))
+
+    async def _read(self, node: Node) -> None:
+        """Returns when the node ends the stream.
+
+        Raises:
+            Doubtful: a message is not what it must be.
+        """
+        stub = pb_grpc.KVEventsStub(self._channels.get(node.info.address))
+        call, begun = stub.Subscribe(pb.KVEventsRequest()), set[int]()
+        try:
+            for number in count():
+                message = await call.read()
+                if message is EOF:
+                    return
+                if message is None or message.number != number:
+                    raise Doubtful("malformed" if message is None else "gap")
+                try:
+                    batch = decode_batch(message.batch)
+                except msgspec.DecodeError:
+                    raise Doubtful("malformed") from None
+                self._apply(node, batch, begun)
+        finally:
+            call.cancel()
+
+    def _apply(self, node: Node, batch: KVEventBatch, begun: set[int]) -> None:
+        """Takes a batch; `begun`: replicas whose snapshot has begun."""
+        replica = batch.data_parallel_rank or 0
+        if not 0 <= replica < node.replicas:
+            raise Doubtful("unknown_replica")
+        place = node, replica
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                if event.block_size != node.info.block_size or replica not in begun:
+                    raise Doubtful("malformed" if replica in begun else "no_snapshot")
+                self.index.store(place, event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                # What the full index has dropped may be removed, too.
+                if self.index.remove(place, event.block_hashes) and not self.index.num_evicted:
+                    raise Doubtful("unknown_block")
+            else:
+                begun.add(replica)
+                self.index.clear(place)
+        if self.index.num_blocks(place) > node.info.num_blocks:
+            raise Doubtful("too_many_blocks")

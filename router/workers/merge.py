@@ -1,0 +1,140 @@
+"""What several workers say of themselves, as if one process had said it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from pdserve.common.obs.exposition import exposed
+
+_COUNTS = ("counter", "histogram", "summary")
+# Gauges of which each worker has its part; of others all workers see the same.
+_SHARED_OUT = ("num_requests_running", "num_requests_waiting")
+_WORST = ("ready", "_created")  # the least counts: one worker cannot serve; the first one's birth
+
+
+# ---- /metrics ----
+
+
+def merged_metrics(texts: Iterable[str]) -> bytes:
+    """Returns one exposition of several in Prometheus's text format: counters, histograms and
+    parts are added up; of what all workers see, the most counts."""
+    families: dict[str, Metric] = {}
+    for text in texts:
+        for metric in text_string_to_metric_families(text):
+            if (known := families.get(metric.name)) is None:
+                families[metric.name] = metric
+            else:
+                known.samples = _merged(known, metric)
+    return exposed(_Families(list(families.values())))
+
+
+def counts(text: str) -> str:
+    """Returns the counters and histograms of an exposition alone."""
+    metrics = text_string_to_metric_families(text)
+    return exposed(_Families([each for each in metrics if each.type in _COUNTS])).decode()
+
+
+def num_nodes(text: str) -> int:
+    """Returns how many nodes are registered, in whatever state, by an exposition."""
+    families = text_string_to_metric_families(text)
+    found = (each for each in families if each.name == "pdserve_nodes")
+    return sum(int(sample.value) for each in found for sample in each.samples)
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _merged(one: Metric, other: Metric) -> list[Any]:
+    """The samples of both, one of each name and labels, in the first one's order."""
+    join = _join(one)
+    found = {_key(sample): sample for sample in one.samples}
+    for sample in other.samples:
+        known = found.get(key := _key(sample))
+        value = sample.value if known is None else join((known.value, sample.value))
+        found[key] = sample._replace(value=value)
+    return list(found.values())
+
+
+def _key(sample: Any) -> tuple[str, frozenset[tuple[str, str]]]:
+    return sample.name, frozenset(sample.labels.items())
+
+
+def _join(metric: Metric) -> Callable[[Iterable[float]], float]:
+    if metric.type in _COUNTS or metric.name.endswith(_SHARED_OUT):
+        return sum
+    return min if metric.name.endswith(_WORST) else max
+
+
+# ---- /v1/cluster ----
+
+_OF_EACH = ("in_flight", "prefill_tokens", "prompt_tokens", "cached_tokens")  # of a node
+_FLOW = ("transfers", "bytes", "seconds")
+_LOAD = ("running", "waiting")
+_WORKER = ("pid", "ready", "reason", *_LOAD, "places", "uptime_seconds")
+
+View = dict[str, Any]
+
+
+def merged_clusters(views: Sequence[View]) -> View:
+    """Returns one `/v1/cluster` of the workers' (`Pipeline.cluster`), in which the first one's
+    judgement of nodes and links stands, and `workers` has each one's own load."""
+    first = views[0]
+    return {
+        **first,
+        **{name: sum(view[name] for view in views) for name in _LOAD},
+        "places": max(view["places"] for view in views),
+        "nodes": _nodes(views),
+        "flows": _added(views, "flows", _FLOW),
+        "broken_links": list({_pair(link): link for link in _all(views, "broken_links")}.values()),
+        "refused": _refused(views),
+        "workers": [{name: view[name] for name in _WORKER} for view in views],
+    }
+
+
+def _all(views: Sequence[View], name: str) -> Iterator[View]:
+    return (each for view in views for each in view[name])
+
+
+def _pair(link: View) -> tuple[str, str]:
+    return link["prefill"], link["decode"]
+
+
+def _nodes(views: Sequence[View]) -> list[View]:
+    """All that some worker knows. What other routers have on a node is what no worker has."""
+    found: dict[str, View] = {}
+    for node in _all(views, "nodes"):
+        node_id = node["node_id"]
+        if (known := found.get(node_id)) is None:
+            found[node_id] = {**node, "others": node["others"] + node["in_flight"]}
+        else:
+            known |= {name: known[name] + node[name] for name in _OF_EACH}
+    for node in found.values():
+        node["others"] = max(0, node["others"] - node["in_flight"])
+    return list(found.values())
+
+
+def _added(views: Sequence[View], name: str, parts: Sequence[str]) -> list[View]:
+    found: dict[tuple[str, str], View] = {}
+    for each in _all(views, name):
+        known = found.get(_pair(each))
+        more = {} if known is None else {part: known[part] + each[part] for part in parts}
+        found[_pair(each)] = {**each, **more}
+    return list(found.values())
+
+
+def _refused(views: Sequence[View]) -> list[View]:
+    """Those of all: a node asks every worker, so that the most counts."""
+    found: dict[tuple[str, str], View] = {}
+    for each in sorted(_all(views, "refused"), key=lambda each: int(each["count"])):
+        found[each["reason"], each["port"]] = each
+    return list(found.values())

@@ -1,0 +1,42 @@
+"""Ranks on hosts that have no model: what runs inside a node's process and those of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from pdserve.common.model import broadcast
+from pdserve.common.worker import worker
+
+NOWHERE = "/no/such/folder"
+
+
+def later_ranks() -> None:
+    """All ranks but the first are given paths that do not exist."""
+    build = worker.build_worker
+
+    def elsewhere(spec: Any, emit: Any) -> Any:
+        if spec.rank > 0:
+            engine = spec.config["engine"]
+            engine["model"]["model"] = NOWHERE
+            if draft := engine["speculation"]["speculative_config"]:
+                draft["model"] = NOWHERE
+        return build(spec, emit)
+
+    worker.build_worker = elsewhere
+
+
+def dying_reader(count: str) -> None:
+    """And the first one is killed when it has read so many runs of rows."""
+    later_ranks()
+    rows = broadcast._rows
+
+    def few(*given: Any) -> Iterator[Any]:
+        for number, message in enumerate(rows(*given)):
+            if number == int(count):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield message
+
+    broadcast._rows = few  # type: ignore[assignment]

@@ -1,0 +1,306 @@
+"""Placement policies: what they choose, what the kit says of them, and that none, however bad,
+leaves a request without a node."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from clock import Clock
+from paths import HELPERS, ROOT
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.core.block_hash import hash_blocks, short_hash
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.obs.metrics import RouterMetrics
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.placement import NodeSelector, load_policies
+from pdserve.router.cluster.policy import (
+    BUILT_IN,
+    Policy,
+    PolicyRequest,
+    PowerOfTwo,
+    PrefixAware,
+    load_policy,
+)
+from pdserve.router.cluster.registry import Registry
+from pdserve.router.kit.checks import check_policy
+from pdserve.router.kit.simulator import SimulatedNode, SimulatedNodes
+from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.request_state import RequestState
+
+
+def nodes(*loads: int) -> list[SimulatedNode]:
+    """Nodes with so many tokens to prefill."""
+    made = [SimulatedNode(f"n{i}", 100) for i in range(len(loads))]
+    for node, load in zip(made, loads, strict=True):
+        node.num_prefill_tokens = load
+    return made
+
+
+def wants(tokens, cached=None, role="prefill", now=0.0) -> PolicyRequest:
+    return PolicyRequest(role, tokens, now, lambda: cached or {})
+
+
+def choose(policy, request, among) -> str:
+    node = policy.choose(request, SimulatedNodes(among))
+    policy.placed(request, node)
+    return node.id
+
+
+# ---- prefix-aware ----
+
+
+def test_a_prompt_goes_where_the_least_is_left_to_do() -> None:
+    some = nodes(0, 0, 0)
+    assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
+    assert choose(PrefixAware(), wants(1000, {some[1]: 600, some[2]: 700}), some) == "n2"
+    # A queue is worth a tenth of its tokens.
+    some = nodes(0, 5900, 0)
+    assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
+    some = nodes(0, 6100, 0)
+    assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n0"
+    some[1].replicas = 2
+    assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
+
+
+def test_new_prompts_are_dealt_out_though_nobody_queues() -> None:
+    some, policy = nodes(0, 0, 0, 0), PrefixAware()
+    chosen = [choose(policy, wants(1000, now=turn / 100), some) for turn in range(40)]
+    assert [chosen.count(node.id) for node in some] == [10] * 4
+
+
+def test_a_hot_prefix_is_taken_to_a_second_node_and_what_was_given_fades() -> None:
+    some, policy = nodes(0, 0), PrefixAware()
+    cached = {some[0]: 900}
+    chosen = [choose(policy, wants(1000, cached, now=turn / 100), some) for turn in range(300)]
+    assert set(chosen[:100]) == {"n0"} and "n1" in chosen
+    assert choose(policy, wants(1000, cached, now=1000.0), some) == "n0"
+
+
+@pytest.mark.parametrize("role", ["decode", "both"])
+def test_where_tokens_are_generated_requests_count_first(role: str) -> None:
+    some = nodes(0, 0, 0)
+    for node, count in zip(some, (8, 11, 12), strict=True):
+        node.num_requests = count
+    assert choose(PrefixAware(), wants(1000, {some[1]: 900}, role), some) == "n1"
+    assert choose(PrefixAware(), wants(1000, {some[2]: 900}, role), some) == "n0"
+    assert choose(PrefixAware(), wants(1000, {some[2]: 900}), some) == "n2", "a prefill node"
+
+
+def test_of_hundreds_of_nodes_some_are_looked_at_and_all_in_turn() -> None:
+    some, policy = nodes(*[0] * 300), PrefixAware()
+    chosen = [choose(policy, wants(1000, now=turn / 100), some) for turn in range(900)]
+    assert len(set(chosen)) > 250
+    assert choose(policy, wants(10**6, {some[250]: 900_000}), some) == "n250"
+
+
+def test_power_of_two_takes_the_less_loaded_of_two() -> None:
+    some, policy = nodes(5, 0, 9), PowerOfTwo(random.Random(0))
+    chosen = [choose(policy, wants(9), some) for _ in range(300)]
+    assert chosen.count("n1") == pytest.approx(200, abs=40) and "n2" not in chosen
+    assert choose(policy, wants(9), some[:1]) == "n0"
+    assert policy.choose(wants(9), SimulatedNodes([])) is None
+
+
+# ---- the kit ----
+
+
+class Raises(Policy):
+    def choose(self, request, nodes):
+        raise ValueError("oh")
+
+
+class Remembers(Policy):
+    """Goes on with the first node that it saw."""
+
+    def __init__(self) -> None:
+        self.first = None
+
+    def choose(self, request, nodes):
+        self.first = self.first or next(nodes.by_load(), None)
+        return self.first
+
+
+class Herds(Policy):
+    """Takes whoever has most of the prompt."""
+
+    uses_prefixes = True
+
+    def choose(self, request, nodes):
+        return max(nodes.by_id(""), key=lambda node: request.cached.get(node, 0), default=None)
+
+
+class Idle(Policy):
+    def choose(self, request, nodes):
+        return None
+
+
+class Dawdles(Policy):
+    def choose(self, request, nodes):
+        return min(nodes.by_load(), key=lambda node: sum(range(1000)), default=None)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_kit_passes_what_is_built_in(name: str) -> None:
+    assert set(check_policy(BUILT_IN[name]).values()) == {""}
+
+
+@pytest.mark.parametrize(
+    ("policy", "check", "fault"),
+    [
+        (Raises, "chooses_one_of_the_nodes", "it raised ValueError('oh')"),
+        (Idle, "chooses_one_of_the_nodes", "it chose None"),
+        (Remembers, "does_not_remember_dead_nodes", "it chose 'node-0', which is gone"),
+        (Herds, "does_not_herd_under_one_prompt", "TTFT mean is"),
+        (Herds, "does_not_herd_in_a_burst", "TTFT mean is"),
+        (Dawdles, "is_quick", "µs"),
+    ],
+)
+def test_the_kit_catches_what_is_broken(policy, check: str, fault: str) -> None:
+    assert fault in check_policy(policy)[check]
+
+
+def test_the_kit_passes_the_example_of_the_page() -> None:
+    page = (ROOT / "docs" / "placement.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    assert set(check_policy(names["Roomiest"]).values()) == {""}
+
+
+def test_the_kit_has_a_command() -> None:
+    def run(*names: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pdserve.router.kit", *names]
+        path = {"PYTHONPATH": f"{ROOT}:{HELPERS}", "PATH": ""}
+        return subprocess.run(command, env=path, capture_output=True, text=True, check=False)
+
+    bad = run("bad_policies:Absent")
+    assert bad.returncode == 1, bad.stderr
+    assert "ok     bad_policies:Absent: is quick" in bad.stdout
+    assert "FAILED bad_policies:Absent: chooses one of the nodes: it chose" in bad.stdout
+    missing = run("nonsense")
+    assert missing.returncode == 2 and "unknown name 'nonsense'; choose one of:" in missing.stderr
+
+
+# ---- what the router makes of a policy ----
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nonsense", "choose one of: least-load, power-of-two, prefix-aware, round-robin"),
+        ("json:loads", "not a subclass of"),
+        ("json:Loads", "has no attribute"),
+        ("no.such:Thing", "cannot import"),
+        ("bad_policies:NeedsMore", "cannot be made: TypeError"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_policies(RoutingConfig(prefill_policy=name))
+    assert refused.value.message.startswith("--prefill-policy") and said in refused.value.message
+
+
+def test_options_name_what_there_is() -> None:
+    assert all(isinstance(load_policy(name, "--flag"), kind) for name, kind in BUILT_IN.items())
+    assert load_policies(RoutingConfig())[pb.ROLE_PREFILL].uses_prefixes is False
+
+
+TOKENS = tuple(range(50))
+
+
+class World:
+    """Nodes p0, p1 and d0, and what they have cached."""
+
+    def __init__(self, policy: str) -> None:
+        self.registry = Registry(RoutingConfig(), Clock(100.0))
+        self.metrics = RouterMetrics()
+        for name, role in (
+            ("p0", pb.ROLE_PREFILL),
+            ("p1", pb.ROLE_PREFILL),
+            ("d0", pb.ROLE_DECODE),
+        ):
+            info = pb.NodeInfo(
+                node_id=name, role=role, address=f"{name}:1", fingerprint="f", block_size=4,
+                kv_connectors=["tcp"],
+            )  # fmt: skip
+            self.registry.register(info, pb.NodeLoad(healthy=True))
+        self.cached: dict[str, int] = {}
+        config = RoutingConfig(prefill_policy=policy)
+        view = ClusterView(self.registry)
+        policies = load_policies(config)
+        self.selector = NodeSelector(config, view, policies, self.match, self.metrics)
+
+    def match(self, blocks):
+        size = next(iter(self.registry.nodes())).info.block_size
+        assert [blocks(size)[i] for i in range(12)] == [
+            short_hash(each) for each in hash_blocks(TOKENS, size)
+        ]
+        return {n: self.cached[n.id] for n in self.registry.nodes() if n.id in self.cached}
+
+    def run(self) -> RequestState:
+        request = GenerationRequest("r", TOKENS, SamplingParams(max_tokens=4))
+        return RequestState(request, lambda update: None, None, RoutingConfig(queue_timeout=0))
+
+    async def place(self) -> tuple[str, int]:
+        """The prefill node, and the tokens that it counts as loaded with."""
+        run = self.run()
+        decode, _ = await self.selector.decode(run.placement)
+        node = await self.selector.prefill(run.placement, decode)
+        assert node is not None
+        return node.id, self.selector.missing(run.placement, node)
+
+    def count(self, name: str, role: str = "prefill") -> float:
+        value = self.metrics.registry.get_sample_value(f"pdserve_{name}_total", {"role": role})
+        return value or 0.0
+
+
+async def test_a_prefix_is_found_and_only_the_rest_counts_as_load() -> None:
+    world = World("prefix-aware")
+    assert (await world.place())[1] == 50
+    world.cached = {"p1": 7, "d0": 12}
+    assert await world.place() == ("p1", 50 - 28)
+    world.cached = {"p0": 12}
+    assert await world.place() == ("p0", 2)
+    assert world.count("prefix_index_queries") == 150
+    assert world.count("prefix_index_hits") == 28 + 48
+    assert world.count("prefix_index_queries", "decode") == 0
+
+
+async def test_without_such_a_policy_nobody_asks() -> None:
+    world = World("least-load")
+    world.cached = {"p1": 7}
+    world.match = None  # type: ignore[assignment]
+    assert await world.place() == ("p0", 50)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("Raises", "it raised RuntimeError"),
+        ("Absent", "it chose absent, which does not fit"),
+        ("Dead", "it chose p0, which does not fit"),
+        ("Wordy", "it chose p0, which does not fit"),
+    ],
+)
+async def test_whatever_a_policy_does_load_decides(
+    policy: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(f"bad_policies:{policy}")
+    caplog.set_level(logging.WARNING)
+    if policy == "Dead":
+        assert (await world.place())[0] == "p0"
+        next(node for node in world.registry.nodes() if node.id == "p0").lost = True
+        world.registry.heartbeat("p1", pb.NodeLoad(healthy=True))
+        world.registry.kinds.changed(world.registry.nodes()[0])
+        assert (await world.place())[0] == "p1"
+    else:
+        assert (await world.place())[0] == "p0"
+    assert f"load decides: {why}" in caplog.text
+    assert world.count("placement_policy_failures") >= 1

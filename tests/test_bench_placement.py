@@ -1,0 +1,56 @@
+"""The figures of placement policies can be made again, and are what prefix-aware is chosen for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_placement import main
+from benchmarks.bench_placement_live import SIZE, cut, prompt
+from pdserve.router.kit.workloads import read_trace
+
+
+def test_prefix_aware_finds_what_can_be_found_and_shares_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    policies = ["--policy=round-robin", "--policy=least-load", "--policy=prefix-aware"]
+    assert main([*policies, f"--json={out}"]) == 0
+    rows = {(row["trace"], row["policy"]): row for row in json.loads(out.read_text())}
+    for trace in ("mooncake_conversation", "mooncake_synthetic", "one system prompt"):
+        found, turns = rows[trace, "prefix-aware"], rows[trace, "round-robin"]
+        assert found["of_ideal"] >= 0.95 and found["imbalance"] <= 1.05
+        assert all(found[name] <= turns[name] for name in ("ttft_mean_s", "ttft_p99_s"))
+    found, load = (rows["mooncake_conversation", name] for name in ("prefix-aware", "least-load"))
+    assert found["ttft_p99_s"] <= 0.75 * load["ttft_p99_s"]
+    assert "| mooncake_synthetic | ideal | 0.1411 | 1.0 | 1.0 | – |" in capsys.readouterr().out
+
+
+def test_both_forms_of_a_trace_say_the_same(tmp_path: Path) -> None:
+    sample = Path(__file__).parent.parent / "benchmarks" / "traces" / "mooncake_synthetic.csv.gz"
+    first = read_trace(sample, 50)
+    lines = [
+        {"timestamp": 1000 * number, "input_length": each.num_tokens, "hash_ids": [3, 4]}
+        for number, each in enumerate(first)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    again = read_trace(path)
+    assert [each.num_tokens for each in again] == [each.num_tokens for each in first]
+    assert [each.time for each in again] == list(range(50))
+    assert len(set(again[0].blocks)) == 2 and len({each.time for each in first}) == 50
+
+
+def test_live_prompts_begin_alike_where_the_trace_s_do() -> None:
+    sample = Path(__file__).parent.parent / "benchmarks" / "traces" / "mooncake_conversation.csv.gz"
+    arrivals = [cut(each) for each in read_trace(sample, 200)]
+    of_blocks: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for each in arrivals:
+        tokens = prompt(each)
+        assert len(tokens) == each.num_tokens <= 961
+        for end in range(1, len(each.blocks) + 1):
+            blocks, begin = tuple(each.blocks[:end]), tuple(tokens[: end * SIZE])
+            assert of_blocks.setdefault(blocks, begin) == begin
+    assert len(set(of_blocks.values())) == len(of_blocks)
