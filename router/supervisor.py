@@ -25,7 +25,7 @@ from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import bind, role_environment
 from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
 from pdserve.router.http.server import bind_http
-from pdserve.router.workers.link import Link
+from pdserve.router.workers.link import TIMEOUT, Link
 from pdserve.router.workers.merge import counts, merged_metrics, num_nodes
 from pdserve.router.workers.siblings import GATHER, METRICS, SERVING, read_ask, write_answers
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 COLLECT_PERIOD = 5.0  # seconds; so much of what a killed worker counted may be lost
 SETTLED = 60.0  # seconds after which a worker's death is its first again
 LONGEST_BACKOFF = 30.0  # seconds
+HUNG = 6  # periods, each longer by `TIMEOUT`, after which a worker without an answer is killed
 KILL_GRACE = 5.0  # seconds past the drain time-out until SIGKILL
 
 
@@ -47,6 +48,7 @@ class Worker:
     link: Link | None = None
     metrics: str = ""  # as this process exposed them last
     alone: int = 0  # periods without a node, while others have some
+    silent: int = 0  # periods in which it did not answer
 
     @property
     def name(self) -> str:
@@ -78,7 +80,6 @@ class Supervisor:
         self.workers = [Worker(number) for number in range(config.server.router_workers)]
         self._held: list[socket.socket] = []
         self._departed = ""  # the counters of workers that have died
-        self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -109,9 +110,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Ends what still runs: a second SIGTERM cuts a worker's drain short."""
-        self._draining = True
-        for task in self._tasks:
-            task.cancel()
+        self._watch_no_more()
         self._signal(signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_GRACE):
@@ -122,9 +121,14 @@ class Supervisor:
             each.close()
 
     async def _drain(self) -> None:
-        self._draining = True
+        self._watch_no_more()
         self._signal(signal.SIGTERM)
         await self._ended()
+
+    def _watch_no_more(self) -> None:
+        """No worker is started any more, also none that waits for its turn."""
+        for task in self._tasks:
+            task.cancel()
 
     def _signal(self, number: int) -> None:
         for worker in self.workers:
@@ -188,6 +192,7 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C is for this process alone
             )
         worker.serving.clear()
+        worker.silent = 0
         worker.link = Link(partial(self._answer, worker))
         await worker.link.open(ours)
         serving = asyncio.create_task(worker.serving.wait())
@@ -224,8 +229,6 @@ class Supervisor:
             assert worker.process is not None
             since = monotonic()
             code = await worker.process.wait()
-            if self._draining:
-                return
             self._departed = _added(self._departed, counts(worker.metrics))
             worker.metrics = ""
             backoff = 0.0 if monotonic() - since >= SETTLED else backoff
@@ -280,9 +283,26 @@ class Supervisor:
     async def _collect(self) -> None:
         """Keeps the metrics of all at hand, for when one is killed."""
         while True:
-            await self._ask(self.workers, METRICS)
+            await asyncio.gather(*map(self.check, self.workers))
             self.compare()
             await asyncio.sleep(COLLECT_PERIOD)
+
+    async def check(self, worker: Worker) -> None:
+        """Kills a worker that serves and has not answered for long. Its loop does not run, and the
+        connections that the kernel deals it would wait for ever."""
+        answered = await self._ask_one(worker, METRICS, b"") is not None
+        process = worker.process
+        assert process is not None
+        if answered or not worker.serving.is_set() or process.returncode is not None:
+            worker.silent = 0
+            return
+        worker.silent += 1
+        if worker.silent >= HUNG:
+            logger.error(
+                "%s (pid %d) has not answered for %.0f s; it is killed",
+                worker.name, process.pid, worker.silent * (COLLECT_PERIOD + TIMEOUT),
+            )  # fmt: skip
+            process.kill()
 
     def compare(self) -> None:
         """Warns, once, about workers that nodes do not come to for two periods, though they come to

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.config.router import RouterConfig, ServerConfig
-from pdserve.router.supervisor import Supervisor
+from pdserve.router.supervisor import HUNG, Supervisor, Worker
 from pdserve.router.workers.link import Link
 from pdserve.router.workers.merge import counts, merged_clusters, merged_metrics
 
@@ -74,7 +76,9 @@ def test_of_the_dead_only_what_they_counted_stays() -> None:
 async def test_a_worker_that_nodes_do_not_reach_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    supervisor = Supervisor(RouterConfig(server=ServerConfig(port=0, router_workers=2)))
+    supervisor = Supervisor(
+        RouterConfig(server=ServerConfig(port=0, grpc_port=0, registry_port=0, router_workers=2))
+    )
     await supervisor.take_ports()
     first, second = supervisor.workers
     first.metrics = second.metrics = OTHER
@@ -90,6 +94,58 @@ async def test_a_worker_that_nodes_do_not_reach_is_named_once(
     supervisor.compare()
     assert second.alone == 0
     await supervisor.stop()
+
+
+async def seated(worker: Worker, *command: str) -> asyncio.subprocess.Process:
+    """A process in the worker's place, which serves and answers nothing."""
+    worker.process = await asyncio.create_subprocess_exec(*command)
+    worker.link = Link(AsyncMock())
+    worker.serving.set()
+    return worker.process
+
+
+async def test_a_worker_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor = Supervisor(RouterConfig(server=ServerConfig(router_workers=2)))
+    worker = supervisor.workers[0]
+    process = await seated(worker, "sleep", "600")
+    ours, theirs = socket.socketpair()
+    other_end = Link(AsyncMock(return_value=b""))
+    await other_end.open(theirs)
+    for _ in range(HUNG - 1):
+        await supervisor.check(worker)
+    silent, worker.link = worker.link, Link(AsyncMock())
+    await worker.link.open(ours)
+    await supervisor.check(worker)
+    assert worker.silent == 0, "it has answered, if late"
+    worker.link = silent
+    for _ in range(HUNG):
+        assert process.returncode is None and not caplog.messages
+        await supervisor.check(worker)
+    assert await process.wait() == -signal.SIGKILL
+    assert "worker 0" in caplog.text and "has not answered for 42 s; it is killed" in caplog.text
+    await supervisor.check(worker)
+    assert worker.silent == 0, "the next one begins anew"
+
+
+async def test_no_worker_is_started_while_the_others_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor(RouterConfig(server=ServerConfig(router_workers=2)))
+    dies, drains = supervisor.workers
+    waits = asyncio.Event()
+
+    async def start(worker: Worker) -> None:
+        await seated(worker, "true")
+        waits.set()
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    await seated(dies, "true")
+    await seated(drains, "sleep", "600")
+    watching = asyncio.create_task(supervisor._watch(dies))
+    supervisor._tasks.append(watching)
+    await waits.wait()  # it is started again at once, dies, and would be again in a second
+    await supervisor._drain()
+    assert drains.process is not None and drains.process.returncode == -signal.SIGTERM
+    await asyncio.wait([watching])
+    assert watching.cancelled()
 
 
 def view(pid: int, running: int, others: int, **more: Any) -> dict[str, Any]:
