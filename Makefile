@@ -39,7 +39,7 @@ test: $(STAMP)
 	@$(COMPILED) $(BIN)/python -m compileall -q -j $(JOBS) $(CODE)
 	$(COMPILED) $(BIN)/pytest -n $(JOBS) $(TEST_ARGS)
 
-# An hour or more: the slow tests too, every order of the hand-off's events, twenty times as many
+# An hour or more: the slow tests too, every order of the hand-off's events, forty times as many
 # examples for parsers, a soak with random faults, and other people's clients.
 test-all: $(STAMP)
 	$(COMPILED) PDSERVE_FUZZ_EXAMPLES=2000 $(BIN)/pytest -n $(JOBS) -m "" $(TEST_ARGS)
