@@ -7,6 +7,8 @@ import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 
 _ID = re.compile(r"[!-~]{1,128}")
@@ -65,8 +67,7 @@ class GenerateJob:
         return self.prompt_token_ids + self.choices[0].output_token_ids
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """Tokens of one choice, in order. The last event of a choice carries `finish_reason`."""
 
     choice: int

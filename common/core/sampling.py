@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+import msgspec
+
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.parameters import PARAMETERS
 
@@ -84,17 +86,16 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 # ---- results ----
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities (natural log) of a chosen token and of the most likely alternatives."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One generated token."""
+class SampledToken(msgspec.Struct, frozen=True):
+    """One generated token. What is made for every token is a `Struct`: a frozen dataclass takes ten
+    times as long to make."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

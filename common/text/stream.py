@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pdserve.common.text.detokenizer import Detokenizer
 from pdserve.common.text.tokenizer import Tokenizer
@@ -11,8 +12,7 @@ from pdserve.common.text.tokenizer import Tokenizer
 # ---- stop strings in text that arrives in pieces ----
 
 
-@dataclass(frozen=True, slots=True)
-class StopResult:
+class StopResult(msgspec.Struct, frozen=True):
     """Text that can be sent, and the stop string that ended it, if any."""
 
     text: str
@@ -72,8 +72,7 @@ class StopMatcher:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOutput:
+class StreamOutput(msgspec.Struct, frozen=True):
     """The result of one push."""
 
     text: str

@@ -10,6 +10,8 @@ from itertools import islice
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, Timeline
@@ -59,8 +61,7 @@ class GenerationRequest:
     orphan_key: bytes = b""  # as `Job.orphan_key`
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """The news of one choice. The last delta of a choice carries `finish_reason`."""
 
     choice: int
@@ -68,7 +69,7 @@ class TextDelta:
     tokens: tuple[SampledToken, ...]  # the tokens drawn, whether or not their text is out yet
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the id in stop_token_ids
-    version: str = field(default="", compare=False)  # fingerprint of the node that made it
+    version: str = ""  # fingerprint of the node that made it
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,9 @@ async def generate(
     to_begin = iter(enumerate(requests))
     try:
         while queue.has_news or queue.ended < len(requests):
-            room = min(MAX_BURST, MAX_BEGUN - (len(tasks) - queue.ended))
-            if burst := list(islice(to_begin, room)):
+            left = len(requests) - len(tasks)
+            if room := min(left, MAX_BURST, MAX_BEGUN - (len(tasks) - queue.ended)):
+                burst = islice(to_begin, room)
                 tasks += [asyncio.create_task(_serve(serve, i, each, queue)) for i, each in burst]
                 await asyncio.sleep(0)
                 if not queue.has_news:

@@ -274,7 +274,8 @@ class RequestState:
         if is_open and position is not None and position != len(output):
             raise bad_token(role, f"at position {position}, not {len(output)}")
         for token in event.tokens:
-            if not all(0 <= each < self._vocab_size for each in _ids(token)):
+            ids = _ids(token)
+            if not 0 <= min(ids) <= max(ids) < self._vocab_size:
                 raise bad_token(role, "it is outside the vocabulary")
 
     def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:

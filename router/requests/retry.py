@@ -138,6 +138,8 @@ class Retries:
 
     def progress(self, role: str) -> None:
         """A node of this role has made a token."""
+        if not self.failures:
+            return
         self._tries = 0
         for each in BEHIND[role]:
             self._deaths.pop(each, None)
