@@ -43,7 +43,7 @@ from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.request import Bodies
-from pdserve.router.http.server import HTTPServer, https_context
+from pdserve.router.http.server import HTTPServer, https_context, https_renewals, load_pair
 from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.requests.trace import RequestTraces
 from pdserve.router.workers.siblings import Siblings
@@ -86,6 +86,7 @@ class RouterServer:
             ROUTER, node_id, config.tls, config.auth, (server.host,)
         )
         self._https = https_context(server)
+        self._https_files = https_renewals(server)
         self._channels = self._credentials.channels()
         self._model = model = load_served_model(config.model)
         self._registry = Registry(routing, router_id=node_id)
@@ -223,9 +224,11 @@ class RouterServer:
     async def _keep_house(self, period: float) -> None:
         """Sets gRPC's health to /ready's, moves requests off silent nodes, forgets nodes that are
         silent for long, counts what other routers have placed, and closes the connections to nodes
-        that left."""
+        that left; serves HTTPS with a certificate that has been renewed."""
         while True:
             await self._grpc.set_healthy(self._pipeline.ready()[0])
+            if self._https is not None and self._https_files.renewed():
+                load_pair(self._https, self._config.server)
             self._registry.sweep()
             self._pipeline.admission.placed_by_others(*self._pipeline.view.placed_by_others())
             addresses = {node.info.address for node in self._registry.connected()}

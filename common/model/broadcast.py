@@ -89,8 +89,11 @@ class BroadcastFolder(ModelFolder):
             yield self.path
             return
         with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
-            for name, content in self._files.items():
-                Path(folder, name).write_bytes(content)
+            try:
+                for name, content in self._files.items():
+                    Path(folder, name).write_bytes(content)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, folder) from error
             yield Path(folder)
 
     @contextmanager

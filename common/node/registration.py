@@ -169,7 +169,7 @@ class Registration:
     ) -> None:
         """`on_siblings` is called when the router names other siblings than before."""
         self._router = router
-        self._stub = pb_grpc.RegistryStub(channels.get(router))
+        self._channels = channels
         self._info = info
         self._load = load
         self._over_tls = over_tls
@@ -178,6 +178,9 @@ class Registration:
         self.router_id = ""  # once it has been registered
         self.sibling_ports: list[int] = []  # as it named them last
         self._on_siblings = on_siblings
+
+    def _stub(self) -> pb_grpc.RegistryStub:
+        return pb_grpc.RegistryStub(self._channels.get(self._router))
 
     async def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Retries as long as the router is `wanted`, or answers. One that answered a moment ago
@@ -210,13 +213,13 @@ class Registration:
                 instance=instance,
                 time_s=time.time(),
             )
-            answer = await self._stub.Heartbeat(beat, timeout=_RPC_TIMEOUT)
+            answer = await self._stub().Heartbeat(beat, timeout=_RPC_TIMEOUT)
             self.registered = answer.known
             self._interval = answer.heartbeat_interval_s or self._interval
         if not self.registered:
             load = self._load(self.router_id)
             request = pb.RegisterRequest(node=self._info, load=load, time_s=time.time())
-            response = await self._stub.Register(request, timeout=_RPC_TIMEOUT)
+            response = await self._stub().Register(request, timeout=_RPC_TIMEOUT)
             self._interval, self.router_id = response.heartbeat_interval_s, response.router
             self.registered = True
             if (siblings := list(response.sibling_ports)) != self.sibling_ports:
@@ -229,6 +232,6 @@ class Registration:
         self.registered = False
         try:
             request = pb.DeregisterRequest(node_id=self._info.node_id, instance=self._info.instance)
-            await self._stub.Deregister(request, timeout=_RPC_TIMEOUT)
+            await self._stub().Deregister(request, timeout=_RPC_TIMEOUT)
         except grpc.aio.AioRpcError as error:
             logger.info("router %s is away: %s", self._router, error.details())

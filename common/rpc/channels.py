@@ -93,7 +93,11 @@ class Channels:
         self, tls: TLS | None = None, signer: Callable[[str], Signer] | None = None
     ) -> None:
         """`signer`: creates the signer of calls to an address."""
+        self._tls = tls
+        self._files = None if tls is None else tls.renewals()
         self._credentials = None if tls is None else _channel_credentials(tls)
+        # Of certificates that have been renewed since: calls on them go on.
+        self._retired: dict[str, list[grpc.aio.Channel | SignedChannel]] = {}
         self._signer = signer
         self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
         self._names: dict[str, str] = {}
@@ -103,11 +107,23 @@ class Channels:
         self._names[address] = host
 
     def get(self, address: str) -> Any:
-        """Returns a `grpc.aio.Channel`, or a `SignedChannel`."""
+        """Returns a `grpc.aio.Channel`, or a `SignedChannel`. It is another one after our
+        certificate has been renewed; ask for it for each call."""
+        self._renew()
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = self._signed(address)
         return channel
+
+    def _renew(self) -> None:
+        """Servers would refuse a channel that connects again with a certificate that has expired
+        meanwhile."""
+        if self._tls is None or self._files is None or not self._files.renewed():
+            return
+        self._credentials = _channel_credentials(self._tls)
+        for address, channel in self._channels.items():
+            self._retired.setdefault(address, []).append(channel)
+        self._channels.clear()
 
     def _signed(self, address: str) -> grpc.aio.Channel | SignedChannel:
         channel = self._open(address)
@@ -122,19 +138,22 @@ class Channels:
 
     async def drop(self, addresses: Iterable[str]) -> None:
         for address in list(addresses):
-            channel = self._channels.pop(address, None)
-            if channel is not None:
-                await channel.close(None)
+            channels = self._retired.pop(address, [])
+            if (channel := self._channels.pop(address, None)) is not None:
+                channels.append(channel)
+            for each in channels:
+                await each.close(None)
 
     async def keep(self, addresses: Collection[str]) -> None:
         """Drops all other channels; each costs a connection, or endless attempts to reconnect."""
-        await self.drop([address for address in self._channels if address not in addresses])
+        known = {*self._channels, *self._retired}
+        await self.drop(known.difference(addresses))
 
     def __len__(self) -> int:
         return len(self._channels)
 
     async def close(self) -> None:
-        await self.drop(list(self._channels))
+        await self.drop({*self._channels, *self._retired})
 
 
 def _channel_credentials(tls: TLS) -> grpc.ChannelCredentials:

@@ -137,8 +137,18 @@ class GrpcServer:
 
 
 def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
-    pair = (tls.key.read_bytes(), tls.cert.read_bytes())
-    return grpc.ssl_server_credentials([pair], tls.ca.read_bytes(), require_client_auth=True)
+    """Returns credentials that follow the files: gRPC asks for them before each handshake, in
+    threads of its own."""
+    files = tls.renewals()
+
+    def read() -> Any:
+        pair = (tls.key.read_bytes(), tls.cert.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], tls.ca.read_bytes())
+
+    def renewed() -> Any:
+        return read() if files.renewed() else None
+
+    return grpc.dynamic_ssl_server_credentials(read(), renewed, require_client_authentication=True)
 
 
 def max_connections() -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.rpc.renewal import RenewedFiles
 
 ROLE_URI = "pdserve://role/"
 
@@ -41,6 +42,18 @@ class TLS:
         tls = cls(Path(config.tls_cert), Path(config.tls_key), Path(config.tls_ca))
         tls.roles()
         return tls
+
+    def renewals(self) -> RenewedFiles:
+        """Says when the files have been renewed, by a certificate of at least the same roles."""
+        roles = self.roles()
+
+        def check() -> None:
+            if missing := roles - self.roles():
+                raise ConfigError(
+                    f"--tls-cert {self.cert} no longer names the role {', '.join(sorted(missing))}"
+                )
+
+        return RenewedFiles((self.cert, self.key, self.ca), check)
 
     def server_context(self) -> ssl.SSLContext:
         """Returns a context that accepts peers with a certificate of the CA."""

@@ -14,7 +14,7 @@ import torch
 from pdserve.common.config.node import CacheConfig, EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.host import is_loopback, usable_cores
+from pdserve.common.core.host import host_errors_as_config_errors, is_loopback, usable_cores
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed.all2all import make_all2all
 from pdserve.common.distributed.environment import (
@@ -98,6 +98,7 @@ def worker_specs(
     ]
 
 
+@host_errors_as_config_errors()
 def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     """Builds rank `spec.rank`. Blocks until all ranks have joined and the weights are loaded.
 

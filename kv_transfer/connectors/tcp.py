@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -64,6 +63,8 @@ class TCPTransport(PipeTransport):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._tls = options.tls()
+        self._files = None if self._tls is None else self._tls.renewals()
+        self._context = None if self._tls is None else self._tls.client_context()
         self.streams = options.streams
         with socket.socket() as probe:
             try:
@@ -73,8 +74,7 @@ class TCPTransport(PipeTransport):
                 raise ConfigError(f"congestion control {algorithm!r}: {error}") from error
 
     def listen(self, host: str) -> PipeListener:
-        context = None if self._tls is None else self._tls.server_context()
-        return TCPListener(host, self._options, context)
+        return TCPListener(host, self._options, self._tls)
 
     def dial(self, endpoint: bytes) -> SocketPipe:
         """Connects to a listener.
@@ -92,10 +92,11 @@ class TCPTransport(PipeTransport):
             raise ConnectionError(f"not a TCP endpoint: {error}") from error
         try:
             tune(sock, self._options)
-            if self._tls is None:
+            if self._tls is None or self._files is None or self._context is None:
                 return SocketPipe(sock)
-            context = self._tls.client_context()
-            return TLSPipe(context.wrap_socket(sock, server_hostname=where.host))
+            if self._files.renewed():
+                self._context = self._tls.client_context()
+            return TLSPipe(self._context.wrap_socket(sock, server_hostname=where.host))
         except BaseException:
             sock.close()
             raise
@@ -114,14 +115,16 @@ class TCPTransport(PipeTransport):
 
 
 class TCPListener(SocketListener):
-    """Listens on a free port of `host`, with TLS if there is a `context`."""
+    """Listens on a free port of `host`, with `tls` if given, whose files may be renewed."""
 
-    def __init__(self, host: str, options: Options, context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, host: str, options: Options, tls: TLS | None = None) -> None:
         self._options = options
-        self._context = context
+        self._tls = tls
+        self._files = None if tls is None else tls.renewals()
+        self._context = None if tls is None else tls.server_context()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        endpoint = Endpoint(host, sock.getsockname()[1], context is not None)
+        endpoint = Endpoint(host, sock.getsockname()[1], tls is not None)
         super().__init__(sock, msgspec.msgpack.encode(endpoint))
 
     def accept(self) -> SocketPipe:
@@ -135,8 +138,10 @@ class TCPListener(SocketListener):
         return pipe
 
     def _pipe(self, sock: socket.socket) -> SocketPipe:
-        if self._context is None:
+        if self._tls is None or self._files is None or self._context is None:
             return SocketPipe(sock)
+        if self._files.renewed():
+            self._context = self._tls.server_context()
         return TLSPipe(
             self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         )

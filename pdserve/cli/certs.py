@@ -17,7 +17,12 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdserve.common.config.options import CommandParser
@@ -36,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="pdserve certs",
         description="Make a trial CA and one certificate, for servers and clients, that every "
-        "role of a cluster may use. The CA's key is thrown away: to add a host, make new files.",
+        "role of a cluster may use. Without --keep-ca the CA's key is thrown away: to add a host, "
+        "or to renew, make new files.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to")
     parser.add_argument(
@@ -53,15 +59,58 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also make client-cert.pem and client-key.pem for clients of the gRPC API; this "
         "certificate cannot act as a role",
     )
+    parser.add_argument(
+        "--keep-ca", action="store_true", help="keep the CA's key, in ca-key.pem, for --renew"
+    )
+    parser.add_argument(
+        "--renew",
+        action="store_true",
+        help="replace cert.pem and key.pem by new ones of the CA in DIR; processes that use them "
+        "notice",
+    )
     options = parser.parse_args(argv)
     hosts = (*HOSTS, *options.host)
-    print(shlex.join(write(options.folder, hosts, client=options.client)))
+    if options.renew:
+        if options.client or options.keep_ca:
+            raise ConfigError("--renew goes without --client and --keep-ca")
+        renew(options.folder, hosts)
+        return 0
+    flags = write(options.folder, hosts, client=options.client, keep_ca=options.keep_ca)
+    print(shlex.join(flags))
     return 0
 
 
-def write(folder: Path, hosts: Iterable[str], *, client: bool = False) -> list[str]:
-    """Writes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, and with `client`
-    also a client's pair. Returns the --tls-… flags that name the roles' files.
+def renew(folder: Path, hosts: Iterable[str]) -> None:
+    """Replaces `cert.pem` and `key.pem`, each at once, by new ones of the CA in the folder.
+
+    Raises:
+        ConfigError: the folder has no CA with its key, or cannot be written to.
+    """
+    try:
+        ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        ca_key = load_pem_private_key((folder / "ca-key.pem").read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--renew needs {folder / 'ca.pem'} and ca-key.pem, as --keep-ca writes them: {error}"
+        ) from error
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{folder / 'ca-key.pem'} is no key of `pdserve certs --keep-ca`")
+    try:
+        for name, content in _pair("", _names(hosts), ca, ca_key).items():
+            new = folder / f".{name}.pem.new"
+            new.unlink(missing_ok=True)
+            _create(new, *content)
+            new.replace(folder / f"{name}.pem")
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
+
+def write(
+    folder: Path, hosts: Iterable[str], *, client: bool = False, keep_ca: bool = False
+) -> list[str]:
+    """Writes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, with `client` also a
+    client's pair, and with `keep_ca` the CA's key. Returns the --tls-… flags that name the roles'
+    files.
 
     Raises:
         ConfigError: a host is neither a name nor an address, or a file cannot be written. Existing
@@ -69,20 +118,35 @@ def write(folder: Path, hosts: Iterable[str], *, client: bool = False) -> list[s
     """
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _ca(ca_key)
-    roles = [x509.UniformResourceIdentifier(ROLE_URI + role) for role in ROLES]
-    files = _pair("", [*map(_name, dict.fromkeys(hosts)), *roles], ca, ca_key)
+    files = _pair("", _names(hosts), ca, ca_key)
     files["ca"] = (ca.public_bytes(Encoding.PEM), 0o644)
+    if keep_ca:
+        files["ca-key"] = (_pem(ca_key), 0o600)
     if client:
         files |= _pair("client-", [x509.DNSName("client")], ca, ca_key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, (data, mode) in files.items():
-            descriptor = os.open(folder / f"{name}.pem", os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with open(descriptor, "wb") as file:
-                file.write(data)
+            _create(folder / f"{name}.pem", data, mode)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; name another folder") from error
     return [f"--tls-{name}={folder / f'{name}.pem'}" for name in ("cert", "key", "ca")]
+
+
+def _create(path: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _names(hosts: Iterable[str]) -> list[x509.GeneralName]:
+    """Returns the names of a role's certificate: its hosts and every role."""
+    roles = [x509.UniformResourceIdentifier(ROLE_URI + role) for role in ROLES]
+    return [*map(_name, dict.fromkeys(hosts)), *roles]
+
+
+def _pem(key: PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def _pair(
@@ -91,10 +155,9 @@ def _pair(
     """Returns file name → (content, mode) of a new certificate with these names and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     cert = _certificate(key, names, ca, ca_key)
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     return {
         f"{prefix}cert": (cert.public_bytes(Encoding.PEM), 0o644),
-        f"{prefix}key": (private, 0o600),
+        f"{prefix}key": (_pem(key), 0o600),
     }
 
 

@@ -18,6 +18,7 @@ from pdserve.common.core.request import new_request_id
 from pdserve.common.http.connection import Limits
 from pdserve.common.http.listener import bind_all
 from pdserve.common.http.server import WebServer
+from pdserve.common.rpc.renewal import RenewedFiles
 from pdserve.common.rpc.tls import load_cert_chain
 from pdserve.router.http.app import REQUEST_ID, TRAFFIC
 from pdserve.router.http.encoding import as_typed, error_response
@@ -108,9 +109,25 @@ def https_context(config: ServerConfig) -> ssl.SSLContext | None:
     if config.ssl_certfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    load_pair(context, config)
+    return context
+
+
+def https_renewals(config: ServerConfig) -> RenewedFiles:
+    """Says when the files of `https_context` have been renewed."""
+    paths = (config.ssl_certfile, config.ssl_keyfile)
+
+    def check() -> None:
+        https_context(config)
+
+    return RenewedFiles([Path(path) for path in paths if path], check)
+
+
+def load_pair(context: ssl.SSLContext, config: ServerConfig) -> None:
+    """Gives connections from now on the certificate that the files have now."""
+    assert config.ssl_certfile is not None
     key = Path(config.ssl_keyfile) if config.ssl_keyfile else None
     load_cert_chain(context, Path(config.ssl_certfile), key, "--ssl-certfile", "--ssl-keyfile")
-    return context
 
 
 async def _wait(tasks: Collection[asyncio.Task[object]], timeout: float) -> None:

@@ -31,8 +31,8 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 SERVICES = {
     "router": {"pdserve.v1.Inference"},
     "registry": {"pdserve.v1.Registry"},
-    "prefill": {"pdserve.v1.Prefill"},
-    "decode": {"pdserve.v1.Decode", "pdserve.v1.KVTransfer"},
+    "prefill": {"pdserve.v1.Prefill", "pdserve.v1.KVEvents"},
+    "decode": {"pdserve.v1.Decode", "pdserve.v1.KVTransfer", "pdserve.v1.KVEvents"},
 }
 
 

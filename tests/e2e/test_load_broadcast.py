@@ -95,6 +95,18 @@ def test_the_reader_is_killed_while_it_reads() -> None:
         assert "rank 0" in last and ("was killed by SIGKILL" in last or "is gone" in last)
 
 
+@pytest.mark.slow
+def test_a_full_disk_under_the_temporary_folder() -> None:
+    with WarmCluster(MODEL, 0, 0) as cluster:
+        options = {"tensor_parallel_size": 2, "load_broadcast": ""}
+        name = cluster.start_node("decode", ("elsewhere:full_disk",), **options)
+        pid = cluster.pids.pop(name)
+        cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
+        assert cluster.exit_code(pid) == 2
+        last = cluster.log().splitlines()[-1]
+        assert "/pdserve-" in last and "No space left on device: free some space there" in last
+
+
 def test_adapters_are_not_sent(tmp_path: Path) -> None:
     role = ["decode_node", "--model", str(MODELS / MODEL), "--router", "127.0.0.1:1"]
     ((code, log),) = run_roles(tmp_path, [[*role, "--load-broadcast", "--enable-lora"]])

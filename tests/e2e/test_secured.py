@@ -7,12 +7,16 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Event
 
 import grpc
 import psutil
 import pytest
 import requests
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import reference
@@ -210,3 +214,87 @@ def overheard(sock: socket.socket, context: ssl.SSLContext | None, hello: bytes)
     except (ssl.SSLError, ConnectionError):
         pass
     return heard
+
+
+# ---- certificates that are renewed while the cluster serves ----
+
+
+def serial(port: int, certs: Path) -> str:
+    """Of the certificate that a server shows, to a client that has one itself."""
+    context = TLS(certs / "cert.pem", certs / "key.pem", certs / "ca.pem").client_context()
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
+        context.wrap_socket(sock, server_hostname="127.0.0.1") as wrapped,
+    ):
+        shown = wrapped.getpeercert()
+    assert shown
+    return str(shown["serialNumber"])
+
+
+def written(certs: Path) -> str:
+    """The serial number of the certificate in the file."""
+    cert = x509.load_pem_x509_certificate((certs / "cert.pem").read_bytes())
+    return f"{cert.serial_number:X}"
+
+
+def all_show(ports: list[int], certs: Path, number: str) -> bool:
+    return {int(serial(port, certs), 16) for port in ports} == {int(number, 16)}
+
+
+def more_than(codes: list[int], count: int) -> bool:
+    return len(codes) > count
+
+
+class HTTPSCluster(Cluster):
+    @property
+    def url(self) -> str:
+        return super().url.replace("http:", "https:")
+
+
+def run_certs(*args: str | Path) -> None:
+    pdserve = Path(sys.executable).with_name("pdserve")
+    subprocess.run([str(pdserve), "certs", *map(str, args)], check=True, capture_output=True)
+
+
+@pytest.mark.slow  # two renewals under load: seconds of CPU
+def test_renewed_certificates_are_used_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certs = tmp_path / "certs"
+    run_certs(certs, "--keep-ca")
+    files = {name: certs / f"{name}.pem" for name in ("cert", "key", "ca")}
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(files["ca"]))
+    with HTTPSCluster(
+        "qwen2",
+        **{f"tls_{name}": path for name, path in files.items()},
+        kv_connector="tcp",
+        ssl_certfile=files["cert"],
+        ssl_keyfile=files["key"],
+    ) as cluster:
+        ports = [cluster.ports[name] for name in ("http", "grpc")]
+        ports += [int(str(node["address"]).rpartition(":")[2]) for node in cluster.nodes()]
+        assert all_show(ports, certs, written(certs))
+        codes: list[int] = []
+        stop = Event()
+
+        def load() -> None:
+            while not stop.is_set():
+                codes.append(chat(cluster).status_code)
+
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(load) for _ in range(4)]
+            try:
+                for _ in range(2):
+                    run_certs(certs, "--renew")
+                    new = written(certs)
+                    cluster.wait_for(partial(all_show, ports, certs, new))
+                    before = len(codes)
+                    cluster.wait_for(partial(more_than, codes, before + 8))
+                files["cert"].write_text("not a certificate")
+                cluster.wait_for(lambda: "a renewed certificate is not used" in cluster.log())
+            finally:
+                stop.set()
+            for each in done:
+                each.result()
+        assert set(codes) == {200}
+        assert not [line for line in cluster.log().splitlines() if "goes on elsewhere" in line]

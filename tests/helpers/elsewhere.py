@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import PosixPath
 from typing import Any
 
 from pdserve.common.model import broadcast
@@ -26,6 +28,17 @@ def later_ranks() -> None:
         return build(spec, emit)
 
     worker.build_worker = elsewhere
+
+
+class FullDisk(PosixPath):
+    def write_bytes(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_disk() -> None:
+    """The other ranks cannot write the small files that they are sent."""
+    later_ranks()
+    broadcast.Path = FullDisk  # type: ignore[misc]
 
 
 def dying_reader(count: str) -> None:
