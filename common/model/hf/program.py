@@ -1,9 +1,9 @@
-"""Runs a recorded graph: straight Python that calls one function after another."""
+"""Runs a recorded graph: calls one function after another."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.fx import Graph, Node
 from pdserve.common.model.hf.trace import Attend, Tokens
 
 Function = Callable[..., Tensor]
-PLAIN = (int, bool, float, str, type(None))
 
 
 def drop_unused(graph: Graph) -> None:
@@ -24,73 +23,112 @@ def drop_unused(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def compiled(graph: Graph, tensors: Mapping[str, Tensor], tokens: str) -> Function:
-    """Returns a function with the graph's placeholders as parameters. `tokens` is the one whose
-    first dimension counts the step's tokens."""
-    return _Writer(graph, tensors, tokens).function()
+@dataclass(frozen=True, slots=True)
+class _Call:
+    target: Function
+    args: tuple[Any, ...]  # of numbers of values, and what contains some
+    kwargs: Mapping[str, Any]
+    result: int
+    done: tuple[int, ...]  # values that it is the last one to use
 
 
-class _Writer:
+class Program:
+    """Runs a graph, of which it keeps the tensors. Values have numbers; constants are values."""
+
     def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], tokens: str) -> None:
-        self._graph, self._tensors, self._tokens = graph, tensors, tokens
-        self._globals: dict[str, Any] = {}
-        self._last = _last_uses(graph)
-
-    def function(self) -> Function:
-        inputs = [node.name for node in self._graph.nodes if node.op == "placeholder"]
-        lines = [f"def run({', '.join(inputs)}):", f"    tokens = {self._tokens}.shape[0]"]
-        for node in self._graph.nodes:
-            if node.op == "get_attr":
-                self._globals[node.name] = self._tensors[str(node.target)]
+        """`tokens`: the placeholder whose first dimension counts the step's tokens."""
+        self.constants: list[Any] = []
+        self.calls: list[_Call] = []
+        self._inputs: list[int] = []
+        self._numbers: dict[Node, int] = {}
+        self._multiples: dict[int, int] = {}  # number of the value, by factor
+        last = _last_uses(graph)
+        for node in graph.nodes:
+            if node.op == "output":
+                self._output = self._numbers[node.args[0]]
+                continue
+            value = tensors[str(node.target)] if node.op == "get_attr" else None
+            self._numbers[node] = self._new(value)
+            if node.op == "placeholder":
+                self._inputs.append(self._numbers[node])
+                if node.name == tokens:
+                    self._tokens = self._numbers[node]
+                if node.name == "step":
+                    self._step = self._numbers[node]
             elif node.op == "call_function":
-                lines.append(f"    {node.name} = {self._call(node)}")
-                if done := self._last.get(node):
-                    lines.append(f"    del {', '.join(done)}")
-            elif node.op == "output":
-                lines.append(f"    return {self._value(node.args[0])}")
-        exec(compile("\n".join(lines), "<graph>", "exec"), self._globals)
-        return self._globals["run"]  # type: ignore[no-any-return]
+                done = tuple(self._numbers[each] for each in last[node])
+                self.calls.append(self._call(node, done))
 
-    def _call(self, node: Node) -> str:
-        args = [self._value(each) for each in node.args]
-        args += [f"{key}={self._value(each)}" for key, each in node.kwargs.items()]
-        if node.target is operator.getitem:
-            return f"{args[0]}[{args[1]}]"
-        target = torch.Tensor.reshape if node.target is torch.Tensor.view else node.target
+    def __call__(self, *inputs: Any) -> Tensor:
+        values = self.constants.copy()
+        for number, given in zip(self._inputs, inputs, strict=True):
+            values[number] = given
+        tokens = len(values[self._tokens])
+        for factor, number in self._multiples.items():
+            values[number] = factor * tokens
+        for call in self.calls:
+            args = [values[each] if type(each) is int else each.of(values) for each in call.args]
+            kwargs = {key: each.of(values) for key, each in call.kwargs.items()}
+            values[call.result] = call.target(*args, **kwargs)
+            for number in call.done:
+                values[number] = None
+        found: Tensor = values[self._output]
+        return found
+
+    def _new(self, value: Any) -> int:
+        self.constants.append(value)
+        return len(self.constants) - 1
+
+    def _call(self, node: Node, done: tuple[int, ...]) -> _Call:
+        target: Any = torch.Tensor.reshape if node.target is torch.Tensor.view else node.target
+        args = [self._argument(each) for each in node.args]
         if isinstance(target, Attend) or getattr(target, "attends", False):
-            args.insert(0, "step")
-        return f"{self._constant(target)}({', '.join(args)})"
+            args.insert(0, self._step)
+        given = {key: _Nested(self._argument(each)) for key, each in node.kwargs.items()}
+        return _Call(target, tuple(args), given, self._numbers[node], done)
 
-    def _value(self, value: Any) -> str:
+    def _argument(self, value: Any) -> Any:
+        """Returns the number of a value, or what contains some."""
         if isinstance(value, Node):
-            return value.name
+            return self._numbers[value]
         if isinstance(value, Tokens):
-            return f"{value.factor} * tokens"
+            if value.factor not in self._multiples:
+                self._multiples[value.factor] = self._new(None)
+            return self._multiples[value.factor]
         if isinstance(value, tuple):
-            return f"({''.join(f'{self._value(each)}, ' for each in value)})"
+            return _Nested(tuple(map(self._argument, value)))
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
-            return f"slice({', '.join(map(self._value, parts))})"
-        if type(value) in PLAIN and value not in (float("inf"), float("-inf")):
-            return repr(value)
-        return self._constant(value)
-
-    def _constant(self, value: Any) -> str:
-        name = f"_{id(value)}"
-        self._globals[name] = value
-        return name
+            return _Nested(tuple(map(self._argument, parts)), slice)
+        return self._new(value)
 
 
-def _last_uses(graph: Graph) -> dict[Node, list[str]]:
-    """Returns, by node, the names of results that it is the last one to use."""
+@dataclass(frozen=True, slots=True)
+class _Nested:
+    """An argument that contains values."""
+
+    inner: Any
+    kind: type | None = None
+
+    def of(self, values: list[Any]) -> Any:
+        if type(self.inner) is int:
+            return values[self.inner]
+        if isinstance(self.inner, _Nested):
+            return self.inner.of(values)
+        parts = [values[each] if type(each) is int else each.of(values) for each in self.inner]
+        return slice(*parts) if self.kind is slice else tuple(parts)
+
+
+def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
+    """Returns, by node, the results that it is the last one to use."""
     seen: set[Node] = set()
-    found: dict[Node, list[str]] = {}
+    found: dict[Node, list[Node]] = {}
     for node in reversed(graph.nodes):
         found[node] = []
         for each in node.all_input_nodes:
             if each not in seen and each.op == "call_function":
-                found[node].append(each.name)
+                found[node].append(each)
             seen.add(each)
         if node not in seen and node.op == "call_function":
-            found[node].append(node.name)
+            found[node].append(node)
     return found

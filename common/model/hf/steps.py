@@ -17,7 +17,7 @@ from pdserve.common.model.hf.calls import Norm
 from pdserve.common.model.hf.describe import layers_of
 from pdserve.common.model.hf.fusions import fuse, norms_of
 from pdserve.common.model.hf.pipeline import StageRun
-from pdserve.common.model.hf.program import Function, compiled
+from pdserve.common.model.hf.program import Program
 from pdserve.common.model.hf.trace import (
     COUNTS,
     META,
@@ -94,8 +94,8 @@ class _Given(nn.Module):
 class GraphSteps:
     """Runs graphs instead of the class's code."""
 
-    body: Function
-    head: Function | None  # None: the stage has none
+    body: Program
+    head: Program | None  # None: the stage has none
 
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
         return self.body(inputs, positions, step)
@@ -127,8 +127,8 @@ class Recorded:
         whose attention is the backend's as it is."""
         graphs = [self._body] if self._head is None else [self._body, self._head]
         fuse(graphs, self._tensors, self._kernels, plain, self._release)
-        body = compiled(self._body, self._tensors, "inputs")
-        head = None if self._head is None else compiled(self._head, self._tensors, "hidden")
+        body = Program(self._body, self._tensors, "inputs")
+        head = None if self._head is None else Program(self._head, self._tensors, "hidden")
         return GraphSteps(body, head)
 
     def _release(self, tensor: Tensor) -> None:
