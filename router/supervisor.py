@@ -26,7 +26,7 @@ from pdserve.common.core.host import bind, role_environment
 from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
 from pdserve.router.http.server import bind_http
 from pdserve.router.workers.link import TIMEOUT, Link
-from pdserve.router.workers.merge import counts, merged_metrics, num_nodes
+from pdserve.router.workers.merge import counts_of_dead, merged_metrics, num_nodes
 from pdserve.router.workers.siblings import GATHER, METRICS, SERVING, read_ask, write_answers
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class Supervisor:
             assert worker.process is not None
             since = monotonic()
             code = await worker.process.wait()
-            self._departed = _added(self._departed, counts(worker.metrics))
+            self._departed = _added(self._departed, counts_of_dead(worker.metrics))
             worker.metrics = ""
             backoff = 0.0 if monotonic() - since >= SETTLED else backoff
             logger.warning(

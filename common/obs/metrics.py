@@ -131,6 +131,9 @@ class RouterMetrics(_Metrics):
         self.recomputed_tokens = self._counter(
             "recomputed_prompt_tokens_total", "Prompt tokens that more than one node computed"
         )
+        self.worker_deaths = self._counter(
+            "router_worker_deaths_total", "Worker processes of this router that died"
+        )
         self.policy_failures = self._counter(
             "placement_policy_failures_total",
             "Choices of a policy that raised, or named a node that does not fit; load decided",

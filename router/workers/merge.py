@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.common.obs.exposition import exposed
 
+_DEATHS = "pdserve_router_worker_deaths"
 _COUNTS = ("counter", "histogram", "summary")
 # Gauges of which each worker has its part; of others all workers see the same.
 _SHARED_OUT = ("num_requests_running", "num_requests_waiting")
@@ -33,10 +34,17 @@ def merged_metrics(texts: Iterable[str]) -> bytes:
     return exposed(_Families(list(families.values())))
 
 
-def counts(text: str) -> str:
-    """Returns the counters and histograms of an exposition alone."""
-    metrics = text_string_to_metric_families(text)
-    return exposed(_Families([each for each in metrics if each.type in _COUNTS])).decode()
+def counts_of_dead(text: str) -> str:
+    """Returns the counters and histograms of what a worker exposed before it died, and counts its
+    death."""
+    kept = [each for each in text_string_to_metric_families(text) if each.type in _COUNTS]
+    for metric in kept:
+        if metric.name == _DEATHS:
+            metric.samples = [
+                sample._replace(value=sample.value + sample.name.endswith("_total"))
+                for sample in metric.samples
+            ]
+    return exposed(_Families(kept)).decode()
 
 
 def num_nodes(text: str) -> int:

@@ -127,6 +127,7 @@ def test_a_worker_is_killed_and_no_stream_is_lost(cluster: WarmCluster) -> None:
     after = metrics(cluster)
     assert after[SUCCESS] == before[SUCCESS] + sum(each["running"] for each in busy)
     assert all(after[name] >= value for name, value in before.items() if name.endswith("_total"))
+    assert after["pdserve_router_worker_deaths_total"] == 1
     cluster.wait_idle()
     assert cluster.crashed() == []
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.router.supervisor import HUNG, Supervisor, Worker
 from pdserve.router.workers.link import Link
-from pdserve.router.workers.merge import counts, merged_clusters, merged_metrics
+from pdserve.router.workers.merge import counts_of_dead, merged_clusters, merged_metrics
 
 TEXT = """\
 # TYPE pdserve_request_success_total counter
@@ -66,11 +66,20 @@ def test_counters_are_added_and_what_all_see_is_said_once() -> None:
 
 
 def test_of_the_dead_only_what_they_counted_stays() -> None:
-    kept = samples(counts(TEXT.format(2, 1)))
+    kept = samples(counts_of_dead(TEXT.format(2, 1)))
     assert {name for name, *_ in kept} == {
         "pdserve_request_success_total", "vllm:ttft_bucket", "vllm:ttft_count", "vllm:ttft_sum"
     }  # fmt: skip
-    assert samples(merged_metrics(("", counts(""))).decode()) == {}
+    assert samples(merged_metrics(("", counts_of_dead(""))).decode()) == {}
+
+
+def test_a_death_is_counted() -> None:
+    text = (
+        "# TYPE pdserve_router_worker_deaths_total counter\n"
+        'pdserve_router_worker_deaths_total{model_name="m"} 0.0\n'
+    )
+    twice = merged_metrics((text, counts_of_dead(text), counts_of_dead(text))).decode()
+    assert samples(twice) == {("pdserve_router_worker_deaths_total", "m"): 2}
 
 
 async def test_a_worker_that_nodes_do_not_reach_is_named_once(
