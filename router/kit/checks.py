@@ -12,7 +12,7 @@ from pdserve.router.kit.simulator import Outcome, SimulatedNode, SimulatedNodes,
 from pdserve.router.kit.workloads import burst, conversations, shared_prompt
 
 MakePolicy = Callable[[], Policy]
-TOLERANCE = 1.05
+TOLERANCE = 1.1
 NODES = 200
 MOST_SECONDS = 300e-6  # of a choice
 

@@ -323,7 +323,7 @@ async def test_a_router_that_stops_before_its_nodes_is_no_warning(
     server = NodeServer(NodeConfig(), Credentials("decode", "decode-0"))
     here = registration.Registration("127.0.0.1:1", pb.NodeInfo(), no_load, server.channels)
     router: Any = AwayRouter(beats)
-    here._stub = router
+    monkeypatch.setattr(here, "_stub", lambda: router)
     task = asyncio.create_task(here.run())
     await asyncio.wait_for(router.away.wait(), 20)
     task.cancel()

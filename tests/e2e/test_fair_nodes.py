@@ -60,7 +60,7 @@ def test_a_client_of_many_choices_does_not_starve_others_on_a_decode_node(cluste
         answers = [ask(cluster, ANOTHER, [9, 8, 7 + i], max_tokens=4) for i in range(3)]
         still = [each for each in greedy if not each.done()]
         assert [each["usage"]["completion_tokens"] for each in answers] == [4, 4, 4]
-        assert len(still) >= REQUESTS - SEQS // 4, "it waited until the others had ended"
+        assert len(still) >= REQUESTS // 2, "it waited until the others had ended"
         assert all(each.result()["usage"]["completion_tokens"] == 400 for each in greedy)
 
 

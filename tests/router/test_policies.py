@@ -7,6 +7,7 @@ import logging
 import random
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,7 +150,10 @@ class Dawdles(Policy):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_kit_passes_what_is_built_in(name: str) -> None:
-    assert set(check_policy(BUILT_IN[name]).values()) == {""}
+    make = BUILT_IN[name]
+    if make is PowerOfTwo:
+        make = partial(PowerOfTwo, random.Random(0))
+    assert set(check_policy(make).values()) == {""}
 
 
 @pytest.mark.parametrize(
