@@ -74,6 +74,10 @@ class WarmStart:
         pid: int = self._ask("start", role=role, flags=flags, log=str(log), **more)
         return pid
 
+    def load(self, *modules: str) -> None:
+        """Imports what processes that start from now on need beside their roles."""
+        self._ask("load", modules=modules)
+
     def exit_code(self, pid: int) -> int | None:
         """The exit code of a process started here; negative: the signal; None: it still runs."""
         code: int | None = self._ask("exit_code", pid=pid)
@@ -110,7 +114,9 @@ def main() -> int:
             import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
     faulthandler.register(signal.SIGUSR1)  # who asks all of a cluster for their stacks asks it, too
-    answers: dict[str, Callable[..., Any]] = {"start": _start, "exit_code": _exit_code}
+    answers: dict[str, Callable[..., Any]] = {
+        "start": _start, "exit_code": _exit_code, "load": _load
+    }  # fmt: skip
     for line in iter(sys.stdin.readline, ""):
         what, arguments = json.loads(line)
         print(json.dumps(answers[what](**arguments)), flush=True)
@@ -125,6 +131,12 @@ def _reap(*_: object) -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             _codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+
+def _load(modules: list[str]) -> None:
+    with loading():
+        for module in modules:
+            import_module(module)
 
 
 def _exit_code(pid: int) -> int | None:

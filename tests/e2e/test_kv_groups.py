@@ -16,7 +16,7 @@ from exact import Asker, check_prompt_logprobs
 from pdserve.common.model.implementation import read_spec
 from thinned import slow
 from tiny_engine import some_tokens
-from warm import WarmCluster, run_roles
+from warm import WarmCluster, run_roles, shared
 from windowed import make_windowed
 
 LENGTHS = (30, 90, 150, 220, 300)
@@ -53,6 +53,7 @@ def test_a_node_of_both_roles_serves_the_full_context(models: Any) -> None:
 
 TP1, TP2 = {"tensor_parallel_size": 1}, {"tensor_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2}
+TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,8 @@ def test_a_hand_over(
     """Of a window the blocks that the next tokens read are moved, of a latent one number for all
     heads, of a state the last one and that at the end of the last full block before; no more."""
     model = models(name)
+    if name in TRANSFORMERS:  # each process would import it
+        shared().load(f"transformers.models.{TRANSFORMERS[name]}", "pdserve.common.model.hf.model")
     with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
         cluster.start_node("prefill", kv_connector=connector, **prefill)
         cluster.start_node("decode", kv_connector=connector, **decode)
