@@ -310,7 +310,8 @@ def test_a_grpc_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> None
             return list(other.Generate(again))
 
         rest = resumed(resume=ids[:2])
-        assert [each.text for each in whole[2:]] == [each.text for each in rest]
+        # How many tokens a message has depends on the host.
+        assert "".join(each.text for each in whole[2:]) == "".join(each.text for each in rest)
         forged = ids[1][:-1] + bytes([ids[1][-1] ^ 1])
         wrong = [[b"x"], ids[1:], [ids[0], ids[2]], [ids[0], forged], [ids[1], ids[0]]]
         changes: list[dict[str, Any]] = [{"resume": each} for each in wrong]
