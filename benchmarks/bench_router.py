@@ -165,7 +165,7 @@ def fleet(count: int, seconds: float, **options: Any) -> dict[str, Any]:
 
 
 def placement(count: int) -> dict[str, Any]:
-    """Of one request after the other in this process, which holds as many nodes: CPU time, which
+    """Times one request after the other in this process, which holds as many nodes: CPU time, which
     other programs do not lengthen."""
     registry = Registry(RoutingConfig())
     for number in range(count):

@@ -276,7 +276,7 @@ class Supervisor:
         return answer
 
     def _known_metrics(self, but: Worker) -> list[str]:
-        """Those of the other workers, as they told them last, and of the dead."""
+        """Returns the metrics of the other workers, as they told them last, and of the dead."""
         texts = [each.metrics for each in self.workers if each is not but]
         return [text for text in (*texts, self._departed) if text]
 

@@ -41,7 +41,7 @@ class CacheListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a sequence finds and needs; the tuples have an entry per group."""
+    """The blocks that a sequence finds and needs; the tuples have an entry per group."""
 
     num_blocks: int  # of all its tokens
     num_cached: int  # blocks of the longest cached prefix

@@ -125,7 +125,7 @@ class StepBackend(ABC):
     has_fixed = False
     """Whether steps of single queries can run on fixed buffers, which CUDA graphs need."""
     kv_cache_dtype = KV_AUTO
-    """Of the cache: see `kv_row`."""
+    """The format of the cache's rows: see `kv_row`."""
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionContext:

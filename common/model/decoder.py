@@ -121,7 +121,7 @@ class DecoderLayer:
 
 
 class Decoder(ABC):
-    """What computes steps on a rank. Each KV group has its own attention: `prepare` returns the
+    """Computes steps on a rank. Each KV group has its own attention: `prepare` returns the
     contexts for `forward`."""
 
     spec: ModelSpec

@@ -58,7 +58,7 @@ class DeltaSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """What a layer has of a step's T tokens before the convolution."""
+    """The inputs of a layer for a step's T tokens before the convolution."""
 
     sizes: DeltaSizes
     mixed: Tensor  # [T, units, width]

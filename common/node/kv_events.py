@@ -117,7 +117,7 @@ class KVEventLog:
 
 
 class Subscription:
-    """What one router is sent of all replicas of the node."""
+    """The messages for one router, of all replicas of the node."""
 
     def __init__(self, logs: Sequence[KVEventLog], metrics: NodeMetrics) -> None:
         self._logs = logs

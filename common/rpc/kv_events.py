@@ -1,4 +1,4 @@
-"""What a node says of its prefix cache: the KV events of vLLM, in MessagePack.
+"""Messages about a node's prefix cache: the KV events of vLLM, in MessagePack.
 
 A batch is an array `[ts, events, data_parallel_rank]`, an event a map whose `type` is its class, as
 in vLLM 0.33. A block is named by `short_hash`. Fields are only ever added, with a default.

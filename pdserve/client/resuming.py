@@ -44,7 +44,7 @@ LONGEST = 600.0  # seconds that a whole answer may take
 
 
 class Progress:
-    """What has come of one stream, and what to ask for next; without I/O."""
+    """Keeps what has come of one stream, and what to ask for next; without I/O."""
 
     def __init__(self, body: Mapping[str, Any], patience: float) -> None:
         self._body = {**body, "stream": True, "resumable": True}
@@ -114,7 +114,7 @@ class Tries:
         self._begun = time.monotonic()
 
     def failed(self, error: Exception) -> float:
-        """As `Progress.failed`; a router that had the request for long was serving it."""
+        """Decides like `Progress.failed`; a router that had the request for long was serving it."""
         now = time.monotonic()
         if now - self._begun > self._patience:
             self._since = now
@@ -192,7 +192,7 @@ class AsyncResumingClient:
     def __init__(
         self, urls: Sequence[str], api_key: str | None = None, patience: float = PATIENCE
     ) -> None:
-        """As `ResumingClient`."""
+        """Takes the arguments of `ResumingClient`."""
         self._urls = _checked(urls)
         self._api_key = api_key
         self._patience = patience

@@ -45,15 +45,15 @@ class ClusterView:
             yield from ((prefill, decode) for prefill in self.sources(decode, prefills).by_load())
 
     def sources(self, decode: Node, prefills: Candidates) -> Candidates:
-        """Those of some prefill nodes that can hand KV over to this decode node now."""
+        """Returns those of some prefill nodes that can hand KV over to this decode node now."""
         links, fitting = self.registry.links, self._sources(self._kinds.of(decode), prefills)
         if links.allows_all(decode.id):
             return fitting
         return fitting.where(lambda prefill: links.allows(prefill.id, decode.id))
 
     def supplied(self, decodes: Candidates, prefills: Candidates) -> Candidates:
-        """Those of some decode nodes to which one of these prefill nodes can hand KV over now. It
-        is decided for all of a kind at once, unless links are broken."""
+        """Returns those of some decode nodes to which one of these prefill nodes can hand KV over
+        now. It is decided for all of a kind at once, unless links are broken."""
         links = self.registry.links
         kinds = [kind for kind in decodes.kinds if self._sources(kind, prefills)]
         return decodes.of_kinds(kinds).where(
@@ -61,10 +61,10 @@ class ClusterView:
         )
 
     def standing_in(self, decodes: Candidates) -> Candidates:
-        """Those of some decode nodes that must prefill, because no prefill node can serve them now:
-        at once while one is alive (its link is broken, or it is unhealthy), else when the last one
-        has been silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes that have all
-        deregistered, or have not registered yet."""
+        """Returns those of some decode nodes that must prefill, because no prefill node can serve
+        them now: at once while one is alive (its link is broken, or it is unhealthy), else when
+        the last one has been silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes
+        that have all deregistered, or have not registered yet."""
         prefills = self.candidates(pb.ROLE_PREFILL)
         kinds = filter(self._may_stand_in, decodes.kinds)
         return decodes.of_kinds(kinds).where(lambda decode: not self.sources(decode, prefills))

@@ -184,9 +184,9 @@ class Candidates:
         return heapq.merge(*turns, key=lambda node: (node.id <= after, node.id))
 
     def where(self, fits: Callable[[Node], bool]) -> Candidates:
-        """Those for which it is so."""
+        """Returns the nodes for which it is so."""
         return Candidates(self.kinds, lambda node: self.fits(node) and fits(node))
 
     def of_kinds(self, kinds: Iterable[Kind]) -> Candidates:
-        """Those of these kinds, which are among its own."""
+        """Returns the nodes of these kinds, which are among its own."""
         return Candidates(list(kinds), self.fits)

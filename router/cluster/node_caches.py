@@ -1,4 +1,4 @@
-"""What nodes have cached, by their own word: a subscription to each one's KV events.
+"""Knows what nodes have cached, by their own word: a subscription to each one's KV events.
 
     KVEvents.Subscribe ─▶ snapshot, then changes ─▶ PrefixIndex          place: (node, replica)
 

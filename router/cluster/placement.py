@@ -181,7 +181,7 @@ class NodeSelector:
         return self._policies[node.info.role].missing(request, node)
 
     def _find_prefill(self, request: PlacementRequest, decode: Node) -> tuple[Node | None] | None:
-        """What `prefill` returns, alone in a tuple; None: wait."""
+        """Returns what `prefill` returns, alone in a tuple; None: wait."""
         if request.local_prefill:
             return (None,)
         prefills = _adapted(self._view.candidates(pb.ROLE_PREFILL), request)

@@ -29,7 +29,7 @@ GROUP = "pdserve.placement_policies"  # of entry points
 
 
 class NodeState(Protocol):
-    """What a policy may read of a node."""
+    """The facts of a node that a policy may read."""
 
     @property
     def id(self) -> str: ...
@@ -63,7 +63,7 @@ class NodeSet(Protocol):
 
 
 class PolicyRequest:
-    """What a policy may know of a request."""
+    """The facts of a request that a policy may read."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class PrefixAware(Policy):
         self._last = node.id
 
     def _some(self, request: PolicyRequest, nodes: NodeSet) -> list[NodeState]:
-        """Those that have most of the prompt, the least loaded, and the next ones by id."""
+        """Yields those that have most of the prompt, the least loaded, and the next ones by id."""
         cached = request.cached
         have: Iterable[NodeState] = cached
         if len(cached) > self.LOOKED_AT:

@@ -78,7 +78,7 @@ class HTTPServer:
 
 
 async def bind_http(host: str, port: int, shared: bool = False) -> list[socket.socket]:
-    """As `bind_all`.
+    """Binds like `bind_all`.
 
     Raises:
         ConfigError: an address cannot be bound.

@@ -1,4 +1,4 @@
-"""What any worker of a router answers for all of them."""
+"""Answers that any worker of a router gives for all of them."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ class Together:
         return merged_metrics(each.decode() for each in (own, *others)) if others else own
 
     async def cluster(self) -> dict[str, Any]:
-        """As `Pipeline.cluster`; of several workers also `workers`."""
+        """Returns what `Pipeline.cluster` does; of several workers also `workers`."""
         own = self._cluster()
         others = await self._siblings.gather("cluster")
         return merged_clusters([own, *map(_decode, others)]) if others else own
 
     async def load(self) -> int:
-        """As `Pipeline.load`."""
+        """Returns what `Pipeline.load` does, for all workers."""
         others = await self._siblings.gather("load")
         return sum(map(_decode, others), self._state.pipeline.load())
 
     async def timelines(self, name: str, client: str | None) -> list[dict[str, Any]]:
-        """As `Timelines.find`."""
+        """Returns what `Timelines.find` does, for all workers."""
         own = self._timelines.find(name, client)
         others = await self._siblings.gather("timelines", _encode((name, client)))
         return own + [each for found in map(_decode, others) for each in found]
 
     async def last_requests(self, limit: int, client: str | None) -> list[dict[str, Any]]:
-        """As `Timelines.recent`."""
+        """Returns what `Timelines.recent` does, for all workers."""
         own = self._timelines.recent(limit, client)
         others = await self._siblings.gather("last requests", _encode((limit, client)))
         if not others:

@@ -1,4 +1,4 @@
-"""What a placement policy promises, each checked by one function: its docstring is the promise."""
+"""The promises of a placement policy. One function checks each; its docstring is the promise."""
 
 from __future__ import annotations
 

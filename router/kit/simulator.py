@@ -82,7 +82,7 @@ class SimulatedNodes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trace."""
+    """The result of a trace."""
 
     hit_ratio: float  # of all prompt tokens those that were cached where they were computed
     imbalance: float  # tokens computed by the busiest node, over the mean

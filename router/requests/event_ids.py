@@ -28,7 +28,7 @@ MANY = 256  # ids, which take two milliseconds; a thread reads more
 
 
 class Added(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one event adds to a choice."""
+    """The text and tokens that one event adds to a choice."""
 
     prompt: int
     choice: int
@@ -38,7 +38,7 @@ class Added(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class Drawn(msgspec.Struct, array_like=True):
-    """What was drawn for the answer, which all of its routers must share."""
+    """The values drawn for the answer, which all of its routers must share."""
 
     id: str
     created: int  # Unix time

@@ -1,4 +1,4 @@
-"""What several workers say of themselves, as if one process had said it."""
+"""Merges what several workers say of themselves, as if one process had said it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _added(views: Sequence[View], name: str, parts: Sequence[str]) -> list[View]
 
 
 def _refused(views: Sequence[View]) -> list[View]:
-    """Those of all: a node asks every worker, so that the most counts."""
+    """Returns the refusals of all: a node asks every worker, so that the most counts."""
     found: dict[tuple[str, str], View] = {}
     for each in sorted(_all(views, "refused"), key=lambda each: int(each["count"])):
         found[each["reason"], each["port"]] = each

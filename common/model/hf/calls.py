@@ -1,4 +1,4 @@
-"""What graphs call of pdserve's own, and how it is found in them.
+"""The functions of pdserve that graphs call, and how they are found in them.
 
 Values are `[1, T, …]`, as classes of transformers have them.
 """

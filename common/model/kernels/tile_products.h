@@ -25,7 +25,7 @@ public:
     }
     void end() { _tile_release(); }
 
-    // As of VectorProducts, for `ROWS` rows whatever `rows` is.
+    // The same as in VectorProducts, always for ROWS rows.
     void score(const Pair* queries, int64_t, float* scores) {
         settle_memory();
         for (int k = 0; k < KEYS; k += 2 * TILE) {
