@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -274,8 +273,10 @@ class RequestState:
         if is_open and position is not None and position != len(output):
             raise bad_token(role, f"at position {position}, not {len(output)}")
         for token in event.tokens:
-            ids = _ids(token)
-            if not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            known = 0 <= token.token_id < self._vocab_size
+            if token.logprobs is not None:
+                known = known and all(0 <= i < self._vocab_size for i, _ in token.logprobs.top)
+            if not known:
                 raise bad_token(role, "it is outside the vocabulary")
 
     def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:
@@ -325,10 +326,3 @@ class RequestState:
 
 def bad_token(role: str, fault: str) -> NodeError:
     return protocol_error(role, f"a token: {fault}")
-
-
-def _ids(token: SampledToken) -> Sequence[int]:
-    """All that it names."""
-    if token.logprobs is None:
-        return (token.token_id,)
-    return (token.token_id, *(token_id for token_id, _ in token.logprobs.top))

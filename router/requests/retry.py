@@ -50,6 +50,7 @@ class Deadline:
         self._request_timeout = request_timeout or None
         self._patience = queue_timeout  # seconds it may still wait
         self._limit: asyncio.Timeout | None = None
+        self._late_enough = 0.0  # `progress` before that need not move the limit
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -78,11 +79,12 @@ class Deadline:
         """It got further: blocks were reserved, KV has landed. A timer for each token would cost
         more than the token: it is set a little late, and not again before it would be early."""
         limit, seconds = self._limit, self._request_timeout
-        if limit is None or not seconds or limit.expired():
+        if limit is None or not seconds or (now := monotonic()) < self._late_enough:
             return
-        until = asyncio.get_running_loop().time() + seconds
-        if (set_to := limit.when()) is None or set_to < until:
-            limit.reschedule(until + min(SLACK, seconds / 16))
+        if not limit.expired():
+            slack = min(SLACK, seconds / 16)
+            limit.reschedule(asyncio.get_running_loop().time() + seconds + slack)
+            self._late_enough = now + slack
 
     def token(self) -> None:
         """A token is on its way to the client."""
@@ -93,6 +95,7 @@ class Deadline:
     def waiting(self) -> Iterator[float]:
         """Waiting for a node rather than on one; yields until when (`monotonic`)."""
         since = monotonic()
+        self._late_enough = 0.0
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(None)
         try:
