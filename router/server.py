@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING = 1.0  # seconds between two rounds, at most
 _PAUSE = 0.05  # seconds at least: a thousand nodes may come at once
 _MIN_CONNECTIONS = 64  # HTTP's, however few files the process may open
-_GRPC_GRACE = 1.0  # seconds that gRPC calls in flight get after the drain
+_GRPC_GRACE = 1.0  # seconds that clients' gRPC calls get after the drain
 
 
 async def serve(config: RouterConfig, stopping: Callable[[], None] = lambda: None) -> int:
@@ -216,7 +216,7 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await self._http.stop(0)
-        await asyncio.gather(self._grpc.stop(_GRPC_GRACE), self._registrations.stop(_GRPC_GRACE))
+        await asyncio.gather(self._grpc.stop(_GRPC_GRACE), self._registrations.stop(0))
         await self._channels.close()
         await self._workers.close()
         await asyncio.to_thread(self._tracer.close)

@@ -45,20 +45,27 @@ class Liar:
     async def heartbeat(self, info: pb.NodeInfo) -> None:
         load = pb.NodeLoad(healthy=False, reason="a stranger says so")
         same = {"node_id": info.node_id, "instance": info.instance}
-        await self._call("Heartbeat", info, pb.HeartbeatRequest(load=load, **same))
+        beats = self._stub.Heartbeats(
+            timeout=TIMEOUT, metadata=self._signed("Heartbeats", info, b"")
+        )
+        await beats.write(pb.HeartbeatRequest(load=load, **same))
+        await beats.read()
+        beats.cancel()
 
     async def deregister(self, info: pb.NodeInfo) -> None:
         same = {"node_id": info.node_id, "instance": info.instance}
         await self._call("Deregister", info, pb.DeregisterRequest(**same))
 
     async def _call(self, method: str, info: pb.NodeInfo, request: Any) -> None:
-        metadata = []
-        if self._key:
-            role, path = ROLE_NAMES[info.role], f"/pdserve.v1.Registry/{method}"
-            said = request.SerializeToString()
-            token = self._key.sign(role, info.node_id, path, self._registry, said)
-            metadata = [(TOKEN_KEY, token)]
+        metadata = self._signed(method, info, request.SerializeToString())
         await getattr(self._stub, method)(request, timeout=TIMEOUT, metadata=metadata)
+
+    def _signed(self, method: str, info: pb.NodeInfo, said: bytes) -> list[tuple[str, str]]:
+        if not self._key:
+            return []
+        role, path = ROLE_NAMES[info.role], f"/pdserve.v1.Registry/{method}"
+        token = self._key.sign(role, info.node_id, path, self._registry, said)
+        return [(TOKEN_KEY, token)]
 
 
 async def _a_node(fleet: Fleet, rng: random.Random) -> pb.NodeInfo:

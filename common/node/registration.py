@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import grpc
 
@@ -149,6 +150,13 @@ def _joined(host: str, port: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _outcome(error: grpc.aio.AioRpcError | TimeoutError) -> tuple[bool, str]:
+    """Whether no router is there, and what to say."""
+    if isinstance(error, TimeoutError):
+        return False, f"no answer to a heartbeat within {_RPC_TIMEOUT:g} s"
+    return error.code() in _AWAY, error.details() or error.code().name
+
+
 class Registration:
     """Keeps one node registered with one router until `deregister`, by heartbeats with its load.
 
@@ -178,6 +186,7 @@ class Registration:
         self.router_id = ""  # once it has been registered
         self.sibling_ports: list[int] = []  # as it named them last
         self._on_siblings = on_siblings
+        self._beats: Any = None  # the stream of heartbeats, once it is open
 
     def _stub(self) -> pb_grpc.RegistryStub:
         return pb_grpc.RegistryStub(self._channels.get(self._router))
@@ -190,12 +199,12 @@ class Registration:
             try:
                 await self._beat()
                 reported, last_contact = "", monotonic()
-            except grpc.aio.AioRpcError as error:
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
                 self.registered = False
                 if not wanted():
                     return
-                reason = error.details() or error.code().name
-                if error.code() not in _AWAY and reason != reported:
+                is_away, reason = _outcome(error)
+                if not is_away and reason != reported:
                     logger.warning("router %s: %s; trying again", self._router, reason)
                     reported = reason
                 elif not reported and monotonic() - last_contact > _PATIENCE:
@@ -213,9 +222,10 @@ class Registration:
                 instance=instance,
                 time_s=time.time(),
             )
-            answer = await self._stub().Heartbeat(beat, timeout=_RPC_TIMEOUT)
-            self.registered = answer.known
-            self._interval = answer.heartbeat_interval_s or self._interval
+            answer = await self._answer(beat)
+            self.registered = answer is not None and answer.known
+            if answer is not None:
+                self._interval = answer.heartbeat_interval_s or self._interval
         if not self.registered:
             load = self._load(self.router_id)
             request = pb.RegisterRequest(node=self._info, load=load, time_s=time.time())
@@ -226,6 +236,32 @@ class Registration:
                 self.sibling_ports = siblings
                 self._on_siblings()
             logger.info("registered with router %s as %s", self._router, self._info.node_id)
+
+    async def _answer(self, beat: pb.HeartbeatRequest) -> pb.HeartbeatResponse | None:
+        """The answer, on the stream of all heartbeats; None: the router has ended that.
+
+        Raises:
+            TimeoutError: there was none in time.
+            grpc.aio.AioRpcError: the stream has failed.
+        """
+        if self._beats is None:
+            self._beats = self._stub().Heartbeats()
+        answer, beats = None, self._beats
+        try:
+            async with asyncio.timeout(_RPC_TIMEOUT):
+                await beats.write(beat)
+                answer = await beats.read()
+        except (asyncio.InvalidStateError, grpc.aio.UsageError):  # it has ended since the last one
+            pass
+        finally:
+            if not isinstance(answer, pb.HeartbeatResponse):
+                self._hang_up()
+        return answer if isinstance(answer, pb.HeartbeatResponse) else None
+
+    def _hang_up(self) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
+            self._beats = None
 
     async def deregister(self) -> None:
         """Asks the router to send no more jobs; an unreachable router is ignored."""

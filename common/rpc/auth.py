@@ -3,12 +3,12 @@
     v1 ROLE ID ADDRESS TIME NONCE.DIGEST MAC
 
 MAC is HMAC-SHA256 under the key over the method and all fields before it; DIGEST is the message's
-SHA-256 (older versions have none and treat it as part of the nonce). A token is valid once (the
-server remembers nonces), for one message to one method of one server, while it is less than
-WINDOW_S old by the server's clock. If a server refuses a call because of its time, the refusal
-contains the server's time, with a MAC over it and the call's nonce; the caller then repeats the
-call with that time. Clocks are read when a process starts, so setting a host's clock later has no
-effect.
+SHA-256; a stream of messages has none, and its token is for all of them (older versions have none
+and treat it as part of the nonce). A token is valid once (the server remembers nonces), for one
+message to one method of one server, while it is less than WINDOW_S old by the server's clock. If a
+server refuses a call because of its time, the refusal contains the server's time, with a MAC over
+it and the call's nonce; the caller then repeats the call with that time. Clocks are read when a
+process starts, so setting a host's clock later has no effect.
 
 A node's server knows its own address and refuses tokens for others. The registry does not, because
 nodes connect to names from a resolver, a proxy or a Kubernetes service. There the digest limits a
@@ -46,7 +46,7 @@ _NODES = frozenset({PREFILL, DECODE, BOTH})
 # Which roles may call which method. Every role may use reflection; health is open to all.
 CALLERS: dict[str, frozenset[str]] = {
     "/pdserve.v1.Registry/Register": _NODES,
-    "/pdserve.v1.Registry/Heartbeat": _NODES,
+    "/pdserve.v1.Registry/Heartbeats": _NODES,
     "/pdserve.v1.Registry/Deregister": _NODES,
     "/pdserve.v1.Adapters/Set": frozenset({ROUTER}),
     "/pdserve.v1.KVEvents/Subscribe": frozenset({ROUTER}),
@@ -204,8 +204,8 @@ class Signer:
         self._role, self._node_id, self._address = role, node_id, address
         self._ahead = 0.0  # seconds by which the server's clock is ahead
 
-    def sign(self, method: str, message: bytes) -> str:
-        """Returns the token of a call of `method` with `message`."""
+    def sign(self, method: str, message: bytes | None) -> str:
+        """Returns the token of a call of `method` with `message`, or with a stream of them."""
         return self._key.sign(
             self._role, self._node_id, method, self._address, message, self._ahead
         )

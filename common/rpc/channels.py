@@ -183,6 +183,17 @@ class SignedChannel:
         call = self._channel.unary_stream(method, None, *args, **options)
         return partial(self._call, method, request_serializer, call)
 
+    def stream_stream(
+        self, method: str, request_serializer: Serializer, *args: Any, **options: Any
+    ) -> Callable[..., Any]:
+        """Its calls are gRPC's own, and none is repeated."""
+        call = self._channel.stream_stream(method, request_serializer, *args, **options)
+
+        def start(**options: Any) -> Any:
+            return call(**_with(self._signer.sign(method, None), options))
+
+        return start
+
     def _call(
         self, method: str, serializer: Serializer, call: Any, request: Any, **options: Any
     ) -> SignedCall:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ LARGE = frozenset(
     }
 )
 GRACE = 20.0  # seconds for a message
+SILENCE = 60.0  # seconds that a stream of messages may be silent
 RATE = 128 * 1024  # plus a second per this many bytes of its limit
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -70,6 +71,45 @@ def reading_first(
     if handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(_forgetting(stream), None, serializer)
     return grpc.stream_unary_rpc_method_handler(_forgetting(unary), None, serializer)
+
+
+def answering_each(handler: Handler, admit: Callable[[Context], None]) -> Handler:
+    """Returns a handler of a stream of small messages, each of which has its answer. It ends after
+    SILENCE seconds without one. `admit` raises for callers without permission."""
+
+    async def answer(_: Any, context: Context) -> None:
+        async with serving(context):
+            admit(context)
+            try:
+                async with asyncio.timeout(SILENCE) as limit:
+                    await answer_each(handler, context, SMALL_NBYTES, limit)
+            except TimeoutError:
+                raise DeadlineExceeded(f"the call was silent for {SILENCE:.0f} s") from None
+
+    return grpc.stream_stream_rpc_method_handler(
+        _forgetting(answer), None, handler.response_serializer
+    )
+
+
+async def answer_each(
+    handler: Handler, context: Context, most: int, limit: asyncio.Timeout | None = None
+) -> None:
+    """Answers messages of at most `most` bytes until the stream ends. Each of them moves `limit`.
+
+    Raises:
+        InvalidRequest: one is longer, or is not of the method's type.
+    """
+    while (raw := await context.read()) is not EOF:
+        if len(raw) > most:
+            raise InvalidRequest(f"a message has at most {most} bytes")
+        if limit is not None:
+            limit.reschedule(asyncio.get_running_loop().time() + SILENCE)
+        async for answer in handler.stream_stream(_one(parsed(handler, raw)), context):
+            await context.write(answer)
+
+
+async def _one(message: Any) -> AsyncIterator[Any]:
+    yield message
 
 
 def _forgetting(answer: Handler) -> Handler:

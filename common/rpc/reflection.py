@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from pdserve.common.core.errors import DeadlineExceeded, InvalidRequest
-from pdserve.common.rpc.receive import EOF, Context, Handler, one_of_few, parsed
+from pdserve.common.core.errors import DeadlineExceeded
+from pdserve.common.rpc.receive import Context, Handler, answer_each, one_of_few
 from pdserve.common.rpc.status import serving
 
 MAX_NBYTES = 4096  # of a question, which is a name
@@ -41,14 +41,6 @@ class Reflection:
 async def _answer(handler: Handler, context: Context) -> None:
     try:
         async with asyncio.timeout(LASTS):
-            while (raw := await context.read()) is not EOF:
-                if len(raw) > MAX_NBYTES:
-                    raise InvalidRequest(f"a request has at most {MAX_NBYTES} bytes")
-                async for answer in handler.stream_stream(_one(parsed(handler, raw)), context):
-                    await context.write(answer)
+            await answer_each(handler, context, MAX_NBYTES)
     except TimeoutError:
         raise DeadlineExceeded(f"a reflection call has at most {LASTS:.0f} s") from None
-
-
-async def _one(question: Any) -> AsyncIterator[Any]:
-    yield question

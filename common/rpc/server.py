@@ -16,6 +16,7 @@ from pdserve.common.core.errors import ClusterAuthError, ConfigError
 from pdserve.common.core.host import bind
 from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.rpc.auth import (
+    REFLECTION,
     TOKEN_KEY,
     Caller,
     ClusterKey,
@@ -30,6 +31,7 @@ from pdserve.common.rpc.receive import (
     MAX_NBYTES,
     Context,
     Handler,
+    answering_each,
     max_nbytes,
     read_message,
     reading_first,
@@ -188,8 +190,14 @@ class AuthInterceptor(Door):
             self._log_refusal(method, error)
             return refuse(error)
         caller_var.set(caller)
-        if handler.request_streaming:  # only reflection, among the methods of roles
-            return self._reflection.bounded(handler, lambda context: self._certify(context, method))
+        if handler.request_streaming:
+
+            def certify(context: Context) -> None:
+                self._certify(context, method)
+
+            if method.startswith(REFLECTION):
+                return self._reflection.bounded(handler, certify)
+            return answering_each(handler, certify)
         return reading_first(handler, lambda context: self._reading(context, method, caller))
 
     def _caller(self, token: str | None, method: str) -> Caller | None:

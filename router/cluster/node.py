@@ -50,6 +50,7 @@ class Node:
     # ---- when and whether it is asked for its health; `probe_nodes` writes these
     look_at: float = 0.0
     probing: bool = False
+    missed: int = 0  # answers in a row that did not come
     # ---- `info` as JSON; `ClusterView` writes it
     described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
 

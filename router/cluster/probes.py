@@ -1,10 +1,11 @@
 """Whether the router reaches its nodes, so that no client's request has to find out. Heartbeats
-only show that nodes reach the router.
+have answers, so they show that node and router hear each other, but not that the node's own port
+is open.
 
-A node whose connection stands is asked for its health now and then: an answer may be missing for
-some seconds before that counts, so it is asked two to three times meanwhile. One whose connection
-is down, or that did not answer, is asked in every period. The calls are spread over time: a
-thousand at once would hold up what else the event loop does.
+A node whose connection stands is asked for its health now and then. One answer may be missing: it
+is asked again at once. One whose connection is down, or that did not answer twice, is asked in
+every period. The calls are spread over time: a thousand at once would hold up what else the event
+loop does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pdserve.router.cluster.registry import Registry
 
 PROBE_TIMEOUT = 2.0  # seconds
 LONGEST_PERIOD = 1.0  # seconds between two looks at a node
-QUIET = 0.4  # of --heartbeat-timeout, that a node with a connection is left alone
+QUIET = 0.6  # of --heartbeat-timeout, that a node with a connection is left alone
 SPREAD = 0.8, 1.0  # of that
 _TICKS = 8  # in a period
 
@@ -58,6 +59,8 @@ async def _probe(node: Node, registry: Registry, channels: Channels) -> None:
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             refused = code is grpc.StatusCode.UNAVAILABLE
             registry.unanswered(node, error.details() or code.name, refused)
+            if node.missed == 1:
+                node.look_at = 0.0  # again, now: one answer may be missing
             return
     finally:
         node.probing = False

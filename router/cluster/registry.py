@@ -180,7 +180,7 @@ class Registry:
 
     def answered(self, node: Node) -> None:
         """Notes that a node has answered a call."""
-        node.last_answer = self.now()
+        node.last_answer, node.missed = self.now(), 0
         if node.unreachable:
             logger.info("%s can be reached again", node.id)
             node.unreachable, node.silent = "", False
@@ -190,7 +190,8 @@ class Registry:
     def unanswered(self, node: Node, reason: str, refused: bool) -> None:
         """Notes that a node has not answered; `refused`: there is no connection at all, so that
         waiting as long as for a heartbeat is useless."""
-        late = self.now() - node.last_answer > self._config.heartbeat_timeout
+        node.missed += 1
+        late = self.now() - node.last_answer > self._config.heartbeat_timeout and node.missed > 1
         refused = refused and not self.clock.stood_still()
         if not node.unreachable and (refused or late):
             logger.warning("%s cannot be reached: %s", node.id, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,16 +69,15 @@ class RegistryService(pb_grpc.RegistryServicer):
             sibling_ports=self._sibling_ports,
         )
 
-    async def Heartbeat(
-        self, request: pb.HeartbeatRequest, context: Context
-    ) -> pb.HeartbeatResponse:
-        known = False
-        async with serving(context):
+    async def Heartbeats(
+        self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
+    ) -> AsyncIterator[pb.HeartbeatResponse]:
+        async for request in requests:
             _cut(request.load)
             known = self._registry.heartbeat(request.node_id, request.load, request.instance)
             if known:
                 self._registry.clock_shown(request.node_id, request.time_s)
-        return pb.HeartbeatResponse(known=known, heartbeat_interval_s=self._interval())
+            yield pb.HeartbeatResponse(known=known, heartbeat_interval_s=self._interval())
 
     async def Deregister(
         self, request: pb.DeregisterRequest, context: Context

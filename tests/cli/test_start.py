@@ -302,9 +302,16 @@ class AwayRouter:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone")
         return pb.RegisterResponse(heartbeat_interval_s=0.01)
 
-    async def Heartbeat(self, *_: object, **__: object) -> pb.HeartbeatResponse:
+    def Heartbeats(self) -> AwayRouter:
+        return self  # the stream
+
+    async def write(self, _: pb.HeartbeatRequest) -> None:
         await self.Register()
+
+    async def read(self) -> pb.HeartbeatResponse:
         return pb.HeartbeatResponse(known=True)
+
+    def cancel(self) -> None: ...
 
 
 def no_load(router: str) -> pb.NodeLoad:

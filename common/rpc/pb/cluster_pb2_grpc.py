@@ -42,8 +42,8 @@ class RegistryStub:
                 request_serializer=cluster__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=cluster__pb2.RegisterResponse.FromString,
                 _registered_method=True)
-        self.Heartbeat = channel.unary_unary(
-                '/pdserve.v1.Registry/Heartbeat',
+        self.Heartbeats = channel.stream_stream(
+                '/pdserve.v1.Registry/Heartbeats',
                 request_serializer=cluster__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=cluster__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
@@ -67,8 +67,9 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Heartbeat(self, request, context):
-        """Reports the node's load, so that placement needs no extra call.
+    def Heartbeats(self, request_iterator, context):
+        """Reports the node's load again and again, so that placement needs no extra call. Each report has
+        an answer, for which the next one waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +90,8 @@ def add_RegistryServicer_to_server(servicer, server):
                     request_deserializer=cluster__pb2.RegisterRequest.FromString,
                     response_serializer=cluster__pb2.RegisterResponse.SerializeToString,
             ),
-            'Heartbeat': grpc.unary_unary_rpc_method_handler(
-                    servicer.Heartbeat,
+            'Heartbeats': grpc.stream_stream_rpc_method_handler(
+                    servicer.Heartbeats,
                     request_deserializer=cluster__pb2.HeartbeatRequest.FromString,
                     response_serializer=cluster__pb2.HeartbeatResponse.SerializeToString,
             ),
@@ -141,7 +142,7 @@ class Registry:
             _registered_method=True)
 
     @staticmethod
-    def Heartbeat(request,
+    def Heartbeats(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -151,10 +152,10 @@ class Registry:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/pdserve.v1.Registry/Heartbeat',
+            '/pdserve.v1.Registry/Heartbeats',
             cluster__pb2.HeartbeatRequest.SerializeToString,
             cluster__pb2.HeartbeatResponse.FromString,
             options,

@@ -34,7 +34,8 @@ class Router(pb_grpc.RegistryServicer):
     def __init__(self) -> None:
         self.hangs = False
         self.present: set[str] = set()
-        self.beats = 0
+        self.hangs_up = False  # after each heartbeat
+        self.beats = self.streams = 0
         self.id = token_hex(4)
         self.load = pb.NodeLoad()  # the last
         self.siblings: list[int] = []  # ports
@@ -46,11 +47,17 @@ class Router(pb_grpc.RegistryServicer):
             heartbeat_interval_s=0.02, router=self.id, sibling_ports=self.siblings
         )
 
-    async def Heartbeat(self, request: pb.HeartbeatRequest, _: Any) -> pb.HeartbeatResponse:
-        await self._hang()
-        self.beats += 1
-        self.load = request.load
-        return pb.HeartbeatResponse(known=request.node_id in self.present)
+    async def Heartbeats(
+        self, requests: AsyncIterator[pb.HeartbeatRequest], _: Any
+    ) -> AsyncIterator[pb.HeartbeatResponse]:
+        self.streams += 1
+        async for request in requests:
+            await self._hang()
+            self.beats += 1
+            self.load = request.load
+            yield pb.HeartbeatResponse(known=request.node_id in self.present)
+            if self.hangs_up:
+                return
 
     async def Deregister(self, request: pb.DeregisterRequest, _: Any) -> pb.DeregisterResponse:
         await self._hang()
@@ -135,6 +142,17 @@ async def test_a_router_that_hangs_or_is_away_is_no_trouble_for_the_others(
                 await eventually(lambda: bad.present)
                 await here.deregister()
                 assert not good.present and not bad.present
+
+
+async def test_heartbeats_are_one_stream_which_is_opened_anew_where_the_router_ends_it() -> None:
+    async with serving(HOSTS[0]) as (router, port), node(f"{HOSTS[0]}:{port}"):
+        await eventually(lambda: router.beats > 5)
+        assert router.streams == 1
+        router.hangs_up = True
+        await eventually(lambda: router.streams > 3)
+        router.hangs_up = False
+        before = router.beats
+        await eventually(lambda: router.beats > before + 5 and router.load.routers == 1)
 
 
 async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(

@@ -31,7 +31,7 @@ from pdserve.common.core.errors import (
 from pdserve.common.core.host import is_loopback
 from pdserve.common.node.registration import Registration
 from pdserve.common.obs.metrics import RouterMetrics
-from pdserve.common.rpc import auth
+from pdserve.common.rpc import auth, receive
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.channels import Channels, Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -431,6 +431,59 @@ async def test_a_node_registers_as_itself_alone() -> None:
         await channels.close()
         (known,) = ClusterView(registry).describe()["nodes"]
         assert known["node_id"] == "decode-1" and "instance" not in known
+
+
+@asynccontextmanager
+async def heartbeats(
+    address: str, signer: Channels | None = None, metadata: Any = ()
+) -> AsyncIterator[Any]:
+    """The stream of a node with this key, or of a stranger with this metadata."""
+    channels = signer or Channels()
+    stub = pb_grpc.RegistryStub(channels.get(address))
+    yield stub.Heartbeats() if signer else stub.Heartbeats(metadata=metadata)
+    await channels.close()
+
+
+async def test_a_stream_of_heartbeats_has_one_token() -> None:
+    async with registry_server() as (registry, address):
+        channels = credentials("decode", KEY).channels()
+        stub = pb_grpc.RegistryStub(channels.get(address))
+        await stub.Register(pb.RegisterRequest(node=node("decode-1"), load=LOAD))
+        beat = pb.HeartbeatRequest(node_id="decode-1", instance="first", load=LOAD)
+        async with heartbeats(address, channels) as mine:
+            for _ in range(3):
+                await mine.write(beat)
+                answer = await mine.read()
+                assert answer.known and answer.heartbeat_interval_s == 0.05
+            await mine.write(pb.HeartbeatRequest(node_id="decode-9"))
+            assert not (await mine.read()).known
+        register = "/pdserve.v1.Registry/Register"
+        other = ClusterKey(KEY).sign("decode", "decode-1", register, address)
+        for signer, metadata in (
+            (None, ()),
+            (None, ((TOKEN_KEY, other),)),
+            (credentials("decode", OTHER).channels(), ()),
+            (credentials("router", KEY).channels(), ()),  # no node
+        ):
+            async with heartbeats(address, signer, metadata) as forged:
+                with refused(grpc.StatusCode.UNAUTHENTICATED):
+                    await forged.read()
+        (known,) = registry.nodes()
+        assert known.load.healthy == LOAD.healthy
+
+
+async def test_a_stream_of_heartbeats_takes_no_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "SILENCE", 0.5)
+    async with registry_server(None) as (_, address):
+        async with heartbeats(address) as silent:
+            with refused(grpc.StatusCode.DEADLINE_EXCEEDED, "silent for"):
+                await silent.read()
+        async with grpc.aio.insecure_channel(address) as channel:
+            for nonsense, why in ((b"\xff\xff", "not of the method"), (bytes(2**21), "at most")):
+                call = channel.stream_stream("/pdserve.v1.Registry/Heartbeats")()
+                await call.write(nonsense)
+                with refused(grpc.StatusCode.INVALID_ARGUMENT, why):
+                    await call.read()
 
 
 def test_a_live_node_is_not_taken_over_and_one_that_comes_back_is_new(
