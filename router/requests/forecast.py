@@ -9,6 +9,7 @@ LEAST = 5  # samples before anything is predicted
 FADING = 0.98  # what a sample counts for after the next one
 FORGETTING = 0.999  # what the largest x counts for after the next sample
 BEYOND = 2.0  # times the largest x that was seen lately: nothing is known of larger ones
+MOST_DOUBT = 0.25  # more would refuse what can be kept: traces of very unequal prompts
 IN_HAND = 2  # prompts that a replica always has: one is computed, the next one is there
 
 
@@ -18,7 +19,7 @@ class Line:
 
     def __init__(self) -> None:
         self.fixed = self.slope = 0.0
-        self.doubt = 0.0  # how far off the latest samples were, on the average, as a share
+        self.doubt = 0.0  # how far off the latest samples were, as a share, on the average
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._count = 0
         self._largest = 0.0
@@ -36,7 +37,7 @@ class Line:
 
     def add(self, x: float, y: float) -> None:
         if self.known and (predicted := self.at(x)):
-            self.doubt += (min(1.0, abs(y - predicted) / predicted) - self.doubt) / 8
+            self.doubt += (min(MOST_DOUBT, abs(y - predicted) / predicted) - self.doubt) / 8
         self._count += 1
         self._largest = max(x, self._largest * FORGETTING)
         self._n = self._n * FADING + 1
