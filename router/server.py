@@ -237,7 +237,7 @@ class RouterServer:
             if self._https is not None and self._https_files.renewed():
                 load_pair(self._https, self._config.server)
             self._registry.sweep()
-            self._pipeline.admission.placed_by_others(*self._pipeline.view.placed_by_others())
+            self._pipeline.look_around()
             addresses = {node.info.address for node in self._registry.connected()}
             await self._channels.keep(addresses)
             await asyncio.sleep(_PAUSE)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pdserve.common.core.errors import Overloaded
 from pdserve.router.requests.virtual_time import VirtualTime
@@ -21,8 +21,9 @@ T = TypeVar("T")
 class Waiter:
     """One piece of work that waits. It is told once: when it has its capacity, or by an error."""
 
-    tell: Callable[[Overloaded | None], None]
+    tell: Callable[[Overloaded | None], None] = lambda _: None
     has_left: Callable[[], bool] = lambda: False  # it waits no more, and has not said so yet
+    last_word: Callable[[], Overloaded | None] = lambda: None  # at its turn: why it is refused
     amount: int = 1
     tokens: int = 1
     priority: int = 0  # lower ones come first
@@ -35,6 +36,13 @@ class Waiter:
         if self.priority != other.priority:
             return self.priority > other.priority
         return other.tokens < self.tokens and self.overtaken + other.tokens <= self.tokens
+
+
+class Ahead(NamedTuple):
+    """What is served before a piece that comes now, unless others come later."""
+
+    tokens: int = 0
+    amount: int = 0
 
 
 def longest(waiting: Mapping[str, int], than: int) -> list[str]:
@@ -64,11 +72,13 @@ class FairShare:
         overdraw: bool = False,
         reserved: float = 0.0,
         time: VirtualTime | None = None,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """`overdraw`: a piece needs no more than the first unit of it to be free, so that none
         has to wait, and others behind it, until there is room for a large one. `reserved`: a share
         of the capacity for clients that hold nothing, as far as one client alone cannot have it;
-        without it several that hold much would leave a newcomer to wait for what they give back."""
+        without it several that hold much would leave a newcomer to wait for what they give back.
+        `has_room`: whether anything may be had now; call `grant` when that changes."""
         self.capacity = capacity
         self._overdraw = overdraw
         self.client_limit = max(1, math.ceil(capacity * max_client_share))
@@ -76,6 +86,8 @@ class FairShare:
         self.time = time
         self.held = 0
         self._elsewhere = 0
+        self._most = float(capacity)
+        self._has_room = has_room
         self._held_by: Counter[str] = Counter()
         self._queues: dict[str, list[Waiter]] = {}  # the client served last is the last one
         self._lengths: Counter[str] = Counter()  # of the queues
@@ -87,17 +99,42 @@ class FairShare:
 
     def has_room(self, client: str, amount: int = 1) -> bool:
         """Whether `acquire` would return at once."""
-        return not self._queues.get(client) and self._fits(client, amount)
+        return not self._queues.get(client) and self._fits(client, amount) and self._has_room()
 
     @property
     def available(self) -> int:
         """The capacity that is to be had here, held or free."""
-        return self.capacity - self._elsewhere
+        return int(min(self.capacity - self._elsewhere, self._most))
 
     def held_elsewhere(self, amount: int) -> None:
         """So much of the capacity is not to be had here for now."""
         self._elsewhere = amount
-        self._grant()
+        self.grant()
+
+    def bound(self, most: float) -> None:
+        """No more than so much is to be had for now."""
+        self._most = most
+        self.grant()
+
+    def ahead(self, client: str, waiter: Waiter) -> Ahead:
+        """Returns what would be served before it: what comes before it in the client's queue, and
+        of others what starts until then."""
+        own = self._queues.get(client, [])
+        own = own[: self._place(own, waiter)]
+        before = sum(each.tokens for each in own)
+        tokens, amount = before, sum(each.amount for each in own)
+        if self.time is None:
+            return Ahead(tokens, amount)
+        start = self.time.start(client) + before / self.time.weight(client)
+        for name, queue in self._queues.items():
+            if name != client:
+                left = (start - self.time.start(name)) * self.time.weight(name)
+                for each in queue:
+                    if left < 0:
+                        break
+                    left -= each.tokens
+                    tokens, amount = tokens + each.tokens, amount + each.amount
+        return Ahead(tokens, amount)
 
     def make_room(self, client: str, most: int, what: str) -> None:
         """Lets one more of the client's wait, though at most so many do: the client that has most
@@ -116,20 +153,18 @@ class FairShare:
     def enter(self, client: str, waiter: Waiter) -> None:
         """Queues it; it may have what it waits for at once."""
         queue = self._queues.setdefault(client, [])
-        ahead = len(queue)
-        while ahead and queue[ahead - 1].lets_pass(waiter):
-            ahead -= 1
-        for passed in queue[ahead:]:
+        place = self._place(queue, waiter)
+        for passed in queue[place:]:
             passed.overtaken += waiter.tokens if passed.priority == waiter.priority else 0
-        queue.insert(ahead, waiter)
+        queue.insert(place, waiter)
         self._lengths[client] += 1
-        self._grant()
+        self.grant()
 
     def leave(self, client: str, waiter: Waiter) -> None:
         """It waits no more."""
         if waiter in self._queues.get(client, ()):
             self._remove(client, waiter)
-        self._grant()  # it may have stood before others
+        self.grant()  # it may have stood before others
 
     async def acquire(
         self,
@@ -147,7 +182,7 @@ class FairShare:
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = Waiter(
-            tell=partial(_resolve, future),
+            tell=partial(resolve, future),
             has_left=future.done,
             amount=amount,
             tokens=tokens,
@@ -174,9 +209,32 @@ class FairShare:
         self._held_by[client] -= amount
         if not self._held_by[client]:
             del self._held_by[client]
-        self._grant()
+        self.grant()
+
+    def grant(self) -> None:
+        """Gives what is free to those whose turn it is."""
+        while (client := self._next()) is not None:
+            waiter = self._queues[client][0]
+            self._queues[client] = self._queues.pop(client)  # behind the others
+            self._remove(client, waiter)
+            if (error := waiter.last_word()) is not None:
+                waiter.tell(error)
+                continue
+            self.held += waiter.amount
+            self._held_by[client] += waiter.amount
+            if self.time is not None:
+                self.time.serve(client, waiter.tokens)
+            waiter.tell(None)
 
     # ---- inside ------------------------------------------------------------------------------
+
+    @staticmethod
+    def _place(queue: list[Waiter], waiter: Waiter) -> int:
+        """Returns its index in the client's queue."""
+        place = len(queue)
+        while place and queue[place - 1].lets_pass(waiter):
+            place -= 1
+        return place
 
     def _fits(self, client: str, amount: int) -> bool:
         needed = 1 if self._overdraw else min(amount, self.capacity)
@@ -188,18 +246,8 @@ class FairShare:
         return own == 0 or own + amount <= self.client_limit
 
     def _open_to(self, client: str) -> int:
-        return self.available - (self._reserved if self._held_by[client] else 0)
-
-    def _grant(self) -> None:
-        while (client := self._next()) is not None:
-            waiter = self._queues[client][0]
-            self._queues[client] = self._queues.pop(client)  # behind the others
-            self._remove(client, waiter)
-            self.held += waiter.amount
-            self._held_by[client] += waiter.amount
-            if self.time is not None:
-                self.time.serve(client, waiter.tokens)
-            waiter.tell(None)
+        reserved = self._reserved * self.available // self.capacity if self._held_by[client] else 0
+        return self.available - reserved
 
     def _next(self) -> str | None:
         """The client whose turn it is. A large piece waits until it fits: smaller ones of other
@@ -211,7 +259,7 @@ class FairShare:
             for client, queue in self._queues.items()
             if self._may_hold(client, queue[0].amount) and self.held < self._open_to(client)
         ]
-        if not turns:
+        if not turns or not self._has_room():
             return None
         client = min(turns, key=self._held_by.__getitem__ if self.time is None else self.time.start)
         return client if self._fits(client, self._queues[client][0].amount) else None
@@ -223,7 +271,7 @@ class FairShare:
             self._remove(client, waiter)
             if not waiter.has_left():
                 waiter.tell(error())
-        self._grant()
+        self.grant()
 
     def _forget_left(self, client: str) -> None:
         while (queue := self._queues.get(client)) and queue[0].has_left():
@@ -237,7 +285,7 @@ class FairShare:
             del self._queues[client], self._lengths[client]
 
 
-def _resolve(future: asyncio.Future[None], error: Overloaded | None) -> None:
+def resolve(future: asyncio.Future[None], error: Overloaded | None) -> None:
     if error is None:
         future.set_result(None)
     else:

@@ -28,6 +28,7 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from statistics import fmean
 from time import monotonic
 from typing import Any
 
@@ -36,6 +37,7 @@ from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.channels import Channels
+from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.adapters import ServedAdapters
@@ -45,7 +47,7 @@ from pdserve.router.cluster.node_streams import NodeStreams
 from pdserve.router.cluster.orphans import OrphanFinder
 from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.registry import Registry
-from pdserve.router.requests.admission import Admission
+from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.attempt import Attempt, AttemptFailed
 from pdserve.router.requests.generation import (
     GenerationRequest,
@@ -55,6 +57,7 @@ from pdserve.router.requests.generation import (
     generate,
 )
 from pdserve.router.requests.request_state import RequestState
+from pdserve.router.requests.slo import NO_SLO, SLO
 from pdserve.router.requests.timelines import Timelines
 from pdserve.router.requests.trace import RequestTraces
 
@@ -101,6 +104,8 @@ class Pipeline:
             config.queue_timeout,
             config.max_client_share,
             weights,
+            SLO(config.slo_ttft or None, config.slo_itl or None),
+            config.prefill_work,
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
@@ -147,17 +152,37 @@ class Pipeline:
     async def _make(self, state: RequestState) -> None:
         """The whole answer, in as many attempts as it takes."""
         request = state.request
-        async with (
-            self.admission.slot(
-                request.batch, len(request.prompt_token_ids), request.n, request.priority
-            ) as place,
-            state.deadline.running(),
-        ):
+        ask = Ask(
+            amount=request.n,
+            tokens=self._to_compute(state),
+            priority=request.priority,
+            batch=request.batch,
+            prompt_tokens=len(request.prompt_token_ids),
+            slo=NO_SLO if state.arrival is None else state.arrival.slo,
+        )
+        async with self.admission.slot(ask), state.deadline.running():
+            state.on_first_token = partial(self._first_token, state, ask)
             try:
                 with self._adapters.running(request.adapter):
                     await self._attempts(state)
             finally:
-                place.generated = sum(state.generated)
+                ask.generated = sum(state.generated)
+            ask.itl = fmean(state.token_gaps) if state.token_gaps else None
+            self.metrics.observe_slo(ask.predicted, ask.ttft, ask.deadline, ask.itl, ask.slo.itl)
+
+    def _to_compute(self, state: RequestState) -> int:
+        """Returns the prompt's tokens that no node has cached, as far as is known."""
+        tokens = len(state.request.prompt_token_ids)
+        found = self.caches.match(state.placement.blocks) if self.caches.wanted else {}
+        cached = (
+            depth * node.info.block_size
+            for node, depth in found.items()
+            if node.info.role != pb.ROLE_DECODE
+        )
+        return max(1, tokens - max(cached, default=0))
+
+    def _first_token(self, state: RequestState, ask: Ask) -> None:
+        self.admission.first_token(ask, learn=not state.retries.failures)
 
     async def _attempts(self, state: RequestState) -> None:
         if state.request.orphan_key:
@@ -215,6 +240,11 @@ class Pipeline:
             1e3 * (stats.timeline.first_token or 0), 1e3 * (stats.timeline.finished or 0),
         )  # fmt: skip
         return stats
+
+    def look_around(self) -> None:
+        """Takes into account which nodes there are, and what other routers have placed on them."""
+        self.admission.placed_by_others(*self.view.placed_by_others())
+        self.admission.cluster(*self.view.replicas())
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request could be served now; the reason when not, or what is amiss."""

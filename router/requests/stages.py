@@ -21,6 +21,7 @@ from enum import StrEnum
 from time import monotonic
 
 from pdserve.common.core.request import TimelineStage
+from pdserve.router.requests.slo import NO_SLO, SLO
 
 ROUTER = "router"
 
@@ -57,6 +58,7 @@ class RequestArrival:
     wants_timeline: bool = False
     operation: str = "text_completion"  # OpenTelemetry's name of it
     traceparent: str = ""  # the client's span
+    slo: SLO = NO_SLO  # as its headers say
 
 
 arrival_var: ContextVar[RequestArrival | None] = ContextVar("arrival", default=None)
