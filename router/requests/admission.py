@@ -125,6 +125,12 @@ class Admission:
         self.forecast.decode_replicas = max(1, decode_replicas)
         self._slots.grant()
 
+    def newcomer_ttft(self) -> float | None:
+        """Returns the seconds to the first token of a client's first prompt that came now and had
+        as many tokens as the latest; None: that is not known yet."""
+        ask = Ask(tokens=max(1, round(self.forecast.backlog.line.usual)))
+        return self._predict(ask)
+
     # ---- one prompt ----------------------------------------------------------------------------
 
     def enter(self, ask: Ask) -> None:
@@ -211,10 +217,7 @@ class Admission:
 
     def _promise(self, ask: Ask) -> None:
         """Raises Overloaded: its SLO could not be kept."""
-        ahead = self._slots.ahead(ask.batch.client, ask) if self.waiting else Ahead()
-        lacking = ahead.amount + ask.amount - (self._slots.available - self._slots.held)
-        predicted = self.forecast.ttft(ask.tokens, ahead, lacking, self._slots.held)
-        ask.predicted = predicted
+        ask.predicted = predicted = self._predict(ask)
         if predicted is None or ask.slo.ttft is None:
             return
         line = self.forecast.backlog.line
@@ -223,6 +226,11 @@ class Admission:
         late = predicted * (1 + line.doubt)
         if late > ask.deadline and not idle and not self._may_try(ask):
             raise ask.slo.ttft_error(late, ask.deadline)
+
+    def _predict(self, ask: Ask) -> float | None:
+        ahead = self._slots.ahead(ask.batch.client, ask) if self.waiting else Ahead()
+        lacking = ahead.amount + ask.amount - (self._slots.available - self._slots.held)
+        return self.forecast.ttft(ask.tokens, ahead, lacking, self._slots.held)
 
     def _last_word(self, ask: Ask) -> Overloaded | None:
         """Returns why it is refused at its turn."""

@@ -25,6 +25,11 @@ class Line:
         self._largest = 0.0
 
     @property
+    def usual(self) -> float:
+        """The latest x on the average."""
+        return self._x / self._n if self._n else 0.0
+
+    @property
     def known(self) -> bool:
         return self._count >= LEAST
 
@@ -48,7 +53,7 @@ class Line:
         self._fit()
 
     def _fit(self) -> None:
-        x, y = self._x / self._n, self._y / self._n
+        x, y = self.usual, self._y / self._n
         variance = self._xx / self._n - x * x
         if variance > 0.01 * x * x:  # else they are all alike, and say nothing of a slope
             self.slope = max(0.0, (self._xy / self._n - x * y) / variance)

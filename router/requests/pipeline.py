@@ -258,7 +258,8 @@ class Pipeline:
         """The nodes and their state, as JSON for people."""
         ready, reason = self.ready()
         admission = self.admission
-        load = {"running": admission.running, "waiting": admission.waiting}
+        load: dict[str, Any] = {"running": admission.running, "waiting": admission.waiting}
         load["places"] = admission.places
+        load["first_token_seconds"] = admission.newcomer_ttft()
         uptime = {"uptime_seconds": round(monotonic() - self._started, 3)}
         return {"ready": ready, "reason": reason, **load, **uptime, **self.view.describe()}
