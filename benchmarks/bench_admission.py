@@ -21,16 +21,13 @@ the trace.
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
 import heapq
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +38,7 @@ from pdserve.common.engine.fair_queue import share_budget
 from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.slo import NO_SLO, SLO
+from pdserve.simulate.traces import read_trace  # noqa: E402
 
 TRACES = Path(__file__).parent / "traces"
 PREFILL_NODES, RATE, BUDGET, STEP = 4, 10_000.0, 2048, 0.005  # tokens a second, a step; seconds
@@ -210,35 +208,11 @@ class Nodes:
 
 
 def read(path: Path, most: int) -> list[Request]:
-    """Reads Mooncake's `.jsonl`, our `.csv.gz`, or Azure's `.csv`. Arrivals of one timestamp, which
-    may be coarse, are spread over the time until the next."""
-    rows = [row for row, _ in zip(_rows(path), range(most), strict=False)]
-    batches = [(at, list(batch)) for at, batch in groupby(rows, key=lambda row: row[0])]
-    found = []
-    for number, (at, batch) in enumerate(batches):
-        following = batches[number + 1][0] if number + 1 < len(batches) else at + 3.0
-        for place, (_, prompt, output, key) in enumerate(batch):
-            time = at + (following - at) * place / len(batch)
-            found.append(Request(time, max(1, prompt), max(1, output), f"key {key % KEYS}"))
-    return found
-
-
-def _rows(path: Path) -> Iterator[tuple[float, int, int, int]]:
-    """(seconds, prompt tokens, output tokens, key)"""
-    if path.suffix == ".jsonl":
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            key = row["hash_ids"][min(1, len(row["hash_ids"]) - 1)]
-            yield row["timestamp"] / 1000, row["input_length"], row["output_length"], key
-        return
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        for number, row in enumerate(csv.DictReader(file)):
-            if "TIMESTAMP" in row:
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-                yield at, int(row["ContextTokens"]), int(row["GeneratedTokens"]), number * 7919 // 3
-            else:
-                at = int(row["timestamp"]) / 1000
-                yield at, int(row["input_length"]), int(row["output_length"]), number * 7919 // 3
+    found = enumerate(read_trace(path, most))
+    return [
+        Request(each.time, each.num_tokens, max(1, each.output_tokens), f"key {number % KEYS}")
+        for number, each in found
+    ]
 
 
 def at_load(requests: Sequence[Request], load: float) -> list[Request]:
@@ -340,7 +314,12 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--trace", type=Path, action="append", help="(default: the samples beside this file)")
+    add(
+        "--trace",
+        type=Path,
+        action="append",
+        help="as of pdserve simulate (default: our samples)",
+    )
     add("--requests", type=int, default=3000, help="of each trace, at most")
     add("--loads", default="1,2,3", help="times the capacity")
     add("--slo-ttft", type=float, default=2.0)

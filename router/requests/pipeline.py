@@ -37,7 +37,6 @@ from pdserve.common.core.errors import Cancelled, PdserveError
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.channels import Channels
-from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.adapters import ServedAdapters
@@ -52,6 +51,7 @@ from pdserve.router.requests.attempt import Attempt, AttemptFailed
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    Outlet,
     Put,
     Updates,
     generate,
@@ -108,9 +108,11 @@ class Pipeline:
             config.prefill_work,
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
+    ) -> AsyncGenerator[Updates, None]:
         """Yields what is wanted of the prompts, deltas of all their choices, interleaved, and for
-        each prompt at last one GenerationStats.
+        each prompt at last one GenerationStats. Deltas may go through the outlet instead, in order.
 
         `aclose()`, or cancelling the task that iterates, aborts the work on every node.
 
@@ -118,7 +120,7 @@ class Pipeline:
             PdserveError: a request cannot be served or failed for good. Other exceptions
                 are defects.
         """
-        return generate(requests, self._serve)
+        return generate(requests, self._serve, outlet)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         """The whole of a prompt: its deltas are put into its client's queue; its outcome is this
@@ -154,7 +156,7 @@ class Pipeline:
         request = state.request
         ask = Ask(
             amount=request.n,
-            tokens=self._to_compute(state),
+            tokens=self.placement.least_missing(state.placement),
             priority=request.priority,
             batch=request.batch,
             prompt_tokens=len(request.prompt_token_ids),
@@ -169,17 +171,6 @@ class Pipeline:
                 ask.generated = sum(state.generated)
             ask.itl = fmean(state.token_gaps) if state.token_gaps else None
             self.metrics.observe_slo(ask.predicted, ask.ttft, ask.deadline, ask.itl, ask.slo.itl)
-
-    def _to_compute(self, state: RequestState) -> int:
-        """Returns the prompt's tokens that no node has cached, as far as is known."""
-        tokens = len(state.request.prompt_token_ids)
-        found = self.caches.match(state.placement.blocks) if self.caches.wanted else {}
-        cached = (
-            depth * node.info.block_size
-            for node, depth in found.items()
-            if node.info.role != pb.ROLE_DECODE
-        )
-        return max(1, tokens - max(cached, default=0))
 
     def _first_token(self, state: RequestState, ask: Ask) -> None:
         self.admission.first_token(ask, learn=not state.retries.failures)
