@@ -45,7 +45,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Place:
-    """What one prompt holds while it is served."""
+    """The resources that one prompt holds while it is served."""
 
     generated: int = 0  # tokens, of all its choices; whoever holds the place counts them
 

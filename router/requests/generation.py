@@ -111,8 +111,8 @@ Serve = Callable[[GenerationRequest, Put], Coroutine[Any, Any, GenerationStats]]
 
 
 class UpdateQueue:
-    """What one client has still to read, of all its prompts. Their tasks put updates in, the
-    client's takes all that are there at once: however many they are, it is woken once."""
+    """The updates that one client has still to read, of all its prompts. Their tasks put updates
+    in, the client's takes all that are there at once: however many they are, it is woken once."""
 
     def __init__(self) -> None:
         self._updates: Updates = []

@@ -1,4 +1,5 @@
-"""What the soak spoils a cluster with does what it says, and its gauges see what they should."""
+"""The tools that the soak spoils a cluster with do what they say, and its gauges see what they
+should."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class On:
 
 
 def said(source: socket.socket, target: socket.socket, data: bytes, patience: float) -> bytes:
-    """What arrives first of what is said; empty: nothing, in this time."""
+    """Returns what arrives first of what is said; empty: nothing, in this time."""
     source.sendall(data)
     target.settimeout(patience)
     try:

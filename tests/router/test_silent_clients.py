@@ -108,7 +108,7 @@ def ask(writer: asyncio.StreamWriter, **fields: Any) -> None:
 
 
 async def ends(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the server closes the connection."""
+    """Returns what comes until the server closes the connection."""
     try:
         async with asyncio.timeout(60):
             return await reader.read(-1)

@@ -156,8 +156,8 @@ class Walk:
         await self._leave(sequence, how)
 
     async def _leave(self, sequence: Sequence, how: str) -> None:
-        """What a step touches is not freed before its end, nobody hears of a stopped sequence, and
-        what is held stays as it is."""
+        """The blocks that a step touches are not freed before its end, a stopped sequence is not
+        reported, and what is held stays as it is."""
         heard = len(self.told[sequence.seq_id])
         if sequence.seq_id in self.ranks.touched:
             with pytest.raises(RuntimeError, match="stopped before"):
