@@ -122,7 +122,9 @@ def test_a_relay_spoils_one_edge(place: Place) -> None:
 def test_a_process_may_have_the_pid_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(warm_start._codes, 4242, 0)
     monkeypatch.setattr(os, "fork", lambda: 4242)
-    assert warm_start._start("router", [], "", [], {}) == 4242
+    monkeypatch.setattr(warm_start, "_starters", {})
+    with socket.socket() as starter:
+        assert warm_start._start(starter, "router", [], "", [], {}) == 4242
     assert warm_start._exit_code(4242) is None
     assert signal.SIGCHLD not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
