@@ -85,5 +85,4 @@ def test_a_client_of_many_prompts_does_not_starve_others_on_a_prefill_node(clust
     them."""
     greedy = [([5 + i, *[9] * 767], {"max_tokens": 1}) for i in range(REQUESTS)]
     ends = order(cluster, "prefill", greedy, [([200, *[9] * 767], {"max_tokens": 1})])
-    print(ends)
     assert ends.index(ANOTHER) <= 4, "it waited until the others had ended"
