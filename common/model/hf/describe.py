@@ -41,9 +41,9 @@ NUM_TOKENS = 3  # of the run
 MAX_REASON = 160  # characters of another library's error
 LAYERS = {
     "conv": "a short convolution, whose state is not supported",
-    "linear_attention": "linear attention or a Mamba mixer: recurrent state is not supported",
-    "hybrid": "attention beside a Mamba mixer: recurrent state is not supported",
-    "hybrid_sliding": "attention beside a Mamba mixer: recurrent state is not supported",
+    "linear_attention": "linear attention or a Mamba mixer of a kind that is not supported",
+    "hybrid": "attention beside a recurrent state, which is not supported",
+    "hybrid_sliding": "attention beside a recurrent state, which is not supported",
     "indexed_attention": "sparse attention with an indexer, whose keys are not supported",
     "minimax_m3_sparse": "attention to selected blocks, which is not supported",
     "compressed_sparse_attention": "attention to compressed tokens, which is not supported",
