@@ -170,7 +170,7 @@ class PrefixAware(Policy):
     The queue counts for less than the prompt's own tokens: what is computed twice costs the whole
     cluster, a wait only this request. It is still a bound. A node whose queue is longer than
     another's by ten times what it has cached gets no more. The last term deals out prompts that
-    nobody has, also where no node ever queues, and takes a hot prefix to a second node before the
+    no node has, also where no node ever queues, and takes a hot prefix to a second node before the
     first one is full. The weights are from benchmarks/bench_placement.py.
 
     Where no prompts are computed (decode nodes), or tokens too (both), requests count first: only

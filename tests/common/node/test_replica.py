@@ -179,7 +179,7 @@ def test_ranks_of_a_cpu_node_leave_memory(
 
 
 def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
-    """Of a rank whose blocks of 16 tokens have 1 KiB."""
+    """Returns the room of a rank whose blocks of 16 tokens have 1 KiB."""
     unused: Any = None
     engine = EngineConfig(parallel=parallel)
     model: Any = SimpleNamespace(spec=SimpleNamespace(kv_groups=(KVGroup((0,), 1, 8),)))
@@ -188,7 +188,7 @@ def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
 
 
 def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 MiB a tenth holds 10,240 blocks, half 51,200; one sequence comes before the tenth."""
+    """A tenth of 100 MiB holds 10,240 blocks, half 51,200; one sequence comes before the tenth."""
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 500 * 10**6)
     assert room_on_cpu(ParallelConfig()) == 50 * 10**6
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 100 * 2**20)
