@@ -37,7 +37,7 @@ from pdserve.router.cluster.policy import Policy
 from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission, Batch
-from pdserve.simulate.calibration import Calibration, Times, Work
+from pdserve.simulate.calibration import Calibration, Times
 from pdserve.simulate.clock import run_virtually
 from pdserve.simulate.engine import Job, SimulatedEngine
 from pdserve.simulate.outcome import Answered, Outcome
@@ -128,6 +128,7 @@ class SimulatedNode:
             waiting_tokens=sum(each.num_pending for each in scheduler.waiting),
             healthy=True,
             routers=1,
+            rates=pb.Rates(**self.engine.rates.now._asdict()),
         )
 
 
@@ -199,7 +200,7 @@ class Cluster:
         node = next(each for each in self._registry.nodes() if each.id == name)
         pool = KVPool((_GROUP,), (setup.num_blocks,), setup.block_size)
         scheduler = Scheduler(pool, setup.scheduler, (), now=self.now)
-        engine = SimulatedEngine(scheduler, times, self._stepped, self._gap)
+        engine = SimulatedEngine(scheduler, times, self._gap)
         self._nodes[node] = SimulatedNode(node, engine, self._index)
 
     async def _heartbeats(self) -> None:
@@ -256,6 +257,8 @@ class Cluster:
             job = self._job(arrival, decode, remote=True)
             await job.admitted
             first = job.last = await self._handed_over(placement, arrival, decode, job)
+            moved = arrival.num_tokens - (job.sequence.num_cached or 0)
+            engine.rates.handed_over(moved, self.now() - first)
             engine.activate(job)
             ended = await job.ended
             engine.release(job)
@@ -316,6 +319,7 @@ class Cluster:
             avoid=(),
             local_prefill=False,
             last_chance=lambda role: False,
+            session=arrival.session,
             waiting=self._patience,
             blocks=lambda size: blocks,
         )
@@ -333,9 +337,6 @@ class Cluster:
         return {place[0]: depth for place, depth in found.items()}  # type: ignore[index]
 
     # ---- figures ----------------------------------------------------------------------------
-
-    def _stepped(self, work: Work, seconds: float) -> None:
-        """Takes no notice."""
 
     def _gap(self, seconds: float, count: int) -> None:
         self._gaps[round(seconds, 6)] += count
