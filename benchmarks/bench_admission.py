@@ -38,7 +38,7 @@ from pdserve.common.engine.fair_queue import share_budget
 from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.slo import NO_SLO, SLO
-from pdserve.simulate.traces import read_trace  # noqa: E402
+from pdserve.simulate.traces import read_trace
 
 TRACES = Path(__file__).parent / "traces"
 PREFILL_NODES, RATE, BUDGET, STEP = 4, 10_000.0, 2048, 0.005  # tokens a second, a step; seconds

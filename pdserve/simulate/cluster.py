@@ -39,7 +39,7 @@ from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.slo import SLO
-from pdserve.simulate.calibration import Calibration, Times, Work
+from pdserve.simulate.calibration import Calibration, Times
 from pdserve.simulate.clock import run_virtually
 from pdserve.simulate.engine import Job, SimulatedEngine
 from pdserve.simulate.outcome import Answered, Outcome
@@ -130,6 +130,7 @@ class SimulatedNode:
             waiting_tokens=sum(each.num_pending for each in scheduler.waiting),
             healthy=True,
             routers=1,
+            rates=pb.Rates(**self.engine.rates.now._asdict()),
         )
 
 
@@ -204,7 +205,7 @@ class Cluster:
         node = next(each for each in self._registry.nodes() if each.id == name)
         pool = KVPool((_GROUP,), (setup.num_blocks,), setup.block_size)
         scheduler = Scheduler(pool, setup.scheduler, (), now=self.now)
-        engine = SimulatedEngine(scheduler, times, self._stepped, self._gap)
+        engine = SimulatedEngine(scheduler, times, self._gap)
         self._nodes[node] = SimulatedNode(node, engine, self._index)
 
     async def _heartbeats(self) -> None:
@@ -269,6 +270,8 @@ class Cluster:
             job = self._job(arrival, decode, remote=True)
             await job.admitted
             first = job.last = await self._handed_over(placement, arrival, ask, job, decode)
+            moved = arrival.num_tokens - (job.sequence.num_cached or 0)
+            engine.rates.handed_over(moved, self.now() - first)
             engine.activate(job)
             ended = await job.ended
             engine.release(job)
@@ -335,6 +338,7 @@ class Cluster:
             avoid=(),
             local_prefill=False,
             last_chance=lambda role: False,
+            session=arrival.session,
             waiting=self._patience,
             blocks=lambda size: blocks,
         )
@@ -352,9 +356,6 @@ class Cluster:
         return {place[0]: depth for place, depth in found.items()}  # type: ignore[index]
 
     # ---- figures ----------------------------------------------------------------------------
-
-    def _stepped(self, work: Work, seconds: float) -> None:
-        """Takes no notice."""
 
     def _gap(self, seconds: float, count: int) -> None:
         self._gaps[round(seconds, 6)] += count

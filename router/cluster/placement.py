@@ -46,6 +46,7 @@ class PlacementRequest:
     avoid: Collection[str]  # ids of nodes that have failed it
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
+    session: str = ""  # of its client's; "": none is known
     waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
     views: dict[int, PolicyRequest] = field(
@@ -120,7 +121,9 @@ class RolePolicy:
         view = request.views.get(self.role)
         if view is None:
             match = (lambda: self._cached(request)) if self._match is not None else dict
-            view = PolicyRequest(self._name, request.num_tokens, self._now(), match)
+            view = PolicyRequest(
+                self._name, request.num_tokens, self._now(), match, request.session
+            )
             request.views[self.role] = view
         return view
 

@@ -52,7 +52,7 @@ def longest(waiting: Mapping[str, int], than: int) -> list[str]:
 
 
 class FairShare:
-    """What comes free goes to one client after the other: max-min fair, to the one that holds
+    """Gives what comes free to one client after the other: max-min fair, to the one that holds
     least, of equals to the one that was served longest ago; or, with a `VirtualTime`, to the one
     that has been served the fewest tokens for its weight. Within a client by priority; of equals
     first come first served, but shorter ones pass a longer one as far as `Waiter.lets_pass`.

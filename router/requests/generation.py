@@ -143,9 +143,9 @@ class Outlet:
 
 
 class UpdateQueue:
-    """What one client has still to read, of all its prompts. Their tasks put updates in. While the
-    client's task waits for more, deltas go through its outlet; all else, and what the outlet does
-    not write, it takes: all that is there at once."""
+    """The updates that one client has still to read, of all its prompts. Their tasks put them in.
+    While the client's task waits for more, deltas go through its outlet; all else, and what the
+    outlet does not write, it takes: all that is there at once."""
 
     def __init__(self, outlet: Outlet | None = None) -> None:
         self._outlet = outlet
