@@ -31,9 +31,10 @@ from pdserve.router.grpc.chat import chat_fields, structured_fields
 from pdserve.router.grpc.door import AUTHORIZATION, client_of, details, message_done, metadata_of
 from pdserve.router.grpc.response import ResponseWriter
 from pdserve.router.grpc.resume import resumable
-from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.generation import GenerationRequest
-from pdserve.router.requests.stages import RequestArrival, arrival_var
+from pdserve.router.requests.queue_bounds import Batch
+from pdserve.router.requests.slo import slo_of
+from pdserve.router.requests.stages import SESSION_ID, RequestArrival, arrival_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -69,6 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     wants_timeline=request.timeline,
                     operation="chat" if request.HasField("chat") else "text_completion",
                     traceparent=plain_parent(metadata_of(context, PARENT)),
+                    slo=slo_of(lambda name: metadata_of(context, name.lower())),
+                    session=metadata_of(context, SESSION_ID) or "",
                 )
             )
             client = client_of(self._state.keys, context)

@@ -89,7 +89,7 @@ async def serving(
 
 
 def load(router: str) -> pb.NodeLoad:
-    """What is told to each router differs."""
+    """Each router is told something else."""
     return pb.NodeLoad(reason=router)
 
 
@@ -158,7 +158,8 @@ async def test_heartbeats_are_one_stream_which_is_opened_anew_where_the_router_e
 async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those that it names now; one that it does not name any more is kept while it answers."""
+    """A node registers with those that a router names now; one that it does not name any more is
+    kept while it answers."""
     monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.5)
     monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
     host = HOSTS[0]
