@@ -202,6 +202,7 @@ class Attempt:
         if not self._state.finished:
             stages.enter(Phase.DECODE, self._decode.id)
         if self._prefill is not None:
+            self._state.set(prefill_node=self._prefill.id)
             flows = self._registry.flows
             flows.landed(self._prefill.id, self._decode.id, landed.bytes)
 
