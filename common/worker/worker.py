@@ -27,7 +27,6 @@ from pdserve.common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from pdserve.common.engine.messages import Peaks, RankReady, StepDelta
-from pdserve.common.model.decoder import CausalLM, Decoder
 from pdserve.common.model.device import choose_device, choose_dtype, choose_kernels, dtype_name
 from pdserve.common.model.implementation import load_decoder
 from pdserve.common.model.sharding import Sharding
@@ -148,9 +147,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
     cache = KVCache.allocate(list(map(resized, shapes, num_blocks)), device, spare)
     samples = spec.rank == spec.output_rank
-    adapters = (
-        RankAdapters(_native(model), engine.lora.max_lora_rank) if engine.lora.enable_lora else None
-    )
+    lora = engine.lora
+    adapters = RankAdapters(model, lora.max_lora_rank) if lora.enable_lora else None
     runner = ModelRunner(model, cache.tensors, device, samples, link, adapters)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
@@ -280,11 +278,6 @@ def _init_distributed(
         parallel.pipeline_parallel_size,
         parallel.expert_parallel_size,
     )
-
-
-def _native(model: Decoder) -> CausalLM:
-    assert isinstance(model, CausalLM), "`ModelFacts` refuses others"
-    return model
 
 
 class _LoadingLog:

@@ -87,6 +87,9 @@ class Answers(ABC):
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         """Computes a layer with a state; returns `[T, value heads, value_dim]`."""
 
+    def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:  # noqa: B027  # there may be none
+        """Adds what LoRA adapters make of a linear layer's input to its output, in place."""
+
 
 class _Running(threading.local):
     answers: Answers | None = None

@@ -28,6 +28,8 @@ from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
 from pdserve.common.model.delta_net import DeltaInputs
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
 from pdserve.common.model.hf.delta_net import MODEL_TYPES, take_delta_nets
+from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
+from pdserve.common.model.hf.pipeline import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +80,16 @@ class StateCall:
 @dataclass(slots=True)
 class Recorder(Answers):
     calls: dict[int, Call | StateCall] = field(default_factory=dict)
+    linears: set[str] = field(default_factory=set)  # called ones of those that are asked for
     repeated: bool = False
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
         self.calls[layer] = Call(q, k, v, style)
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:
+        self.linears.add(linear)
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         self.repeated |= layer in self.calls
@@ -200,6 +206,8 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     try:
         model = build(config)
         _check_forward(name, model)
+        linears = _linears(model, config)
+        let_adapt(linears)
         with torch.inference_mode():
             recorder = run_outline(model)
     except ConfigError:
@@ -248,8 +256,21 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         impl="transformers",
         stored=stored,
         towers=has_towers(read_json(folder / "config.json")),
+        linears=tuple(
+            (name, *size_of(each)) for name, each in linears.items() if name in recorder.linears
+        ),
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
+
+
+def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
+    """Returns the linear layers within decoder layers, by name."""
+    try:
+        layers, _ = decoder_layers(model, int(config.num_hidden_layers))
+    except ConfigError:  # none is known
+        return {}
+    found = linears_of(model)
+    return {name: each for name, each in found.items() if name.startswith(f"{layers}.")}
 
 
 def _has_states(config: Any) -> bool:

@@ -45,6 +45,7 @@ class Attend:
 
     layer: int
     style: Style
+    takes_step = True
 
     def __call__(
         self, step: Answers, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
