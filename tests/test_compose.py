@@ -65,7 +65,7 @@ def cluster(*, gpu: bool = False, **changed: str) -> dict[str, Any]:
 
 
 def config_of(role: str, service: dict[str, Any]) -> Any:
-    """What the role's own parser makes of a service."""
+    """Returns what the role's own parser makes of a service."""
     command, *flags = service["command"]
     assert command == role
     environ = {name: str(value or "") for name, value in service["environment"].items()}

@@ -28,7 +28,13 @@ REASONING_PARSERS = (
     "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "glm47", "granite", "holo2", "kimi_k2",
     "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "seed_oss", "step3",
 )  # fmt: skip
-POLICIES = ("round-robin", "least-load", "power-of-two", "prefix-aware")  # `router.cluster.policy`
+POLICIES = (
+    "round-robin",
+    "least-load",
+    "power-of-two",
+    "prefix-aware",
+    "cost",
+)  # `router.cluster.policy`
 HARMONY, HARMONY_TOOLS = "openai_gptoss", "openai"  # the two names of one format
 AUTO = "auto"  # the parser that the chat template shows
 

@@ -26,13 +26,14 @@ def sized(fd: int, cores: int) -> int:
 
     Raises:
         ConfigError: the file is no table of cores.
+        OSError: the disk is full, or it is no file.
     """
     fcntl.flock(fd, fcntl.LOCK_EX)
     try:
         size = os.fstat(fd).st_size
         if not size:
             size = min(cores, MOST_CORES) * ENTRY_NBYTES
-            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)
     if size % ENTRY_NBYTES or size > MOST_CORES * ENTRY_NBYTES:
@@ -40,12 +41,22 @@ def sized(fd: int, cores: int) -> int:
     return size // ENTRY_NBYTES
 
 
+class CoresTaken(Exception):
+    """Too few cores of a table have no owner."""
+
+
 def lock_entries(fd: int, count: int, wanted: int) -> list[int]:
-    """Locks the first `wanted` of `count` entries that nobody has; returns those it got."""
+    """Locks and returns the first `wanted` of `count` entries that nobody has.
+
+    Raises:
+        CoresTaken: there are fewer; the caller closes `fd`, which unlocks them.
+    """
     own: list[int] = []
     for entry in range(count):
         if len(own) < wanted and _lock(fd, entry * ENTRY_NBYTES):
             own.append(entry)
+    if len(own) < wanted:
+        raise CoresTaken(f"{len(own)} of its {count} cores have no owner, and {wanted} are wanted")
     return own
 
 

@@ -11,16 +11,19 @@ import ctypes
 import logging
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from pdserve.common.core.core_table import ENTRY_NBYTES, lock_entries, sized
+from pdserve.common.core.core_table import ENTRY_NBYTES, CoresTaken, lock_entries, sized
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import Kernels
+
+PATIENCE_S = 5.0  # for ranks that are about to end
 
 logger = logging.getLogger(__name__)
 
@@ -33,33 +36,29 @@ class LentCores:
         """`cores`: the host's, the size of a table that is new.
 
         Raises:
-            ConfigError: the file cannot be used, or all of its cores have owners.
+            ConfigError: the file cannot be used.
+            CoresTaken: too few cores have no owner.
         """
+        self._fd = -1
         try:
             self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"--share-cores {file}: {error.strerror}") from error
-        try:
             count = sized(self._fd, max(cores, threads))
-            own = lock_entries(self._fd, count, threads)
-            if len(own) < threads:
-                raise ConfigError(
-                    f"--share-cores {file}: {len(own)} of its {count} cores have no owner yet, and "
-                    f"this rank computes with {threads}; give it fewer --cpu-threads, or leave "
-                    "--share-cores out"
-                )
+            self.own = tuple(lock_entries(self._fd, count, threads))
             self._table = mmap.mmap(self._fd, count * ENTRY_NBYTES)
-        except BaseException:
-            os.close(self._fd)
+        except BaseException as error:
+            if self._fd >= 0:
+                os.close(self._fd)
+            if isinstance(error, OSError):
+                raise ConfigError(f"--share-cores {file}: {error.strerror}") from error
             raise
         self._memory = ctypes.c_char.from_buffer(self._table)
         self._library = kernels.library
-        owned = np.asarray(own, np.int32)
+        owned = np.asarray(self.own, np.int32)
         self._library.lend_join(
             ctypes.byref(self._memory),
             ctypes.c_int64(count),
             ctypes.c_void_p(owned.ctypes.data),
-            ctypes.c_int64(len(own)),
+            ctypes.c_int64(len(owned)),
         )
 
     @contextmanager
@@ -81,14 +80,23 @@ class LentCores:
 def join_lent_cores(
     file: str | None, threads: int, cores: int, kernels: Kernels
 ) -> LentCores | None:
-    """Returns None without --share-cores, or with kernels that cannot share.
+    """Returns None without --share-cores, with kernels that cannot share, and if other processes
+    keep all cores of the table: ranks of a node that has just died may have some for a while.
 
     Raises:
-        ConfigError: as `LentCores`.
+        ConfigError: the file cannot be used.
     """
     if not file:
         return None
     if not isinstance(kernels, NativeKernels):
         logger.warning("--share-cores has no effect: only --cpu-kernels native use lent cores")
         return None
-    return LentCores(Path(file), threads, cores, kernels)
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return LentCores(Path(file), threads, cores, kernels)
+        except CoresTaken as error:
+            if time.monotonic() > end:
+                logger.warning("--share-cores %s: %s; this rank shares none", file, error)
+                return None
+            time.sleep(0.1)

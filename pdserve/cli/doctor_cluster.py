@@ -266,7 +266,7 @@ def _fault(line: Mapping[str, Any], nodes: Mapping[str, Any]) -> tuple[Verdict, 
     if not line["transfer_bytes"] or not line["kv_connectors"]:
         return FAILED, "no byte of KV moved", "report this"
     if not line["verified_runs"]:
-        seen = "KV moved, and nobody compared its digests"
+        seen = "KV moved, and its digests were not compared"
         return WARNING, seen, "start the decode node with --enable-kv-digests"
     return _connector_fault(line["kv_connectors"], nodes.get(prefill, {}), nodes.get(decode, {}))
 

@@ -89,7 +89,8 @@ def _convert(source: Path, folder: Path, on_progress: OnProgress | None) -> None
 
 def resolve_model(config: ModelConfig, weights: bool = True) -> ModelConfig:
     """Returns the config with `model` as a folder. A name is downloaded from the Hub, without
-    `weights` only what describes the model and its tokenizer, and a GGUF file gets a folder in the cache; without `model` the embedded model is unpacked.
+    `weights` only what describes the model and its tokenizer, and a GGUF file gets a folder in the
+    cache; without `model` the embedded model is unpacked.
 
     Raises:
         ConfigError: the embedded model is not installed, the download failed, or the GGUF file

@@ -27,7 +27,8 @@ def is_name(model: str) -> bool:
 
 def download_model(config: ModelConfig, weights: bool) -> ModelConfig:
     """Returns the config with `model` as a folder; downloads it, its weights too if they are
-    wanted, unless the cache has it, with a progress bar in a terminal. By default clients use the model's name.
+    wanted, unless the cache has it, with a progress bar in a terminal. By default clients use the
+    model's name.
 
     Raises:
         ConfigError: the Hub cannot be reached, or lacks the model or refuses access to it.

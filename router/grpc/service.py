@@ -34,7 +34,7 @@ from pdserve.router.grpc.response import ResponseWriter
 from pdserve.router.grpc.resume import resumable
 from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.generation import GenerationRequest
-from pdserve.router.requests.stages import RequestArrival, arrival_var
+from pdserve.router.requests.stages import SESSION_ID, RequestArrival, arrival_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -96,6 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     wants_timeline=request.timeline,
                     operation="chat" if request.HasField("chat") else "text_completion",
                     traceparent=plain_parent(metadata_of(context, PARENT)),
+                    session=metadata_of(context, SESSION_ID) or "",
                 )
             )
             client = client_of(self._state.keys, context)

@@ -36,8 +36,10 @@ from pdserve.router.http.encoding import (
 from pdserve.router.http.info import ADAPTERS
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
 from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of
+from pdserve.router.http.response import TURN
 from pdserve.router.http.together import TOGETHER, Together
-from pdserve.router.requests.stages import RequestArrival, arrival_var
+from pdserve.router.requests.generation import Turn
+from pdserve.router.requests.stages import SESSION_ID, RequestArrival, arrival_var
 from pdserve.router.workers.siblings import Siblings
 
 REQUEST_ID = "X-Request-Id"  # has the id by which a client knows its request
@@ -133,6 +135,7 @@ def make_app(
     app[BODIES] = bodies or Bodies(max_body_size)
     app[TOGETHER] = Together(state, registry, siblings)
     app[TRAFFIC] = Traffic()
+    app[TURN] = Turn()
     app[ALLOWED] = cors or CORS()
     routes = tuple(route for route in ROUTES if with_ui or route not in _UI)
     if adapters is not None:
@@ -154,7 +157,8 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
     await asyncio.sleep(0)  # other requests get their turn, as in `connection.answering`
     given = request.headers.get(REQUEST_ID, "")
     parent = plain_parent(request.headers.get(PARENT))
-    arrival_var.set(RequestArrival(traceparent=parent))
+    session = request.headers.get(SESSION_ID, "")
+    arrival_var.set(RequestArrival(traceparent=parent, session=session))
     request_id_var.set(given if is_plain_id(given) else new_request_id("req"))
     return await handler(request)
 

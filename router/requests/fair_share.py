@@ -31,8 +31,8 @@ def longest(waiting: Mapping[str, int], than: int) -> list[str]:
 
 
 class FairShare:
-    """Max-min fair: what comes free goes to the waiting client that holds least, of equals to
-    the one that was served longest ago. Within a client by priority, of equals first come first
+    """Gives what comes free to the waiting client that holds least (max-min fair), of equals to the
+    one that was served longest ago. Within a client by priority, of equals first come first
     served.
 
     The queues are bounded by whoever calls `acquire`: with `make_room`, or by a rule of its own

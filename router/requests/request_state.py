@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
@@ -139,6 +140,7 @@ class RequestState:
             last_chance=self.retries.last_chance,
             waiting=self.deadline.waiting,
             blocks=self._blocks,
+            session=self._session,
         )
 
     def _blocks(self, block_size: int) -> PromptBlocks:
@@ -150,6 +152,14 @@ class RequestState:
             )
             self._prompt_blocks[block_size] = blocks
         return blocks
+
+    @property
+    def _session(self) -> str:
+        """The request's session, short, and none of another client's."""
+        if self.arrival is None or not self.arrival.session:
+            return ""
+        name = f"{self.request.batch.alias} {self.arrival.session}"
+        return blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
     @property
     def _adapter(self) -> str:

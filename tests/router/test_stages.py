@@ -45,7 +45,7 @@ async def pause(context: Any) -> None:
 
 
 def tells(node: FakeNode, field: str, **values: float) -> None:
-    """What the node says of its time in events of this kind."""
+    """Changes what the node says of its time in events of this kind."""
 
     def change(event: Any) -> Iterable[Any]:
         if not isinstance(event, pb.TokenEvent) and event.HasField(field):
@@ -249,7 +249,7 @@ async def test_what_a_node_that_computes_the_prompt_had_cached_is_told(tmp_path:
 
 
 async def silent(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Of a node that works, and says nothing of it."""
+    """The node works, and says nothing of it."""
     async for _ in events:
         pass
     await asyncio.Event().wait()

@@ -1,4 +1,5 @@
-"""What the processes of one router ask each other, and how their answers become one."""
+"""The questions that the processes of one router ask each other, and how their answers become
+one."""
 
 from __future__ import annotations
 

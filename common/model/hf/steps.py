@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from pdserve.common.model.hf.adapt import layers_of
 from pdserve.common.model.hf.attention import Answers, answering
 from pdserve.common.model.hf.calls import Norm
-from pdserve.common.model.hf.describe import layers_of
 from pdserve.common.model.hf.fusions import Groups, fuse, norms_of
 from pdserve.common.model.hf.linears import let_adapt
 from pdserve.common.model.hf.pipeline import StageRun
@@ -170,7 +170,7 @@ class Recorded:
         recorder.input("positions", positions)
         recorder.input("step")
         with recorder:
-            return self._steps.forward(inputs, positions, RecordedAnswers(recorder))
+            return self._steps.forward(inputs, positions, RecordedAnswers(recorder, positions))
 
     def _run_head(self, recorder: Recorder, count: int) -> Tensor:
         hidden = self._hidden(count)
