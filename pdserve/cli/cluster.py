@@ -78,7 +78,7 @@ class Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
         self._routers: list[Child] = []
         self._nodes: list[Child] = []
-        self._leaving: set[Child] = set()  # nodes that were told to
+        self._leaving: set[Child] = set()  # nodes that were told to, and are in no list any more
         self._watchers: list[asyncio.Task[None]] = []
         self._returning: dict[Child, asyncio.Future[None]] = {}  # routers that have died
         self._interrupts = 0
@@ -159,8 +159,7 @@ class Cluster:
     async def _start_routers(self) -> list[tuple[str, dict[str, int]]]:
         """Starts the routers and returns hosts and ports, which a restart of them uses again."""
         for index, name in enumerate(router_names(self.config)):
-            changes: dict[str, Any] = {"ports_file": self._ports_file(index)}
-            Path(changes["ports_file"]).unlink(missing_ok=True)  # it has an older router's ports
+            changes: dict[str, Any] = {"ports_file": self._new_ports_file(index)}
             if index:
                 changes |= {"port": 0, "grpc_port": 0, "registry_port": 0}
             self._routers.append(self._router(self._router_spec(name, **changes)))
@@ -191,6 +190,12 @@ class Cluster:
 
     def _node(self, spec: ChildSpec) -> Child:
         return Child(spec, self.write)
+
+    def _new_ports_file(self, index: int) -> str:
+        """An old one has an older router's ports."""
+        file = self._ports_file(index)
+        Path(file).unlink(missing_ok=True)
+        return file
 
     def _ports_file(self, index: int) -> str:
         """The file to which the router of this number writes its ports."""
@@ -266,6 +271,7 @@ class Cluster:
             if child in self._leaving:
                 return
             if code == 0 and child not in self._routers:
+                self._nodes.remove(child)
                 self.write("up", f"{child.name} has drained and left")
                 return
             if code == 2:
@@ -318,6 +324,8 @@ class Cluster:
         roles = {role_of(each.name) for each in self._children() if each.running}
         if "router" in roles and ("both" in roles or roles >= {"prefill", "decode"}):
             self.write("up", f"{reason}: it stays down; the others continue")
+            if child in self._nodes:
+                self._nodes.remove(child)
         else:
             self._fail(NodeError(reason))
 

@@ -27,7 +27,7 @@ from pdserve.cli.host_share import NodeShare, role_sizes
 from pdserve.cli.ray_child import HOST, PORTS_FILE, Bundle, RayChild
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import NodeConfig, TransferConfig
-from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
 from pdserve.common.distributed.ray_executor import connect, hosts_of, release, reserve
 from pdserve.common.obs.process import write_ports
 
@@ -168,21 +168,25 @@ class RayCluster(Cluster):
             await self._until(url, sizes)
 
     def _of(self, role: str) -> list[Child]:
-        return [node for node in self._nodes if node.running and role_of(node.name) == role]
+        return [node for node in self._nodes if role_of(node.name) == role]
 
     async def _drop(self, nodes: Sequence[Child]) -> None:
         """Drains them, and waits."""
         self._leaving |= {*nodes}
-        await self._end(nodes)
         for node in nodes:
-            self.write("up", f"{node.name} has drained and left")
             self._nodes.remove(node)
-        self._leaving -= {*nodes}
+        try:
+            await self._end(nodes)
+        except asyncio.CancelledError:  # `stop` ends them
+            self._nodes += nodes
+            raise
+        for node in nodes:
+            self.write("up", f"{node.name} has left")
 
     async def _until(self, url: str, sizes: Mapping[str, int]) -> None:
-        """Until the router has as many nodes that are ready."""
+        """Until the router has as many nodes that are ready. Raises NodeError: some have ended."""
         async with own_session(self.config.server, timeout=5) as session:
-            while True:
+            while all(len(self._of(role)) == size for role, size in sizes.items()):
                 with suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(f"{url}/v1/cluster") as response:
                         nodes = (await response.json())["nodes"]
@@ -190,6 +194,7 @@ class RayCluster(Cluster):
                         if all(ready.count(role) == size for role, size in sizes.items()):
                             return
                 await asyncio.sleep(POLL)
+        raise NodeError("new nodes did not start, or left; the log of `pdserve up` says why")
 
     async def stop(self) -> None:
         if self._at_desk is not None:
@@ -197,7 +202,6 @@ class RayCluster(Cluster):
         await super().stop()
         if self._routers_group is not None:
             await release(self._routers_group)
-        ray.kill(self._desk)
 
     # ---- where processes run -----------------------------------------------------------------
 
