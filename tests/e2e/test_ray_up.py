@@ -29,6 +29,7 @@ from raylets import Raylets
 
 CPUS = 4  # of a raylet: two routers and two nodes, if the other one has died
 IN_FLIGHT = 4
+PATIENCE = 240.0  # seconds for a change of a role's size
 
 
 class RayCluster(Cluster):
@@ -46,7 +47,10 @@ class RayCluster(Cluster):
     def scale(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         program = str(Path(sys.executable).with_name("pdserve"))
         command = [program, "scale", *arguments, "--ray-address", self.raylets.address]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not scaled in {PATIENCE} s\n{self._last_words()}") from None
 
     def ready(self, role: str) -> int:
         return sum(node["state"] == "ready" for node in self.nodes(role))
@@ -109,7 +113,10 @@ def test_a_second_cluster_of_the_model_is_refused(cluster: RayCluster) -> None:
     program = str(Path(sys.executable).with_name("pdserve"))
     command = [program, "up", "--on", "ray", "--ray-address", cluster.raylets.address]
     second = subprocess.run(
-        [*command, "--model", str(cluster.model)], capture_output=True, text=True, timeout=120
+        [*command, "--model", str(cluster.model)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert second.returncode == 2
     assert "llama-gqa runs on this Ray cluster already" in second.stderr
