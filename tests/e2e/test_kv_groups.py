@@ -83,8 +83,8 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
 def test_a_hand_over(
     models: Any, name: str, connector: str, prefill: dict[str, int], decode: dict[str, int]
 ) -> None:
-    """Of a window the blocks that the next tokens read are moved, of a latent one number for all
-    heads, of a state the last one and that at the end of the last full block before; no more."""
+    """The blocks of a window that the next tokens read are moved, one number for all heads of a
+    latent, the last state and that at the end of the last full block before; no more."""
     model = models(name)
     if name in TRANSFORMERS:  # each process would import it
         shared().load(f"transformers.models.{TRANSFORMERS[name]}", "pdserve.common.model.hf.model")
