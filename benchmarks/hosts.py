@@ -41,6 +41,12 @@ class Network:
         _run("ip link add br0 type bridge")
         _run(f"ip addr add {ROUTER}/16 dev br0")
         _run("ip link set br0 up")
+        self._router = subprocess.Popen(["sleep", "infinity"])
+
+    @property
+    def enter_router(self) -> tuple[str, str]:
+        """What a process calls first to be on the router's host."""
+        return "benchmarks.hosts:enter", str(self._router.pid)
 
     def add(self, *then: str) -> tuple[str, tuple[str, ...]]:
         """A host's address, and what a process calls first to be on it (`WarmStart.start`);
@@ -95,7 +101,7 @@ class Network:
         return self._hosts[_number(address) - 2].pid
 
     def close(self) -> None:
-        for host in self._hosts:
+        for host in (self._router, *self._hosts):
             host.kill()
             host.wait()
 

@@ -10,14 +10,19 @@ import faulthandler
 import json
 import logging
 import os
+import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,21 +48,33 @@ MORE = (
     "pdserve.kv_transfer.connectors.shm",
     "pdserve.kv_transfer.connectors.tcp",
 )
+MESSAGE = 1 << 20  # bytes
 FORKS = "benchmarks.warm_ranks:use"  # what a role starts
 
 
 class WarmStart:
     """Starts processes until `close`, which ends all that are left."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, name: str | None = None
+    ) -> None:
+        """All of this host that give the same `name` share one process that forks; it has the
+        environment of the first of them."""
         self._lock = threading.Lock()
-        self._parent = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,
-        )
+        self._shared = name is not None
+        self._parent: subprocess.Popen[bytes] | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        address = f"\0pdserve-warm-{name or uuid.uuid4()}"
+        while not self._connected(address):
+            with suppress(OSError), _listener(address) as listener:  # another one may be first
+                self._parent = _start_parent(listener, environment or {})
+
+    def _connected(self, address: str) -> bool:
+        try:
+            self._socket.connect(address)
+        except ConnectionRefusedError:
+            return False
+        return True
 
     def start(
         self,
@@ -84,14 +101,39 @@ class WarmStart:
         return code
 
     def _ask(self, what: str, **arguments: Any) -> Any:
-        assert self._parent.stdin is not None and self._parent.stdout is not None
         with self._lock:
-            self._parent.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
-            self._parent.stdin.flush()
-            return json.loads(self._parent.stdout.readline())
+            self._socket.send(json.dumps([what, arguments]).encode())
+            return json.loads(self._socket.recv(MESSAGE))
 
     def close(self) -> None:
-        self._parent.communicate()
+        self._socket.shutdown(socket.SHUT_WR)
+        self._socket.recv(MESSAGE)  # its end
+        self._socket.close()
+        if self._parent and not self._shared:
+            self._parent.wait()
+
+
+def _listener(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _start_parent(
+    listener: socket.socket, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, __file__, str(listener.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
 
 
 def alive(pid: int) -> bool:
@@ -106,6 +148,8 @@ def alive(pid: int) -> bool:
 # ---- the parent ----
 
 _codes: dict[int, int | None] = {}  # of all that were started; None: it runs
+_starters: dict[int, socket.socket] = {}  # by pid
+_sockets = selectors.PollSelector()  # the listener's, and one for each `WarmStart`
 
 
 def main() -> int:
@@ -114,16 +158,48 @@ def main() -> int:
             import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
     faulthandler.register(signal.SIGUSR1)  # who asks all of a cluster for their stacks asks it, too
-    answers: dict[str, Callable[..., Any]] = {
-        "start": _start, "exit_code": _exit_code, "load": _load
-    }  # fmt: skip
-    for line in iter(sys.stdin.readline, ""):
-        what, arguments = json.loads(line)
-        print(json.dumps(answers[what](**arguments)), flush=True)
-    for pid in [pid for pid, code in _codes.items() if code is None]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    _sockets.register(listener, selectors.EVENT_READ, _accept)
+    while ready := _sockets.select(None if len(_sockets.get_map()) > 1 else 0):
+        for key, _ in ready:
+            key.data(key.fileobj)
     return 0
+
+
+def _accept(listener: socket.socket) -> None:
+    starter, _ = listener.accept()
+    _, user, _ = struct.unpack("3i", starter.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user == os.geteuid():
+        _sockets.register(starter, selectors.EVENT_READ, _serve)
+    else:
+        starter.close()
+
+
+def _serve(starter: socket.socket) -> None:
+    """Answers one question, or none once the one who asks has ended."""
+    answers: dict[str, Callable[..., Any]] = {
+        "start": partial(_start, starter), "exit_code": _exit_code, "load": _load
+    }  # fmt: skip
+    try:
+        question = starter.recv(MESSAGE)
+    except ConnectionResetError:  # it ended before it read an answer
+        question = b""
+    if not question:
+        _end(starter)
+        return
+    what, arguments = json.loads(question)
+    with suppress(BrokenPipeError):
+        starter.send(json.dumps(answers[what](**arguments)).encode())
+
+
+def _end(starter: socket.socket) -> None:
+    """Ends all processes that are left of a `WarmStart`."""
+    _sockets.unregister(starter)
+    for pid, other in _starters.items():
+        if other is starter and _codes[pid] is None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    starter.close()
 
 
 def _reap(*_: object) -> None:
@@ -144,16 +220,23 @@ def _exit_code(pid: int) -> int | None:
 
 
 def _start(
-    role: str, flags: list[str], log: str, before: list[str], environment: dict[str, str]
+    starter: socket.socket,
+    role: str,
+    flags: list[str],
+    log: str,
+    before: list[str],
+    environment: dict[str, str],
 ) -> int:
     # Nothing is reaped in between: the pid may be that of one that ended long ago.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     pid = os.fork()
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        for key in _sockets.get_map().values():
+            key.fileobj.close()
         _move(environment)
         _become(role, flags, log, before)
-    _codes[pid] = None
+    _codes[pid], _starters[pid] = None, starter
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     return pid
 

@@ -18,7 +18,24 @@ from pdserve.common.core.model_spec import (
 )
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+    "max_target_positions",
+)
+_NUMBERED_FROM_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+"""Model types whose first token has the position after the padding token's id."""
 _TEXT_DEFAULTS = {
     "gemma3_text": (262208, 131072),
     "gemma4_text": (262144, 131072),
@@ -102,6 +119,8 @@ def _exact_context(config: Mapping[str, Any]) -> int:
         if (rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT:
             original = rope.get(ORIGINAL) or config.get(ORIGINAL) or longest
             longest = min(longest, int(original))
+    if config.get("model_type") in _NUMBERED_FROM_PADDING:
+        longest -= _first_int(config, "pad_token_id") + 1
     return longest
 
 

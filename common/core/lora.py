@@ -20,6 +20,7 @@ from pdserve.common.core.printable import cut
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 2**20  # bytes
+MAX_WEIGHTS = 2**32  # bytes, where it is not known what the model has
 MAX_SHOWN = 100  # characters of a file's content that an error quotes
 _LENGTH = struct.Struct("<Q")  # the length of a safetensors header, which precedes it
 _MAX_HEADER = 2**24  # bytes
@@ -32,6 +33,7 @@ _KNOWN = frozenset({
     "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout",
     "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern",
     "megatron_core", "runtime_config", "eva_config", "loftq_config", "qalora_group_size",
+    "fan_in_fan_out",  # how the model's own weights lie, not the adapter's
 })  # fmt: skip
 # Values of init_lora_weights that leave the base model's weights unchanged.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -55,6 +57,8 @@ class AdapterFile:
 
 def adapted_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Returns module → (outputs, inputs) of the modules that adapters may change."""
+    if spec.impl != "native":
+        return {name: (outputs, inputs) for name, outputs, inputs in spec.linears}
     hidden, inner = spec.hidden_size, spec.intermediate_size
     attention = _attention_shapes(spec)
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -89,8 +93,9 @@ def _attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return {"q_a_proj": (rank, hidden), "q_b_proj": (queries, rank), **shapes}
 
 
-def read_adapter(folder: str | Path, spec: ModelSpec, max_rank: int) -> AdapterFile:
-    """Reads an adapter of the model `spec`; checks the header before it reads the weights.
+def read_adapter(folder: str | Path, spec: ModelSpec | None, max_rank: int) -> AdapterFile:
+    """Reads an adapter of the model `spec`, None: one that is not described here, whose sizes the
+    nodes check; checks the header before it reads the weights.
 
     Raises:
         ConfigError: the adapter is invalid or not supported.
@@ -165,7 +170,7 @@ def _finite(number: float) -> bool:
 # ---- adapter_model.safetensors ----
 
 
-def _read_weights(path: Path, spec: ModelSpec, rank: int) -> bytes:
+def _read_weights(path: Path, spec: ModelSpec | None, rank: int) -> bytes:
     """Reads the file after its header has shown that its size is within bounds."""
     if not path.is_file():
         raise ConfigError(f"{path.name} is missing; only safetensors weights are read")
@@ -176,7 +181,9 @@ def _read_weights(path: Path, spec: ModelSpec, rank: int) -> bytes:
             raise ConfigError(f"{path.name} is not a safetensors file")
         header = start + file.read(_LENGTH.unpack(start)[0])
         end = len(header) + sum(_check_tensors(_header(header), spec, rank).values())
-        weights = header + file.read(end - len(header) + 1)
+        if spec is None and end > MAX_WEIGHTS:
+            raise ConfigError(f"{path.name} has more than {MAX_WEIGHTS} bytes")
+        weights = header + file.read(end - len(header) + 1) if end == size else b""
     if len(weights) != end:
         raise ConfigError(f"{path.name} has another size than its header says")
     return weights
@@ -193,7 +200,7 @@ def _header(file: bytes) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
-def _check_tensors(header: Mapping[str, Any], spec: ModelSpec, rank: int) -> dict[str, int]:
+def _check_tensors(header: Mapping[str, Any], spec: ModelSpec | None, rank: int) -> dict[str, int]:
     """Returns module → bytes of its two tensors.
 
     Raises:
@@ -201,7 +208,8 @@ def _check_tensors(header: Mapping[str, Any], spec: ModelSpec, rank: int) -> dic
     """
     sizes: dict[str, int] = {}
     left = dict(header)
-    for module, (outputs, inputs) in adapted_shapes(spec).items():
+    known = _stated_shapes(header) if spec is None else adapted_shapes(spec)
+    for module, (outputs, inputs) in known.items():
         names = AdapterFile.tensor_names(module)
         if not any(name in left for name in names):
             continue
@@ -211,14 +219,35 @@ def _check_tensors(header: Mapping[str, Any], spec: ModelSpec, rank: int) -> dic
             for name, shape in zip(names, shapes, strict=True)
         )
     if left:
-        first = cut(sorted(left)[0], MAX_SHOWN)
-        raise ConfigError(
-            f"it has {first}: only {_TARGETS} of dense layers are supported, in "
-            f"{spec.num_layers} layers"
-        )
+        raise ConfigError(f"it has {cut(sorted(left)[0], MAX_SHOWN)}: only {_targets(spec)}")
     if not sizes:
         raise ConfigError("it has no tensors")
     return sizes
+
+
+def _stated_shapes(header: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Returns module → (outputs, inputs) as pairs of tensors state them."""
+    found = {}
+    for name in header:
+        module = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+        names = AdapterFile.tensor_names(module)
+        if name == names[0]:
+            a, b = (_shape(header.get(each)) for each in names)
+            found[module] = b[0], a[1]
+    return found
+
+
+def _shape(entry: Any) -> tuple[int, int]:
+    match entry:
+        case {"shape": [int(first), int(second)]} if min(first, second) > 0:
+            return first, second
+    return 0, 0
+
+
+def _targets(spec: ModelSpec | None) -> str:
+    if spec is None or spec.impl != "native":
+        return "linear layers within decoder layers are supported"
+    return f"{_TARGETS} of dense layers are supported, in {spec.num_layers} layers"
 
 
 def _nbytes(name: str, entry: Any, shape: list[int]) -> int:

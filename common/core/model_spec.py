@@ -58,6 +58,8 @@ class ModelSpec:
     towers: bool = False  # whether the checkpoint has others beside this text model
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
     num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
+    linears: tuple[tuple[str, int, int], ...] = ()
+    """Names, outputs and inputs of the linear layers of a model of transformers."""
     layer_kv: tuple[LayerKV | int, ...] = ()
     """Says what each layer of a model of transformers keeps; a number: it attends to that layer's
     KV. Native ones differ in their windows alone."""
@@ -194,10 +196,6 @@ class ModelSpec:
             self.moe.validate(tp, ep)
         elif ep > 1:
             raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
-
-    def check_adapters(self) -> None:
-        """Raises ConfigError if the model cannot have LoRA adapters."""
-        self._check_native("--enable-lora")
 
     def check_kv_cache_dtype(self, kv_cache_dtype: str) -> None:
         """Raises ConfigError if the model's KV cannot be kept so (--kv-cache-dtype)."""

@@ -26,7 +26,7 @@ from pdserve.common.model.attention import (
     StepBackend,
 )
 from pdserve.common.model.device import make_backend
-from pdserve.common.model.kernels.ops import TorchKernels
+from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 from pdserve.common.model.latent import LatentAttention, LatentBackend
 from pdserve.common.model.layers import (
     MLP,
@@ -42,6 +42,7 @@ from pdserve.common.model.moe import MoE
 from pdserve.common.model.rotary import Angles, RotaryEmbedding
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.stages import Stage
+from pdserve.common.model.weights import MatrixPart
 
 EMBEDDING = "model.embed_tokens"
 
@@ -128,6 +129,7 @@ class Decoder(ABC):
     stage: Stage
     device: torch.device
     dtype: torch.dtype
+    kernels: Kernels
     expert_parallel_size: int
     attentions: Sequence[StepBackend]  # one per KV group
 
@@ -150,6 +152,11 @@ class Decoder(ABC):
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Returns float32 logits `[B, vocab]` of `[B, hidden]`."""
+
+    @abstractmethod
+    def adapted(self) -> Iterator[tuple[MatrixPart, ...]]:
+        """Yields this rank's parts of the linear layers that may have LoRA adapters; those with one
+        product together."""
 
     @abstractmethod
     def expert_loads(self) -> Tensor | None:
@@ -236,6 +243,13 @@ class CausalLM(Decoder):
         expert, on any rank; None if the stage has no MoE layer."""
         loads = [layer.mlp.loads for layer in self.layers if isinstance(layer.mlp, MoE)]
         return torch.stack(loads) if loads else None
+
+    def adapted(self) -> Iterator[tuple[MatrixPart, ...]]:
+        for layer in self.layers:
+            yield from (linear.parts for linear in layer.attention.linears)
+            if isinstance(layer.mlp, MLP):
+                yield layer.mlp.gate_up_proj.parts
+                yield layer.mlp.down_proj.parts
 
     def shards(self) -> Iterator[Shard]:
         """Yields the parts of the checkpoint that this rank keeps."""

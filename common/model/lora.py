@@ -8,7 +8,7 @@ by outputs, columns of A if by inputs (the layer's all-reduce then adds the part
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import safetensors.torch
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pdserve.common.core.lora import AdapterFile
-from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.kernels.ops import Kernels
-from pdserve.common.model.layers import MLP, LoRA
-from pdserve.common.model.weights import MatrixPart, WeightMatrix
+from pdserve.common.model.layers import LoRA
+from pdserve.common.model.weights import WeightMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Pair:
     a: WeightMatrix  # [R, in]
     b: WeightMatrix  # [out, R]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.b.linear(self.a.linear(x))
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.b.linear(self.a.linear(x.to(self.a.tensor.dtype))).to(dtype)
 
 
 Pairs = Mapping[str, Pair]  # name of a layer's first matrix → pair
@@ -48,17 +48,17 @@ class StepLoRA(LoRA):
             if pair is None:
                 continue
             if rows is None:
-                y += pair(x)
+                y += pair(x, y.dtype)
             else:
-                y.index_add_(0, rows, pair(x.index_select(0, rows)))
+                y.index_add_(0, rows, pair(x.index_select(0, rows), y.dtype))
 
 
-def load_pairs(model: CausalLM, file: AdapterFile) -> dict[str, Pair]:
+def load_pairs(model: Decoder, file: AdapterFile) -> dict[str, Pair]:
     """Loads this rank's part of an adapter, on the model's device and in its dtype."""
     device, dtype = model.device, model.dtype
     tensors = safetensors.torch.load(file.weights)
     pairs = {}
-    for parts in _linear_layers(model):
+    for parts in model.adapted():
         changed = {part.name for part in parts}.intersection(file.modules)
         if not changed:
             continue
@@ -82,11 +82,3 @@ def _packed(values: Tensor, kernels: Kernels) -> WeightMatrix:
     matrix.tensor.copy_(values)
     matrix.pack()
     return matrix
-
-
-def _linear_layers(model: CausalLM) -> Iterator[tuple[MatrixPart, ...]]:
-    for layer in model.layers:
-        yield from (linear.parts for linear in layer.attention.linears)
-        if isinstance(layer.mlp, MLP):
-            yield layer.mlp.gate_up_proj.parts
-            yield layer.mlp.down_proj.parts

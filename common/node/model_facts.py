@@ -46,8 +46,6 @@ class ModelFacts:
         parallel = engine.parallel
         spec.validate_tensor_parallel(parallel.tensor_parallel_size)
         spec.validate_expert_parallel(parallel.tensor_parallel_size, parallel.expert_parallel_size)
-        if engine.lora.enable_lora:
-            spec.check_adapters()
         spec.check_kv_cache_dtype(engine.cache.kv_cache_dtype)
         stages_of(spec, parallel)
         if any(group.state for group in spec.kv_groups):

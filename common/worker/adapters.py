@@ -20,7 +20,7 @@ from pdserve.common.engine.messages import (
     LoadAdapter,
     decode_adapter_call,
 )
-from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.lora import Pairs, StepLoRA, load_pairs
 from pdserve.common.model.staging import upload
 from pdserve.common.worker.input_batch import StepSequence
@@ -29,7 +29,7 @@ from pdserve.common.worker.input_batch import StepSequence
 class RankAdapters:
     """This rank's part of each loaded adapter, by digest."""
 
-    def __init__(self, model: CausalLM, max_rank: int) -> None:
+    def __init__(self, model: Decoder, max_rank: int) -> None:
         self._model = model
         self._max_rank = max_rank
         self._pairs: dict[str, Pairs] = {}

@@ -24,7 +24,6 @@ from pdserve.common.core.errors import (
     Unavailable,
 )
 from pdserve.common.core.lora import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import MAX_PEER_TEXT, printable
 from pdserve.common.core.request import is_plain_id
 from pdserve.common.rpc.channels import Channels
@@ -140,8 +139,7 @@ class AdapterSync:
             for each in (CONFIG_FILE, WEIGHTS_FILE):
                 if not (path / each).resolve().is_relative_to(self._folder):
                     raise ConfigError(f"{each} is a link out of the folder of --runtime-lora-dir")
-            spec = ModelSpec.from_folder(self._model.root, self._model.overrides)
-            file = read_adapter(path, spec, self._config.max_lora_rank)
+            file = read_adapter(path, self._model.native, self._config.max_lora_rank)
         except ConfigError as error:
             message = error.message.replace(str(path), given)
             raise InvalidRequest(f"lora_path: {message}", param="lora_path") from error

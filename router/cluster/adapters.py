@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.core.errors import ConfigError, ModelNotFound
 from pdserve.common.core.lora import read_adapter
-from pdserve.common.core.model_spec import ModelSpec
 from pdserve.router.cluster.served_model import ServedModel
 
 
@@ -120,7 +119,6 @@ def read_adapters(config: LoRAConfig, model: ServedModel) -> ServedAdapters:
         if name in model.names:
             raise ConfigError(f"--lora-modules {name}: the model itself has this name")
         path = str(Path(path).resolve())
-        spec = ModelSpec.from_folder(model.root, model.overrides)
-        file = read_adapter(path, spec, config.max_lora_rank)
+        file = read_adapter(path, model.native, config.max_lora_rank)
         found.append(Adapter(name, path, file.digest))
     return ServedAdapters(found)

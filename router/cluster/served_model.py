@@ -38,7 +38,7 @@ class ServedModel:
     max_logprobs: int = MAX_LOGPROBS
     # Sampling parameters by name.
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of config.json
+    native: ModelSpec | None = field(default=None, compare=False)  # None: nodes describe it
 
     @property
     def name(self) -> str:
@@ -160,7 +160,7 @@ def load_served_model(config: ModelConfig) -> ServedModel:
         tokenizer=_load_tokenizer(config, folder, spec),
         max_logprobs=config.max_logprobs,
         defaults=_load_defaults(config, folder),
-        overrides=config.overrides,
+        native=spec if isinstance(spec, ModelSpec) else None,
     )
 
 

@@ -50,6 +50,7 @@ from pdserve.router.requests.attempt import Attempt, AttemptFailed
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    Outlet,
     Put,
     Updates,
     generate,
@@ -101,9 +102,11 @@ class Pipeline:
             config.max_client_share,
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
+    ) -> AsyncGenerator[Updates, None]:
         """Yields what is wanted of the prompts, deltas of all their choices, interleaved, and for
-        each prompt at last one GenerationStats.
+        each prompt at last one GenerationStats. Deltas may go through the outlet instead, in order.
 
         `aclose()`, or cancelling the task that iterates, aborts the work on every node.
 
@@ -111,7 +114,7 @@ class Pipeline:
             PdserveError: a request cannot be served or failed for good. Other exceptions
                 are defects.
         """
-        return generate(requests, self._serve)
+        return generate(requests, self._serve, outlet)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         """The whole of a prompt: its deltas are put into its client's queue; its outcome is this

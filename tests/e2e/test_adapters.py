@@ -24,7 +24,9 @@ from pdserve.common.core.lora import read_adapter
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
+from tiny_engine import some_tokens
 from warm import WarmCluster, ranks_of, run_roles, suspended
+from windowed import make_windowed
 
 MODEL = MODELS / "llama-gqa"
 NUM_TOKENS = 24
@@ -167,6 +169,39 @@ def test_another_node_goes_on_with_the_adapter(
 
     assert client(cluster) == expected(folder, "a", prompt)
     check(cluster, client, role, "SIGKILL", point, count)
+
+
+def test_classes_of_transformers_serve_them(tmp_path: Path) -> None:
+    """Beside each other and the model alone, over a hand-off between unequal layouts, and from the
+    prefix cache. One that does not fit is the nodes' to refuse: routers do not know its sizes."""
+    model = make_windowed("gemma3", tmp_path / "model")
+    for seed, name in enumerate(("a", "b")):
+        make_adapter(tmp_path / name, model, seed=seed, size=1.0)
+    make_adapter(tmp_path / "misfit", MODEL, seed=0)
+    options = {"enable_lora": "", "lora_modules": json.dumps([f"a={tmp_path}/a"])}
+    router = {**options, "runtime_lora_dir": tmp_path}
+    prompt = tuple(some_tokens(90, seed=1))
+    with WarmCluster(model, 0, 0, router=router, **options) as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=2)
+        cluster.start_node("decode")
+        cluster.wait_nodes()
+        refused(load(cluster, "misfit", "misfit"), 400, "has the shape")
+        assert load(cluster, "b", "b").status_code == 200
+        right = {}
+        for name in (None, "a", "b"):
+            whole = merged(tmp_path / name, model, tmp_path / f"merged-{name}") if name else model
+            assert reference.margin(whole, prompt, NUM_TOKENS) > MARGIN
+            right[name] = list(reference.greedy(whole, prompt, NUM_TOKENS))
+        assert right["a"] != right[None] != right["b"] != right["a"]
+        body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+        for _ in range(2):
+            with ThreadPoolExecutor(3) as pool:
+                asked = {
+                    name: pool.submit(cluster.complete, list(prompt), model=name, **body)
+                    for name in right
+                }
+            found = {name: each.result()["choices"][0] for name, each in asked.items()}
+            assert {name: choice["token_ids"] for name, choice in found.items()} == right
 
 
 # ---- by clients ----

@@ -154,13 +154,13 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
         tmp_path,
         [
             ("decode_node", *flags, str(mamba)),
-            ("decode_node", *flags, gemma, "--enable-lora"),
+            ("decode_node", *flags, gemma, "--quantization", "int8"),
             ("decode_node", *flags, gemma, "--model-impl", "native"),
         ],
     )
     said = (
         "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
-        "--enable-lora: Gemma3ForCausalLM runs through transformers",
+        "--quantization int8: Gemma3ForCausalLM runs through transformers",
         "architecture Gemma3ForCausalLM is not supported",
     )
     for (code, text), expected in zip(ended, said, strict=True):

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from benchmarks import hosts
-from benchmarks.warm_start import WarmStart
 from misdeployments import KEY, MISDEPLOYMENTS, Misdeployment
 from paths import MODELS
 from pdserve.cli.doctor import main
 from pdserve.cli.doctor_cluster import cluster as examine
 from pdserve.cli.finding import Finding
-from warm import IMPORTS, WarmCluster, slowness
+from warm import WarmCluster, networked, slowness
 
 MODEL = "llama-gqa"
 SOON = 10.0  # seconds
@@ -187,12 +186,8 @@ def one_way() -> Iterator[Callable[[], str]]:
     """What prefill nodes send to decode nodes is lost."""
     if why := hosts.unavailable():
         pytest.skip(why)
-    options = {"host": "0.0.0.0", "cluster_key": KEY}
-    with (
-        hosts.network() as network,
-        closing(WarmStart(IMPORTS)) as on_router,
-        WarmCluster(MODEL, 0, 0, options, on_router, kv_lease=1, cluster_key=KEY) as cluster,
-    ):
+    key = {"cluster_key": KEY}
+    with networked(MODEL, key, kv_lease=1, **key) as (network, cluster):
         places = []
         for role in ("prefill", "decode"):
             host, before = network.add()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -17,10 +17,9 @@ import requests
 
 import reference
 from benchmarks import hosts
-from benchmarks.warm_start import WarmStart
 from pdserve.router.http.request import TIMELINE_HEADER
 from thinned import only, slow
-from warm import IMPORTS, WarmCluster
+from warm import WarmCluster, networked
 
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 PROMPT = tuple(range(5, 75))
@@ -95,21 +94,9 @@ class Site:
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     key = "of-this-test-and-no-other"
-    options = {"host": "0.0.0.0", "queue_timeout": PATIENCE, "cluster_key": key}
-    with (
-        hosts.network() as network,
-        closing(WarmStart(IMPORTS)) as on_router,  # a fork is where what it was forked from is
-        WarmCluster(
-            "llama-gqa",
-            0,
-            0,
-            options,
-            on_router,
-            kv_lease=2,
-            no_enable_prefix_caching="",
-            cluster_key=key,
-        ) as cluster,
-    ):
+    router = {"queue_timeout": PATIENCE, "cluster_key": key}
+    options = {"kv_lease": 2, "no_enable_prefix_caching": "", "cluster_key": key}
+    with networked("llama-gqa", router, **options) as (network, cluster):
         yield Site(network, cluster)
 
 

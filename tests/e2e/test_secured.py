@@ -6,7 +6,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -150,10 +150,13 @@ def test_without_our_certificate_no_role_answers(
                 health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         with grpc.secure_channel(address, credentials(certs, certs)) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=10
-            )
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            check = partial(health_pb2_grpc.HealthStub(channel).Check, timeout=10)
+            cluster.wait_for(partial(serving, check))  # a router looks every second
+
+
+def serving(check: Callable[..., health_pb2.HealthCheckResponse]) -> bool:
+    answer = check(health_pb2.HealthCheckRequest())
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_stranger_cannot_register_a_node(cluster: Cluster) -> None:

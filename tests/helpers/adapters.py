@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
 
 import reference
 from pdserve.common.core.lora import AdapterFile, adapted_shapes
-from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.implementation import read_spec
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -34,10 +35,9 @@ def make_adapter(
     alpha = config.setdefault("lora_alpha", 8)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     generator = torch.Generator().manual_seed(seed)
-    base, _ = reference.load(model)
-    weights = dict(base.named_parameters())
+    weights = load_file(model / "model.safetensors")
     tensors: dict[str, torch.Tensor] = {}
-    for name, (outputs, inputs) in adapted_shapes(ModelSpec.from_folder(model)).items():
+    for name, (outputs, inputs) in adapted_shapes(read_spec(model, "auto", {})).items():
         if name.rpartition(".")[2] in targets:
             a = torch.randn(rank, inputs, generator=generator)
             b = torch.randn(outputs, rank, generator=generator)
@@ -59,10 +59,11 @@ def merged(adapter: Path, model: Path, target: Path) -> Path:
     base, tokenizer = reference.load.__wrapped__(model)  # a copy of its own: it is changed
     tensors = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
-        for name, weight in base.named_parameters():
-            names = AdapterFile.tensor_names(name.removesuffix(".weight"))
+        for name, module in base.named_modules():
+            names = AdapterFile.tensor_names(name)
             if names[0] in tensors:
-                weight.add_(scale * tensors[names[1]] @ tensors[names[0]])
+                added = scale * tensors[names[1]] @ tensors[names[0]]
+                module.weight.add_(added.T if isinstance(module, Conv1D) else added)
     base.save_pretrained(target)  # type: ignore[operator]
     tokenizer.save_pretrained(target)
     return target

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import warm_ranks
+from benchmarks import hosts, warm_ranks
 from benchmarks.fleet import FAST, Fleet
 from benchmarks.warm_start import WarmStart
 from cluster import DEFAULTS, START_TIMEOUT, Service
@@ -30,8 +30,8 @@ BESIDE_OTHERS = 3.0  # what takes a second alone may take so many: other tests r
 
 @cache
 def shared() -> WarmStart:
-    """One for all clusters of this test process."""
-    warm = WarmStart(IMPORTS)
+    """One for all clusters of this run of pytest, whose workers share it."""
+    warm = WarmStart(IMPORTS, os.environ.get("PYTEST_XDIST_TESTRUNUID"))
     atexit.register(warm.close)
     return warm
 
@@ -80,6 +80,18 @@ def suspended(*ranks: psutil.Process) -> Iterator[None]:
             rank.resume()
 
 
+@contextmanager
+def networked(
+    model: str, router: dict[str, Any], **options: Any
+) -> Iterator[tuple[hosts.Network, WarmCluster]]:
+    """A router on a host of its own, in which this thread is, too, and the network around it."""
+    shared()  # a fork is where what it was forked from is
+    with hosts.network() as network:
+        router = {"host": "0.0.0.0", **router}
+        with WarmCluster(model, 0, 0, router, network.enter_router, **options) as cluster:
+            yield network, cluster
+
+
 class WarmCluster(Fleet, Service):
     """Router and nodes, each a process of its own, by name: `router`, `prefill-1` …"""
 
@@ -89,23 +101,23 @@ class WarmCluster(Fleet, Service):
         prefill: int = 1,
         decode: int = 1,
         router: dict[str, Any] | None = None,
-        warm: WarmStart | None = None,
+        before: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """`warm`: what forks its processes, where it is not `shared`."""
+        """`before`: what the routers call first, as `WarmStart.start` has it."""
         Service.__init__(self, model)
         environment = {**self.home.environment, **IMPORTS}
         options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
         late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
         router = {**late, **(router or {})}
-        warm = warm or shared()
-        Fleet.__init__(self, self.model, self.log_path, environment, router, warm, **options)
+        Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
+        self._before = before
         self._sizes = {"prefill": prefill, "decode": decode}
 
     def __enter__(self) -> WarmCluster:
         try:
             for name in self.routers:
-                self.start_router(name=name)
+                self.start_router(self._before, name)
             for role, size in self._sizes.items():
                 for _ in range(size):
                     self.start_node(role)

@@ -24,7 +24,7 @@ class FusedAttention:
 
     layer: int
     norms: tuple[Norm, Norm] | None
-    attends = True
+    takes_step = True
 
     def __call__(self, step: Any, qkv: Tensor, angles: Angles | None) -> Tensor:
         found: Tensor = step.attend_fused(self.layer, qkv[0], self.norms, angles)

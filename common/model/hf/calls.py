@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from pdserve.common.model.hf.attention import Answers
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.weights import WeightMatrix
 
@@ -43,12 +44,30 @@ class Product:
     matrix: WeightMatrix
     bias: Tensor | None
 
+    @property
+    def width(self) -> int:
+        return len(self.matrix.tensor)
+
     def __call__(self, x: Tensor) -> Tensor:
         found = self.matrix.linear(x.reshape(-1, x.shape[-1]), self.bias)
         return found.view(*x.shape[:-1], -1)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.matrix.rows(ids.reshape(-1)).view(*ids.shape, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedProduct:
+    """A product to which a step's LoRA adapters add theirs. `name`: of its first linear layer."""
+
+    product: Product
+    name: str
+    takes_step = True
+
+    def __call__(self, step: Answers, x: Tensor) -> Tensor:
+        y = self.product(x)
+        step.adapt(self.name, x, y)
+        return y
 
 
 def part(x: Tensor, start: int, count: int) -> Tensor:

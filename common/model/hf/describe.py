@@ -3,10 +3,10 @@ built without memory and runs once, and each layer's attention says what it keep
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,13 @@ from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
 from pdserve.common.model.delta_net import DeltaInputs
+from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
-from pdserve.common.model.hf.delta_net import MODEL_TYPES, take_delta_nets
+from pdserve.common.model.hf.delta_net import MODEL_TYPES
+from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
+from pdserve.common.model.hf.own_attention import list_attentions
+from pdserve.common.model.hf.pipeline import decoder_layers
+from pdserve.common.model.hf.positions import takes_positions
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +82,18 @@ class StateCall:
 
 @dataclass(slots=True)
 class Recorder(Answers):
+    positions: Tensor
     calls: dict[int, Call | StateCall] = field(default_factory=dict)
+    linears: set[str] = field(default_factory=set)  # called ones of those that are asked for
     repeated: bool = False
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
         self.calls[layer] = Call(q, k, v, style)
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:
+        self.linears.add(linear)
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         self.repeated |= layer in self.calls
@@ -143,9 +153,10 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"transformers has no model type {kind!r}, which config.json names")
     try:
-        found = CONFIG_MAPPING[kind].from_dict(config)
+        known = CONFIG_MAPPING[kind]
+        found = known.from_dict(known._decode_special_floats(config))  # infinity, as it writes
     except Exception as error:  # whatever a config class of transformers checks
-        why = first_line(error)
+        why = first_line(Exception(str(error.__cause__ or error).partition(". Errors:")[0]))
         raise ConfigError(f"transformers cannot read {folder}/config.json: {why}") from error
     return _text_of(found)
 
@@ -166,25 +177,54 @@ def _text_of(config: Any) -> Any:
 
 def build(config: Any) -> Any:
     """Returns the model on the meta device, without memory, to be described."""
+    list_attentions(config)
     config._experts_implementation = "batched_mm"  # without sizes that depend on the data
     with torch.device("meta"):
         model = model_class(config)._from_config(config, attn_implementation=OUTLINE).eval()
-        take_delta_nets(model)
-        return model
+    _pass_experts(model)
+    if not adapt(model):
+        raise ConfigError(
+            f"{name_of(config)} takes no positions: it counts the tokens of one sequence, and a "
+            "step has tokens of several"
+        )
+    return model
+
+
+def _pass_experts(model: Any) -> None:
+    """Lets mixtures whose code looks at where tokens go return tensors of the right sizes."""
+
+    def experts(x: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(x)
+
+    for net in model.modules():
+        if type(net).__name__ in ("DbrxExperts", "JetMoeMoE", "LongcatFlashExperts"):
+            net.forward = experts
+        elif type(net).__name__ == "JetMoeMoA":  # of queries and outputs
+            net.map = partial(_mapped, net.top_k, net.hidden_size)
+            net.reduce = partial(_reduced, net.input_size)
+
+
+def _mapped(top_k: int, size: int, x: Tensor) -> tuple[Tensor, None, None]:
+    return x.new_empty(*x.shape[:2], top_k, size), None, None
+
+
+def _reduced(size: int, x: Tensor, _: None) -> Tensor:
+    return x.new_empty(*x.shape[:2], size)
 
 
 def run_outline(model: Any) -> Recorder:
     """Runs a model that `build` has made, and returns how its layers attended. Raises whatever a
     class of transformers does."""
-    recorder = Recorder()
+    recorder = Recorder(torch.arange(NUM_TOKENS, device="meta"))
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
-    positions = torch.arange(NUM_TOKENS, device="meta")[None]
+    base = layers_of(model)[1]
+    told = {"position_ids": recorder.positions[None]} if takes_positions(base) else {}
     with answering(recorder):
-        model(
+        base(
             input_ids=tokens,
             attention_mask=_GIVEN_MASKS if _has_states(model.config) else torch.ones_like(tokens),
-            position_ids=positions,
             use_cache=False,
+            **told,
         )
     return recorder
 
@@ -199,7 +239,8 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
     try:
         model = build(config)
-        _check_forward(name, model)
+        linears = _linears(model, config)
+        let_adapt(linears)
         with torch.inference_mode():
             recorder = run_outline(model)
     except ConfigError:
@@ -248,38 +289,31 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         impl="transformers",
         stored=stored,
         towers=has_towers(read_json(folder / "config.json")),
+        linears=tuple(
+            (name, *size_of(each)) for name, each in linears.items() if name in recorder.linears
+        ),
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
+
+
+def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
+    """Returns the linear layers within decoder layers, by name."""
+    try:
+        layers, _ = decoder_layers(model, int(config.num_hidden_layers))
+    except ConfigError:  # none is known
+        return {}
+    found = linears_of(model)
+    return {name: each for name, each in found.items() if name.startswith(f"{layers}.")}
 
 
 def _has_states(config: Any) -> bool:
     return config.model_type in MODEL_TYPES
 
 
-def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Returns (name, module) of the class's embedding and layers, without the head."""
-    name = model.base_model_prefix
-    if hasattr(model, name):
-        return name, getattr(model, name)
-    (found,) = (each for each in model.named_children() if isinstance(each[1], PreTrainedModel))
-    return found
-
-
-def _check_forward(name: str, model: PreTrainedModel) -> None:
-    """Raises ConfigError unless the class is told the positions of its tokens."""
-    if "position_ids" not in inspect.signature(layers_of(model)[1].forward).parameters:
-        raise ConfigError(
-            f"{name} takes no positions: it counts the tokens of one sequence, and a step has "
-            "tokens of several"
-        )
-    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
-        raise ConfigError(f"{name} numbers its positions from its padding token on")
-
-
 def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCall]:
     """Returns the calls in order of layers. Raises ConfigError unless every layer attends once, and
     in a way that the paged cache can answer."""
-    layers = int(config.num_hidden_layers)
+    layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
     if not recorder.calls:
         raise ConfigError(_NO_INTERFACE.format(name))
     for layer in range(layers):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,12 +21,22 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from pdserve.common.model.hf.attention_fusion import fuse_attention
-from pdserve.common.model.hf.calls import Norm, Product, Value, pair, part, size_of, slice_of
+from pdserve.common.model.hf.calls import (
+    AdaptedProduct,
+    Norm,
+    Product,
+    Value,
+    pair,
+    part,
+    size_of,
+    slice_of,
+)
 from pdserve.common.model.hf.program import drop_unused
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.weights import WeightMatrix
 
 Release = Callable[[Tensor], None]
+Groups = Sequence[tuple[str, ...]]
 ROUNDING = 4.0  # steps of a dtype by which two ways to compute a norm may differ
 
 
@@ -35,18 +45,26 @@ def fuse(
     tensors: dict[str, Tensor],
     kernels: Kernels,
     layers: frozenset[int],
+    adapted: Collection[str],
     release: Release,
-) -> None:
-    """Rewrites the graphs in place. `layers`: those whose attention is the backend's as it is.
-    `release` is called with tensors that are no longer needed: their numbers were copied."""
+) -> Groups:
+    """Rewrites the graphs in place. Returns the names of linear layers that became one product, of
+    those whose products have adapters.
+
+    Args:
+        layers: those whose attention is the backend's as it is.
+        adapted: names of linear layers that may have LoRA adapters.
+        release: is called with tensors that are no longer needed: their numbers were copied.
+    """
     for graph in graphs:
         drop_unused(graph)
-    _Linears(graphs, tensors, kernels, release).replace()
+    groups = _Linears(graphs, tensors, kernels, release).replace(adapted)
     for graph in graphs:
         _fuse_swiglu(graph, kernels)
         fuse_attention(graph, layers)
         drop_unused(graph)
         _fuse_sums(graph)
+    return groups
 
 
 # ---- norms ----
@@ -148,22 +166,29 @@ class _Linears:
             if self._tensors[each.weight].ndim == 2:
                 self._together[each.x, owner, each.bias is None, each.transposed].append(each)
 
-    def replace(self) -> None:
+    def replace(self, adapted: Collection[str]) -> Groups:
+        groups = []
         for group in self._together.values():
             product = self._product(group)
-            self._put(product, group)
+            names = tuple(each.weight.removesuffix(".weight") for each in group)
+            if any(name in adapted for name in names):
+                groups.append(names)
+                self._put(AdaptedProduct(product, names[0]), product.width, group)
+            else:
+                self._put(product, product.width, group)
             for node in self._looked_up.get(group[0].weight, ()):
                 node.target, node.args, node.kwargs = product.rows, (node.args[0],), {}
+        return groups
 
-    def _put(self, product: Product, group: Sequence[_Linear]) -> None:
+    def _put(self, call: Product | AdaptedProduct, width: int, group: Sequence[_Linear]) -> None:
         first = group[0].node
         if len(group) == 1:
-            first.target, first.args = product, (group[0].x,)
+            first.target, first.args = call, (group[0].x,)
             return
         graph, start = first.graph, 0
         with graph.inserting_after(group[0].x):
-            whole = graph.create_node("call_function", product, (group[0].x,), name="v")
-        whole.meta["shape"] = (*first.meta["shape"][:-1], len(product.matrix.tensor))
+            whole = graph.create_node("call_function", call, (group[0].x,), name="v")
+        whole.meta["shape"] = (*first.meta["shape"][:-1], width)
         for each in group:
             each.node.target, each.node.args = part, (whole, start, size_of(each.node))
             start += size_of(each.node)

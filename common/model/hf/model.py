@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.utils import logging as hf_logging
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.kv_groups import KVGroup
+from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
 from pdserve.common.model.attention import (
@@ -31,17 +32,18 @@ from pdserve.common.model.decoder import Decoder, places
 from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs
 from pdserve.common.model.dequantize import model_view
 from pdserve.common.model.folder import ModelFolder
+from pdserve.common.model.hf.adapt import adapt
 from pdserve.common.model.hf.attention import (
     NAME,
     Answers,
     Style,
     StyledAttention,
-    take_temperatures,
 )
-from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.describe import first_line, model_class, read_config
 from pdserve.common.model.hf.layout import Heads, Layout, choose_layout
+from pdserve.common.model.hf.linears import linears_of, part_of
 from pdserve.common.model.hf.loading import Prepare, partial_class
+from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.parallel import Cut, split
 from pdserve.common.model.hf.pipeline import StageRun, check_stage
 from pdserve.common.model.hf.steps import ClassSteps, Recorded, Steps
@@ -51,6 +53,7 @@ from pdserve.common.model.layers import LoRA
 from pdserve.common.model.rotary import Angles
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
+from pdserve.common.model.weights import MatrixPart
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +79,14 @@ class TransformersModel(Decoder):
         self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
         self.kernels = sharding.kernels
         self._bytes = sum(each.nbytes for each in model.parameters())
-        take_temperatures(model)
-        take_delta_nets(model)
+        sizes = adapted_shapes(spec)
+        linears = {name: each for name, each in linears_of(model).items() if name in sizes}
+        self._parts = {
+            name: part_of(name, each, sizes[name], model.cuts) for name, each in linears.items()
+        }
+        adapt(model)
         self._places = places(spec.kv_groups, self.stage)
-        self._steps: Steps = ClassSteps(model)
+        self._steps: Steps = ClassSteps(model, linears)
         self.attentions: list[StepBackend] = [
             DeltaBackend(sharding.kernels) if kv.state else self._styled(kv)
             for kv in spec.kv_groups
@@ -134,7 +141,8 @@ class TransformersModel(Decoder):
         """Returns the shape of a backend that attends as the layer asks; None if none does."""
         style: Style = node.target.style  # type: ignore[union-attr]
         sizes = {each.meta["shape"][3] for each in node.args[:3]}  # type: ignore[union-attr]
-        odd = any(each is not None for each in (style.softcap, style.sinks, style.temperature))
+        asked = style.softcap, style.sinks, style.temperature, style.slopes
+        odd = any(each is not None for each in asked)
         if odd or sizes != {kv.head_dim} or self.layout.heads[layer] != Heads():
             return None
         return self._shape(kv, style.scale) if self.place(layer)[2] else None
@@ -156,12 +164,16 @@ class TransformersModel(Decoder):
         lora: LoRA | None = None,
     ) -> Tensor:
         """Computes a step; see `CausalLM.forward`."""
-        assert lora is None, "refused at start"
-        return self._steps.forward(inputs, positions, _Step(self, positions, contexts, kv_caches))
+        step = _Step(self, positions, contexts, kv_caches, lora)
+        return self._steps.forward(inputs, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Computes logits by the class's own head, which may scale or cap them."""
         return self._steps.logits(hidden)[:, : self.spec.vocab_size].float()
+
+    def adapted(self) -> Iterator[tuple[MatrixPart, ...]]:
+        for names in self._steps.adapted:
+            yield tuple(self._parts[name] for name in names)
 
     def expert_loads(self) -> None:
         """Experts are transformers' own, which count nothing."""
@@ -188,8 +200,9 @@ class _Step(Answers):
         positions: Tensor,
         contexts: Sequence[AttentionContext],
         kv_caches: Sequence[Tensor],
+        lora: LoRA | None,
     ) -> None:
-        self._model, self._positions = model, positions
+        self._model, self.positions, self._lora = model, positions, lora
         self._contexts, self._caches = contexts, kv_caches
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
@@ -202,7 +215,7 @@ class _Step(Answers):
                 None
             ]
         if style.temperature is not None:
-            q = style.temperature.scaled(q, self._positions)
+            q = style.temperature.scaled(q, self.positions)
         cache, context = self._caches[group][index], self._contexts[group]
         ranks, heads = self._model.group, self._model.layout.heads[layer]
         if heads.whole_queries:
@@ -214,6 +227,10 @@ class _Step(Answers):
         if heads.whole_keys:
             mine = slice(*self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size))
             k, v = k[:, mine], v[:, mine]
+        if style.slopes is not None and ranks.size > 1:
+            share = q.shape[1]
+            mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+            style = replace(style, slopes=style.slopes[mine])
         out = attention.attend_styled(q, k, v, style, cache, context, stores)
         return (ranks.all_gather(out, dim=1) if heads.whole_queries else out)[None]
 
@@ -226,6 +243,10 @@ class _Step(Answers):
         assert isinstance(attention, AttentionBackend)
         heads = qkv.view(len(qkv), -1, attention.shape.head_dim)
         return attention.attend(index, heads, norms, angles, cache, self._contexts[group])
+
+    def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:
+        if self._lora is not None:
+            self._lora.add(linear, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         group, index, _ = self._model.place(layer)
@@ -323,9 +344,11 @@ def _load(
             cuts = split(model, group, layout.way, layout.layers, layout.gather_kv)
         layers = model.get_submodule(layout.layers) if layout.layers else ()
         model.stage_run = StageRun(model, layers, stage, layout.tuples)
+        model.cuts = cuts
         return cuts
 
     kind = model_class(hf_config)
+    list_attentions(hf_config)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from pdserve.common.model.hf.trace import Attend, Tokens
+from pdserve.common.model.hf.trace import Tokens
 
 Function = Callable[..., Tensor]
 
@@ -82,7 +82,7 @@ class Program:
     def _call(self, node: Node, done: tuple[int, ...]) -> _Call:
         target: Any = torch.Tensor.reshape if node.target is torch.Tensor.view else node.target
         args = [self._argument(each) for each in node.args]
-        if isinstance(target, Attend) or getattr(target, "attends", False):
+        if getattr(target, "takes_step", False):
             args.insert(0, self._step)
         given = {key: _Nested(self._argument(each)) for key, each in node.kwargs.items()}
         return _Call(target, tuple(args), given, self._numbers[node], done)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from pdserve.common.model.hf.adapt import layers_of
 from pdserve.common.model.hf.attention import Answers, answering
 from pdserve.common.model.hf.calls import Norm
-from pdserve.common.model.hf.describe import layers_of
-from pdserve.common.model.hf.fusions import fuse, norms_of
+from pdserve.common.model.hf.fusions import Groups, fuse, norms_of
+from pdserve.common.model.hf.linears import let_adapt
 from pdserve.common.model.hf.pipeline import StageRun
 from pdserve.common.model.hf.program import Program
 from pdserve.common.model.hf.trace import (
@@ -36,6 +37,10 @@ from pdserve.common.model.stages import Stage
 class Steps(Protocol):
     """Computes the steps of a stage."""
 
+    @property
+    def adapted(self) -> Groups:
+        """The linear layers that may have LoRA adapters; those with one product together."""
+
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
         """Takes token ids `[T]`, or hidden states of the stage before, and positions `[T]`; returns
         `[T, hidden]`. `step` answers attention."""
@@ -47,8 +52,11 @@ class Steps(Protocol):
 class ClassSteps:
     """Runs the class's own code."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, adapted: Mapping[str, nn.Module]) -> None:
+        """`adapted`: the linear layers that may have LoRA adapters, by name."""
         self.model = model
+        self.adapted: Groups = [(name,) for name in adapted]
+        let_adapt(adapted)
         name, self._base = layers_of(model)
         self._run: StageRun = model.stage_run
         self._given, self._head = _Given(), copy.copy(model)
@@ -96,6 +104,7 @@ class GraphSteps:
 
     body: Program
     head: Program | None  # None: the stage has none
+    adapted: Groups
 
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
         return self.body(inputs, positions, step)
@@ -126,10 +135,11 @@ class Recorded:
         """Returns the graphs with our kernels, which use up the class's weights. `plain`: layers
         whose attention is the backend's as it is."""
         graphs = [self._body] if self._head is None else [self._body, self._head]
-        fuse(graphs, self._tensors, self._kernels, plain, self._release)
+        names = {name for group in self._steps.adapted for name in group}
+        adapted = fuse(graphs, self._tensors, self._kernels, plain, names, self._release)
         body = Program(self._body, self._tensors, "inputs")
         head = None if self._head is None else Program(self._head, self._tensors, "hidden")
-        return GraphSteps(body, head)
+        return GraphSteps(body, head, adapted)
 
     def _release(self, tensor: Tensor) -> None:
         for module in self._steps.model.modules():
@@ -160,7 +170,7 @@ class Recorded:
         recorder.input("positions", positions)
         recorder.input("step")
         with recorder:
-            return self._steps.forward(inputs, positions, RecordedAnswers(recorder))
+            return self._steps.forward(inputs, positions, RecordedAnswers(recorder, positions))
 
     def _run_head(self, recorder: Recorder, count: int) -> Tensor:
         hidden = self._hidden(count)

@@ -45,6 +45,7 @@ class Attend:
 
     layer: int
     style: Style
+    takes_step = True
 
     def __call__(
         self, step: Answers, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
@@ -174,8 +175,8 @@ class RecordedRanks:
 
 
 class RecordedAnswers(Answers):
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, positions: Tensor) -> None:
+        self._recorder, self.positions = recorder, positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         with torch._C.DisableTorchFunction():

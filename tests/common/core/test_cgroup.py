@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paths import MODELS
 from pdserve.common.core import host as cgroup
 from pdserve.common.core.host import memory_left, usable_cores
 
@@ -172,7 +173,7 @@ def test_a_node_s_threads_look_for_each_other_briefly(
         "    print(*map(os.environ.get, names), 'torch' in sys.modules)\n"
         "    sys.exit(0)\n"
         "main.import_string = load\n"
-        "node.main([])"
+        f"node.main(['--model', '{MODELS}/llama-gqa'])"
     )
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: text for name, text in os.environ.items() if name not in names}

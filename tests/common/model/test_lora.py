@@ -12,24 +12,30 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from adapters import make_adapter
+from adapters import ALL, make_adapter
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from crowd import Crowd
 from paths import MODELS
+from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.lora import AdapterFile, read_adapter
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.engine.messages import LOADED, DropAdapter, LoadAdapter, encode_adapter_call
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.hf.model import TransformersModel
+from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.layers import LoRA
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.stages import Stage
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.worker import adapters as worker_adapters
 from pdserve.common.worker.adapters import AdapterExtension, RankAdapters
 from pdserve.common.worker.input_batch import StepSequence
 from slow_quantization import dequantized_folder
+from sweep import tiny
 from tiny_engine import BLOCK_SIZE, load, new_cache, some_tokens
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -44,8 +50,9 @@ def logits(model: CausalLM, parts: list[list[int]], lora: LoRA | None) -> list[t
     batch = AttentionBatch(lengths, [0] * len(parts), tables, BLOCK_SIZE)
     tokens = torch.tensor([token for part in parts for token in part])
     positions = torch.tensor([i for length in lengths for i in range(length)])
-    context = model.prepare([batch])
-    hidden = model.forward(tokens, positions, context, new_cache(model), lora)
+    caches = new_cache(model)
+    contexts = model.prepare([batch] * len(caches))
+    hidden = model.forward(tokens, positions, contexts, caches, lora)
     return list(model.compute_logits(hidden).split(lengths))
 
 
@@ -154,6 +161,56 @@ def test_a_split_adapter_equals_the_whole(
 
     for found in Crowd(size).run(work):
         torch.testing.assert_close(found, work(), rtol=1e-4, atol=1e-4)
+
+
+LIKE_GPT2 = {"c_attn", "c_proj", "c_fc"}
+CLASSES = {
+    "gpt2": LIKE_GPT2,  # matrices [in, out]
+    "opt": {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"},
+    "gemma3_text": set(ALL),
+    "phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"), [*((name, True) for name in CLASSES), ("gpt2", False), ("phi3", False)]
+)
+def test_classes_of_transformers_have_adapters(
+    name: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank and on two, beside rows that have none; those of a node that knows the sizes and
+    of a router that does not are the same."""
+    if not recorded:
+        monkeypatch.setattr(TransformersModel, "record", lambda self: None)
+    torch.manual_seed(0)
+    sizes = tiny(CONFIG_MAPPING[name])
+    with torch.inference_mode(False):
+        AutoModelForCausalLM.from_config(sizes).save_pretrained(tmp_path)
+    targets = tuple(sorted(CLASSES[name]))
+    folder = make_adapter(tmp_path / "a", tmp_path, seed=1, targets=targets)
+    config(fan_in_fan_out=CLASSES[name] is LIKE_GPT2)(folder)
+    spec, parts = read_spec(tmp_path, "auto", {}), [some_tokens(40), some_tokens(20, seed=1)]
+    parts = [[token % sizes.vocab_size for token in part] for part in parts]
+    file = read_adapter(folder, spec, 16)
+    assert {each.rpartition(".")[2] for each in file.modules} == CLASSES[name]
+    assert read_adapter(folder, None, 16).digest == file.digest
+
+    def work(member: Any) -> list[torch.Tensor]:
+        model: Any = load_decoder(
+            spec,
+            ModelConfig(model=str(tmp_path)),
+            Sharding(member, torch.device("cpu"), torch.float32),
+            Stage.whole(spec.num_layers),
+        )
+        adapters, digests = loaded(model, folder)
+        return logits(model, parts, of_step(adapters, parts, [*digests, ""]))
+
+    expected = of_peft(tmp_path, folder, parts[0])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor(parts[1:])).logits[0]
+    for size in (1, 2):
+        for found in Crowd(size).run(work):
+            torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(found[1], plain, rtol=1e-3, atol=1e-3)
 
 
 def test_calls_load_and_drop_and_others_pass(

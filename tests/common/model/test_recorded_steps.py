@@ -56,7 +56,7 @@ def test_a_class_like_ours_becomes_our_kernels(name: str) -> None:
     layers = model.spec.num_layers
     kinds = called(model)
     assert kinds.count(FusedAttention.__name__) == layers
-    assert kinds.count("Product") == 4 * layers
+    assert kinds.count("AdaptedProduct") == 4 * layers
     assert isinstance(model.attentions[0], NativeAttention)
     native.group = GroupCoordinator()  # which `probe` asks for its heads
     with torch.inference_mode():

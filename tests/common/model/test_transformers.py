@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BambaConfig,
+    Phi3Config,
+    RobertaConfig,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.cli.main import main
@@ -27,12 +33,15 @@ from pdserve.common.model.hf.pipeline import Watch, check_stage
 from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-from sweep import logits, one
+from sweep import CASES, logits, one
 from windowed import THROUGH_TRANSFORMERS
 
 EVERY_TIME = (
+    "bart",  # positions of a decoder that counts its tokens
+    "bloom",  # ALiBi
     "cohere2",
     "deepseek_v3",
+    "falcon",  # attention of its own
     "gemma2",  # soft caps
     "gemma3",  # without its tower
     "gemma4_text",  # heads of two sizes, layers that share KV
@@ -45,6 +54,7 @@ EVERY_TIME = (
     "olmo3",
     "opt",  # no rope
     "phi3",
+    "roberta",  # positions from the padding token on
 )
 SPLIT = ("glm4_moe", "gpt2", "gpt_oss")  # by a plan, without one, whole experts
 
@@ -262,11 +272,40 @@ def test_rope_that_depends_on_the_longest_sequence_ends_at_the_original_context(
     assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 128
 
 
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    BambaConfig(num_hidden_layers=1, architectures=["BambaForCausalLM"]).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    with pytest.raises(ConfigError, match="layer 0 is linear attention or a Mamba mixer"):
+        read_spec(tmp_path, "auto", {})
+
+
+def test_positions_that_padding_takes_are_not_the_context_s(tmp_path: Path) -> None:
+    RobertaConfig(max_position_embeddings=514, is_decoder=True).save_pretrained(tmp_path)
+    assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 512
+
+
+FALCONS = {
+    "multi-query": {"multi_query": True, "new_decoder_architecture": False},
+    "as many keys": {"multi_query": False, "new_decoder_architecture": False},
+    "groups": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("heads", FALCONS.values(), ids=FALCONS)
+def test_heads_of_falcon(heads: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "falcon", heads)
+    assert one("falcon", split=False)["result"] == "exact"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "nothing"}, "no model type 'nothing'"),
         ({"vocab_size": None}, "vocab_size"),
+        (
+            {"model_type": "bamba", "time_step_limit": [0.0, "inf"]},
+            "cannot read .*'time_step_limit'",
+        ),
         ({"vision_config": {"hidden_size": 8}}, "images or audio"),
         ({"layer_types": ["conv"] + ["full_attention"] * 3}, "layer 0 is a short convolution"),
     ],
