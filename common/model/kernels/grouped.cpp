@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "tiles.h"
 #include "vec.h"
 
 namespace {
@@ -41,7 +42,8 @@ INLINE BitVec load_words(const uint32_t* p) {
 
 INLINE Vec load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
-    const IntVec numbers = (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    const IntVec numbers = (IntVec)_mm512_maskz_cvtepu8_epi32(0xffff, bytes);
 #elif defined(__AVX2__)
     const IntVec numbers = (IntVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
@@ -368,14 +370,14 @@ void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_
     for (int64_t first = 0; first < count; first += MAX_TOKENS) {
         const int64_t some = std::min(MAX_TOKENS, count - first);
         prepared.make_room(layer, some);
-        const int n = useful_threads(layer.rows * layer.words_of_row() * (1 + some / 8), threads);
-#pragma omp parallel for num_threads(n) if (n > 1)
-        for (int64_t t = 0; t < some; t++)
+        for_rows(threads, some, layer.inputs, [&](int64_t t) {
             prepared.prepare(layer, t, some, x + (first + t) * stride);
-#pragma omp parallel for num_threads(n) if (n > 1) schedule(static)
-        for (int i = 0; i < n; i++)
-            multiply_rows<Kind, BITS>(layer, groups * i / n * GROUP, groups * (i + 1) / n * GROUP,
-                                      some, prepared);
+        });
+        const int64_t row = layer.words_of_row() * (1 + some / 8);  // its cost
+        const Team team(threads, layer.rows * row);
+        share_ranges(team, groups, tile_of(GROUP * row), [&](int64_t from, int64_t to) {
+            multiply_rows<Kind, BITS>(layer, from * GROUP, to * GROUP, some, prepared);
+        });
         layer.out += some * layer.rows;
     }
 }

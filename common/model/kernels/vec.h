@@ -66,7 +66,8 @@ INLINE Vec load(const float* p) {
 
 INLINE Vec load(const BFloat16* p) {
 #if defined(__AVX512F__)
-    const BitVec bits = (BitVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    const __m256i halves = _mm256_loadu_si256((const __m256i*)p);
+    const BitVec bits = (BitVec)_mm512_maskz_cvtepu16_epi32(0xffff, halves);
 #elif defined(__AVX2__)
     const BitVec bits = (BitVec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
 #else
