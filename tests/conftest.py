@@ -38,7 +38,7 @@ FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-m
 
 @pytest.fixture(autouse=True)
 def same_tensors() -> None:
-    """What torch draws is the same in every run."""
+    """Makes torch draw the same in every run."""
     import torch  # not in the process that only deals the tests out
 
     torch.manual_seed(0)
@@ -77,7 +77,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: to look through it takes half a second, and collections are many."""
+    """Keeps what was imported out of garbage collections: to look through it takes half a second,
+    and collections are many."""
     gc.freeze()
     gc.enable()
 

@@ -1,4 +1,4 @@
-"""What is installed: one name in site-packages, with all of it, from which a cluster runs."""
+"""The installed package: one name in site-packages, with all of it, from which a cluster runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def files_of(wheel: Path) -> dict[str, bytes]:
 
 
 def expected(folders: Sequence[str]) -> set[str]:
-    """What a wheel of these source folders has beneath `pdserve/`."""
+    """Returns what a wheel of these source folders has beneath `pdserve/`."""
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     kinds = {".py", ".pyi", ".cpp", ".h", ".html", ".css", ".js"}
     names = {f"pdserve/{path.relative_to(ROOT)}" for path in paths if path.suffix in kinds}

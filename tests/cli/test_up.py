@@ -50,7 +50,7 @@ sys.exit(up.main(["--port=0", "--model=/models/tiny", *sys.argv[1:]]))
 
 
 class Lines:
-    """What the children said, in order."""
+    """The lines that the children wrote, in order."""
 
     def __init__(self) -> None:
         self.all: list[tuple[str, str]] = []

@@ -138,7 +138,7 @@ def test_other_nodes(setup: tuple[str, str], expected: list[str], name: str) -> 
 
 
 def test_after_a_preemption(setup: tuple[str, str], cluster: WarmCluster) -> None:
-    """Of several at once, the last ones lose their blocks and are computed again."""
+    """The last of several at once lose their blocks and are computed again."""
     body = {"prompt": PROMPT[:20], "max_tokens": 90, **DRAWN}
     expected = ask(cluster, **body)
     with running(setup, "both", num_gpu_blocks_override=64) as few:

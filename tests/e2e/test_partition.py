@@ -176,7 +176,7 @@ class Wide:
 
     @contextmanager
     def cut(self, *edges: tuple[str, str]) -> Iterator[None]:
-        """What the first of each edge sends to the second is lost."""
+        """Drops what the first of each edge sends to the second."""
         for source, target in edges:
             self.site.network.drop(self.site.hosts[source], self.site.hosts[target])
         try:

@@ -366,7 +366,7 @@ async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
 
 
 async def test_the_first_error_of_a_prompt_is_the_answers() -> None:
-    """What came before it is read first; what comes after it is not."""
+    """Events that came before it are read first; later ones are not."""
 
     async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
         put(DELTA)
@@ -430,8 +430,9 @@ async def test_the_prompts_of_a_body_begin_and_end_a_few_at_a_time() -> None:
 
 
 async def test_a_body_of_many_prompts_begins_some_of_them_at_a_time() -> None:
-    """What has begun is a hundred objects each, all of which the garbage collector looks through
-    while the event loop stands still: 1,024 prompts of one body must not be felt by others."""
+    """A request that has begun is a hundred objects, all of which the garbage collector looks
+    through while the event loop stands still: 1,024 prompts of one body must not be felt by
+    others."""
     begun = ended = most = 0
     release = asyncio.Event()
 

@@ -43,7 +43,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "eos_token_id": 0,
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
-K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
 
 @pytest.fixture(autouse=True)
