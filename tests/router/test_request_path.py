@@ -684,6 +684,15 @@ RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
 WORKED = {"landed again", "more than max_tokens", "the end before the last token"}
 
 
+async def test_a_prefill_node_whose_answer_is_late_is_named(pair: FakeCluster) -> None:
+    over = asyncio.Event()
+    pair["p0"].tells = lambda _: ()
+    pair["p0"].on_token[2] = lambda _: over.wait()
+    line = (await pair.ask()).timeline
+    over.set()
+    assert line.prefill_node == "p0"
+
+
 @pytest.mark.parametrize("rude", RUDE)
 async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude: str) -> None:
     """Its request goes on elsewhere, and its client sees nothing of it. A decode node that makes
