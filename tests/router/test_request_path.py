@@ -780,7 +780,7 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
     monkeypatch.setattr(probes, "PROBE_TIMEOUT", 1.5)
-    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 5.0}
+    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 3.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
 
