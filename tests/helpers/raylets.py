@@ -23,9 +23,6 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
     "RAY_prestart_worker_first_driver": "0",
-    # A raylet that is gone refuses connections: five of these and it is lost. Others have 10 s.
-    "RAY_health_check_initial_delay_ms": "500",
-    "RAY_health_check_period_ms": "500",
 }
 
 
