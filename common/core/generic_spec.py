@@ -25,6 +25,7 @@ _CONTEXT = (
     "seq_length",
     "n_ctx",
     "max_target_positions",
+    "model_max_length",
 )
 _NUMBERED_FROM_PADDING = {
     "camembert",

@@ -46,6 +46,7 @@ class PlacementRequest:
     avoid: Collection[str]  # ids of nodes that have failed it
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
+    session: str = ""  # of its client's; "": none is known
     waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
     views: dict[int, PolicyRequest] = field(
@@ -111,12 +112,18 @@ class RolePolicy:
         """Returns how many of the request's tokens the node must compute, as far as is known."""
         return self._view(request).missing(node)
 
+    def most_cached(self, request: PlacementRequest) -> int:
+        """Returns how many of the request's tokens some node has, as far as is known."""
+        return max(self._view(request).cached.values(), default=0)
+
     def _view(self, request: PlacementRequest) -> PolicyRequest:
         """Returns the request as the policy sees it, the same one for a `PlacementRequest`."""
         view = request.views.get(self.role)
         if view is None:
             match = (lambda: self._cached(request)) if self._match is not None else dict
-            view = PolicyRequest(self._name, request.num_tokens, self._now(), match)
+            view = PolicyRequest(
+                self._name, request.num_tokens, self._now(), match, request.session
+            )
             request.views[self.role] = view
         return view
 
@@ -184,6 +191,11 @@ class NodeSelector:
     def missing(self, request: PlacementRequest, node: Node) -> int:
         """Returns how many of the request's tokens the node must compute, as far as is known."""
         return self._policies[node.info.role].missing(request, node)
+
+    def least_missing(self, request: PlacementRequest) -> int:
+        """Returns how many of the request's tokens some node must compute, as far as is known."""
+        policies = (self._policies[role] for role in (pb.ROLE_PREFILL, pb.ROLE_BOTH))
+        return max(1, request.num_tokens - max(each.most_cached(request) for each in policies))
 
     def _find_prefill(self, request: PlacementRequest, decode: Node) -> tuple[Node | None] | None:
         """Returns what `prefill` returns, alone in a tuple; None: wait."""

@@ -66,6 +66,8 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
         slow("qwen3-next", "shm", PP2, TP2),
         slow("qwen3-next", "tcp", TP1, PP2),
         slow("qwen3.5", "shm", TP2, TP1),
+        slow("nemotron-h", "tcp", TP2, TP1),
+        slow("lfm2", "shm", TP1, PP2),
         slow("gemma4", "tcp", TP2, TP1),
         slow("llama4", "tcp", TP2, PP2),
         slow("gpt-oss", "shm", TP2, PP2),
@@ -97,7 +99,7 @@ def test_a_hand_over(
         for node in cluster.nodes("decode"):
             assert node_metrics(node)["pdserve_kv_transfer_bytes_total"] == expected
         check(cluster, model)
-        if name in ("gemma4", "qwen3-next") and prefill is TP2:
+        if name in ("gemma4", "nemotron-h", "qwen3-next") and prefill is TP2:
             cluster.start_node("decode", kv_connector=connector, **decode)
             cluster.wait_nodes()
             check_failover(cluster, model, count=120)

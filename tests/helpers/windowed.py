@@ -15,9 +15,11 @@ from transformers import (
     Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
+    Lfm2Config,
     Llama4TextConfig,
     MinistralConfig,
     MistralConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -92,8 +94,23 @@ STATES = {
         linear_key_head_dim=8,
         linear_value_head_dim=16,
     ),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "conv", "full_attention", "conv"]),
+    "nemotron-h": NemotronHConfig(
+        **{**SIZES, "initializer_range": 0.1},
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        head_dim=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+    ),
 }
-"""Three of four layers have a gated delta net."""
+"""Three of four layers have a gated delta net; three a short convolution; one has Mamba-2, and two
+see one token alone."""
 
 THROUGH_TRANSFORMERS = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),

@@ -80,6 +80,8 @@ SIZES: dict[str, Any] = {
 }
 
 
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+MIXED = ["linear_attention", "full_attention"] * 2
 TWICE = {"rope_type": "default", "rope_theta": 10000.0}
 BOTH = ["sliding_attention", "full_attention"]
 CASES: dict[str, dict[str, Any]] = {
@@ -94,6 +96,8 @@ CASES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "bailing_hybrid": {"layer_types": MIXED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
     "bloom": {"seq_length": 256},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -133,6 +137,29 @@ CASES: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "num_heads": 4,
         "window_size": 24,
+    },
+    "granitemoehybrid": {**MAMBA, "layer_types": MIXED, "shared_intermediate_size": 96},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {
+        "layer_types": MIXED,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "lara_mini": {
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+    },
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 32,
+        "chunk_size": 16,
+        "initializer_range": 0.1,  # else transformers' own cache says otherwise than no cache
     },
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "xmod": {"default_language": "en_XX"},

@@ -89,7 +89,11 @@ class Answers(ABC):
 
     @abstractmethod
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """Computes a layer with a state; returns `[T, value heads, value_dim]`."""
+        """Computes a layer with a delta net; returns `[T, value heads, value_dim]`."""
+
+    @abstractmethod
+    def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
+        """Computes a layer with states of another kind, a `mixers.Mixer`: `[1, T, size]` each."""
 
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:  # noqa: B027  # there may be none
         """Adds what LoRA adapters make of a linear layer's input to its output, in place."""

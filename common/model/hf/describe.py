@@ -30,6 +30,7 @@ from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
 from pdserve.common.model.hf.delta_net import MODEL_TYPES
 from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
+from pdserve.common.model.hf.mixers import MIXERS, Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.pipeline import decoder_layers
 from pdserve.common.model.hf.positions import takes_positions
@@ -40,17 +41,17 @@ NUM_TOKENS = 3  # of the run
 MAX_REASON = 160  # characters of another library's error
 LAYERS = {
     "conv": "a short convolution, whose state is not supported",
-    "linear_attention": "linear attention or a Mamba mixer: recurrent state is not supported",
-    "hybrid": "attention beside a Mamba mixer: recurrent state is not supported",
-    "hybrid_sliding": "attention beside a Mamba mixer: recurrent state is not supported",
+    "linear_attention": "linear attention or a Mamba mixer of a kind that is not supported",
+    "hybrid": "attention beside a recurrent state, which is not supported",
+    "hybrid_sliding": "attention beside a recurrent state, which is not supported",
     "indexed_attention": "sparse attention with an indexer, whose keys are not supported",
     "minimax_m3_sparse": "attention to selected blocks, which is not supported",
     "compressed_sparse_attention": "attention to compressed tokens, which is not supported",
     "heavily_compressed_attention": "attention to compressed tokens, which is not supported",
 }
 """Why layers of these types of transformers cannot run on the paged cache."""
-_GIVEN_MASKS = {"full_attention": Mask(), "linear_attention": None}
-"""Masks by the type of layer, of classes that would look at the values of a mask."""
+KEEP_NOTHING = ("mlp", "moe")
+"""Types of layers that see one token alone."""
 _NO_INTERFACE = "{} does not use transformers' attention interface"
 
 
@@ -73,11 +74,7 @@ class Call:
 class StateCall:
     """How a layer with a state was computed."""
 
-    inputs: DeltaInputs
-
-    @property
-    def kv(self) -> LayerKV:
-        return LayerKV.of_state(self.inputs.mixed.shape[1], self.inputs.sizes.numbers)
+    kv: LayerKV
 
 
 @dataclass(slots=True)
@@ -96,10 +93,19 @@ class Recorder(Answers):
         self.linears.add(linear)
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        self.repeated |= layer in self.calls
-        self.calls[layer] = StateCall(inputs)
         tokens, units, _ = inputs.mixed.shape
+        self._note(layer, LayerKV.of_state(units, inputs.sizes.numbers))
         return inputs.mixed.new_empty(tokens, units * inputs.sizes.ratio, inputs.sizes.value_dim)
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        called = self.linears.copy()
+        self._note(mixer.layer, LayerKV.of_state(1, mixer.numbers(hidden)))
+        self.linears = called  # its own ones see tokens otherwise than a step has them
+        return torch.empty_like(hidden)
+
+    def _note(self, layer: int, kv: LayerKV) -> None:
+        self.repeated |= layer in self.calls
+        self.calls[layer] = StateCall(kv)
 
 
 def model_class(config: Any) -> type[PreTrainedModel]:
@@ -222,11 +228,20 @@ def run_outline(model: Any) -> Recorder:
     with answering(recorder):
         base(
             input_ids=tokens,
-            attention_mask=_GIVEN_MASKS if _has_states(model.config) else torch.ones_like(tokens),
+            attention_mask=_masks(model.config) or torch.ones_like(tokens),
             use_cache=False,
             **told,
         )
     return recorder
+
+
+def _masks(config: Any) -> dict[str, Mask | None]:
+    """Returns masks by the type of layer, for classes that would look at the values of a mask."""
+    if not _has_states(config):
+        return {}
+    window = getattr(config, "sliding_window", None)
+    masks = {"full_attention": Mask(), "sliding_attention": Mask(window)}
+    return {**masks, "linear_attention": None, "conv": None}
 
 
 def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
@@ -235,7 +250,8 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     model_class(config)
     name = name_of(config)
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type in LAYERS and not (layer_type == "linear_attention" and _has_states(config)):
+        known = layer_type in ("conv", "linear_attention") and _has_states(config)
+        if layer_type in LAYERS and not known:
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
     try:
         model = build(config)
@@ -260,7 +276,6 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     calls = _checked(name, config, recorder)
     stored = _stored(name, folder, overrides)
     outline = Outline.from_folder(folder, overrides)
-    layers = [call.kv for call in calls]
     attends = next((call for call in calls if isinstance(call, Call)), None)
     if attends is None:
         raise ConfigError(f"{name} has no layer with attention, which is not supported")
@@ -282,8 +297,8 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        layer_windows=tuple(each.window for each in layers),
-        layer_kv=tuple(_shared(calls, layers)),
+        layer_windows=tuple(None if each is None else each.kv.window for each in calls),
+        layer_kv=tuple(_shared(calls)),
         dtype=outline.dtype,
         eos_token_ids=outline.eos_token_ids,
         impl="transformers",
@@ -307,22 +322,24 @@ def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
 
 
 def _has_states(config: Any) -> bool:
-    return config.model_type in MODEL_TYPES
+    return config.model_type in MODEL_TYPES or config.model_type in MIXERS
 
 
-def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCall]:
-    """Returns the calls in order of layers. Raises ConfigError unless every layer attends once, and
-    in a way that the paged cache can answer."""
+def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCall | None]:
+    """Returns the calls in order of layers; None: of layers that see one token alone. Raises
+    ConfigError unless every other layer attends once, and in a way that the paged cache can
+    answer."""
     layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
     if not recorder.calls:
         raise ConfigError(_NO_INTERFACE.format(name))
+    kinds = getattr(config, "layer_types", None) or [""] * layers
     for layer in range(layers):
-        if layer not in recorder.calls:
+        if layer not in recorder.calls and kinds[layer] not in KEEP_NOTHING:
             raise ConfigError(
                 f"{name}: layer {layer} does not use transformers' attention interface"
             )
-    calls = [recorder.calls[layer] for layer in range(layers)]
-    if recorder.repeated or len(recorder.calls) != layers:
+    calls = [recorder.calls.get(layer) for layer in range(layers)]
+    if recorder.repeated or max(recorder.calls) >= layers:
         raise ConfigError(f"{name}: layers that attend more than once a token are not supported")
     for layer, call in enumerate(calls):
         if isinstance(call, Call) and call.style.mask.oddity:
@@ -330,15 +347,18 @@ def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCal
     return calls
 
 
-def _shared(
-    calls: Sequence[Call | StateCall], layers: Sequence[LayerKV]
-) -> Iterator[LayerKV | int]:
-    """Yields what each layer keeps; the first layer that has its keys, if that is another one."""
+def _shared(calls: Sequence[Call | StateCall | None]) -> Iterator[LayerKV | int]:
+    """Yields what each layer keeps; the first layer that has its keys, if that is another one; its
+    own number, if it keeps nothing."""
     owners: dict[int, int] = {}
-    for layer, (call, kv) in enumerate(zip(calls, layers, strict=True)):
+    for layer, call in enumerate(calls):
+        if call is None:
+            yield layer
+            continue
         keys = call.k if isinstance(call, Call) else call
         owner = owners.setdefault(id(keys), layer)
-        yield kv if owner == layer or layers[owner] != kv else owner
+        first = calls[owner]
+        yield call.kv if owner == layer or first is None or first.kv != call.kv else owner
 
 
 def _intermediate_size(config: Any) -> int:

@@ -111,6 +111,9 @@ def _heads(
     """Compares how the layers attend, whole and split."""
     found = []
     for layer in range(spec.num_layers):
+        if layer not in whole:
+            found.append(Heads())
+            continue
         has, had = part[layer], whole[layer]
         if isinstance(has, StateCall) or isinstance(had, StateCall):
             found.append(Heads())  # a rank has the inputs of all heads, of which it takes its own

@@ -29,7 +29,7 @@ from pdserve.common.model.attention import (
 )
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.decoder import Decoder, places
-from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs
+from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs, scan
 from pdserve.common.model.dequantize import model_view
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.hf.adapt import adapt
@@ -43,6 +43,7 @@ from pdserve.common.model.hf.describe import first_line, model_class, read_confi
 from pdserve.common.model.hf.layout import Heads, Layout, choose_layout
 from pdserve.common.model.hf.linears import linears_of, part_of
 from pdserve.common.model.hf.loading import Prepare, partial_class
+from pdserve.common.model.hf.mixers import Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.parallel import Cut, split
 from pdserve.common.model.hf.pipeline import StageRun, check_stage
@@ -255,7 +256,19 @@ class _Step(Answers):
         start, end = self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size)
         states = self._caches[group][index][0, :, :, 0]
         out = backend.scan(inputs.of_units(start, end), states, self._contexts[group])
-        return ranks.all_gather(out, dim=1) if ranks.size > 1 else out
+        shared = end - start < self._model.spec.kv_groups[group].num_kv_heads
+        return ranks.all_gather(out, dim=1) if shared else out
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        group, index, _ = self._model.place(mixer.layer)
+        rows, out = hidden[0], torch.empty_like(hidden[0])
+
+        def rule(which: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+            found, after = mixer.run(rows[which], before[:, 0])
+            return found, after[:, None]
+
+        scan(rule, out, self._caches[group][index][0, :, :, 0], self._contexts[group])
+        return out[None]
 
 
 def probe(model: TransformersModel) -> list[Tensor]:

@@ -187,6 +187,9 @@ class RecordedAnswers(Answers):
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         raise Untraceable(f"layer {layer} has a state")
 
+    def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
+        raise Untraceable(f"layer {mixer.layer} has a state")
+
 
 @contextmanager
 def on_meta(model: nn.Module) -> Iterator[Named]:

@@ -19,6 +19,7 @@ from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.engine.rates import MeasuredRates
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node import ranks
@@ -104,11 +105,15 @@ def test_each_router_hears_what_the_others_have_placed() -> None:
     remote.router = "router-b"
     it.admit()
     compute(it, mine, 8)
-    replicas: Any = [SimpleNamespace(scheduler=it)]
+    rates = MeasuredRates()
+    for _ in range(20):
+        rates.step(100, 0, 0.5)
+    replicas: Any = [SimpleNamespace(scheduler=it, engine=SimpleNamespace(rates=rates))]
 
     def others(router: str) -> tuple[int, int]:
         load = node_load(replicas, True, "ok", router)
         assert load.running + load.waiting == 3
+        assert load.rates.prefill == 0.005
         return load.others, load.others_tokens
 
     assert others("router-a") == (2, 7), "what comes from another node is not computed here"

@@ -1,0 +1,125 @@
+"""Runs layers of transformers that keep a state (Mamba, short convolutions, delta attention …) by
+their class's own code: some tokens of one sequence at a time, or one of several.
+
+The class's code reads and writes states in transformers' cache, in the place of which it is given
+one that has the states of these sequences alone. All of a layer's states lie in one row of the KV
+group, float32, and every tensor-parallel rank computes and keeps all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdserve.common.model.hf.attention import running
+
+MIXERS = {
+    "bamba": "BambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lara_mini": "LaraMiniGatedDeltaNet",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+}
+"""The class of such layers, by model type."""
+FROM_NOTHING = ("JambaMambaMixer",)
+"""Those whose code computes several tokens from no state alone."""
+
+
+class States:
+    """Stands for transformers' cache: the states of a layer for B sequences, `[B, …]` each."""
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}
+        self.recurrent: dict[int, Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent.get(state_idx)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
+    ) -> Tensor:
+        """Returns what the convolution sees of `[B, channels, n]`, with inputs before them."""
+        past = self.conv.get(state_idx)
+        if past is None:
+            past = inputs.new_zeros(*inputs.shape[:-1], conv_kernel_size)
+        seen = torch.cat((past, inputs), dim=-1)
+        self.conv[state_idx] = seen[..., -past.shape[-1] :]
+        return seen
+
+    def update_recurrent_state(
+        self, states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.recurrent[state_idx] = states
+        return states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # then a single token's convolution is as that of several
+
+
+class Mixer:
+    """Such a layer."""
+
+    def __init__(self, net: Any) -> None:
+        self.layer: int = net.layer_idx
+        self._from_nothing = type(net).__name__ in FROM_NOTHING
+        self._own = net.forward
+        self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def numbers(self, hidden: Tensor) -> int:
+        """Returns the numbers of a sequence's states, for hidden states like `[B, n, size]`."""
+        if not self._shapes:
+            states = States()
+            self._own(hidden[:1, :1], cache=states)
+            self._shapes = {
+                (kind, index): tuple(found[index].shape[1:])
+                for kind, found in _kinds(states).items()
+                for index in sorted(found)
+            }
+        return sum(map(prod, self._shapes.values()))
+
+    def run(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden `[B, n, size]`, before float32 `[B, numbers]` → `[B, n, size]`, states after."""
+        assert before.shape[1] == self.numbers(hidden)
+        if self._from_nothing and hidden.shape[1] > 1 and before.any():
+            parts = []
+            for each in hidden.split(1, dim=1):
+                part, before = self.run(each, before)
+                parts.append(part)
+            return torch.cat(parts, dim=1), before
+        states, edges = States(), accumulate(map(prod, self._shapes.values()), initial=0)
+        for (key, shape), (start, end) in zip(self._shapes.items(), pairwise(edges), strict=True):
+            kind, index = key
+            found = before[:, start:end].reshape(-1, *shape)
+            _kinds(states)[kind][index] = found.to(hidden.dtype) if kind == "conv" else found
+        out = self._own(hidden, cache=states)
+        after = [_kinds(states)[kind][index] for kind, index in self._shapes]
+        return out, torch.cat([each.flatten(1).float() for each in after], dim=1)
+
+
+def _kinds(states: States) -> Mapping[str, dict[int, Tensor]]:
+    return {"conv": states.conv, "recurrent": states.recurrent}
+
+
+def take_mixers(model: Any) -> None:
+    """Has these layers leave their states to the step."""
+    name = MIXERS.get(model.config.model_type)
+    for net in [each for each in model.modules() if type(each).__name__ == name]:
+        net.forward = partial(_forward, Mixer(net))
+
+
+def _forward(mixer: Mixer, hidden_states: Tensor, **_: Any) -> Tensor:
+    return running().mix(mixer, hidden_states)
