@@ -112,6 +112,10 @@ class RolePolicy:
         """Returns how many of the request's tokens the node must compute, as far as is known."""
         return self._view(request).missing(node)
 
+    def most_cached(self, request: PlacementRequest) -> int:
+        """Returns how many of the request's tokens some node has, as far as is known."""
+        return max(self._view(request).cached.values(), default=0)
+
     def _view(self, request: PlacementRequest) -> PolicyRequest:
         """Returns the request as the policy sees it, the same one for a `PlacementRequest`."""
         view = request.views.get(self.role)
@@ -187,6 +191,11 @@ class NodeSelector:
     def missing(self, request: PlacementRequest, node: Node) -> int:
         """Returns how many of the request's tokens the node must compute, as far as is known."""
         return self._policies[node.info.role].missing(request, node)
+
+    def least_missing(self, request: PlacementRequest) -> int:
+        """Returns how many of the request's tokens some node must compute, as far as is known."""
+        policies = (self._policies[role] for role in (pb.ROLE_PREFILL, pb.ROLE_BOTH))
+        return max(1, request.num_tokens - max(each.most_cached(request) for each in policies))
 
     def _find_prefill(self, request: PlacementRequest, decode: Node) -> tuple[Node | None] | None:
         """Returns what `prefill` returns, alone in a tuple; None: wait."""

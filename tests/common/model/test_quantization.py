@@ -115,7 +115,7 @@ def test_parts_of_a_matrix_are_those_of_the_slow_reader(scheme: Scheme, cut: int
         columns = share(96, rank, cut)
         row_parallel = filled(grouped([part("a", slice(0, 80), columns)], scheme), tensors)
         assert torch.equal(row_parallel.dense(), slow["a"][:, columns])
-        assert row_parallel.values.nbytes == 80 * (96 // cut) * scheme.bits // 8
+        assert row_parallel.matrices[0].values.nbytes == 80 * (96 // cut) * scheme.bits // 8
 
 
 def share(total: int, rank: int, size: int) -> slice:
