@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
@@ -94,6 +95,14 @@ STATES = {
         linear_key_head_dim=8,
         linear_value_head_dim=16,
     ),
+    "falcon-h1": FalconH1Config(
+        **{**SIZES, "initializer_range": 0.17},
+        mamba_d_ssm=128,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_chunk_size=16,
+    ),
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "conv", "full_attention", "conv"]),
     "nemotron-h": NemotronHConfig(
         **{**SIZES, "initializer_range": 0.1},
@@ -109,8 +118,8 @@ STATES = {
         moe_shared_expert_intermediate_size=24,
     ),
 }
-"""Three of four layers have a gated delta net; three a short convolution; one has Mamba-2, and two
-see one token alone."""
+"""Three of four layers have a gated delta net; all have Mamba-2 beside attention; three a short
+convolution; one has Mamba-2, and two see one token alone."""
 
 THROUGH_TRANSFORMERS = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),
