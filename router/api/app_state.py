@@ -25,10 +25,10 @@ from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.api.sampling import make_choices, make_sampling, make_stop
 from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.served_model import ServedModel
-from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.fair_share import FairExecutor
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.pipeline import Pipeline
+from pdserve.router.requests.queue_bounds import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,9 @@ from pdserve.router.grpc.chat import chat_fields, structured_fields
 from pdserve.router.grpc.door import AUTHORIZATION, client_of, details, message_done, metadata_of
 from pdserve.router.grpc.response import ResponseWriter
 from pdserve.router.grpc.resume import resumable
-from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.queue_bounds import Batch
+from pdserve.router.requests.slo import slo_of
 from pdserve.router.requests.stages import SESSION_ID, RequestArrival, arrival_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -96,6 +97,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     wants_timeline=request.timeline,
                     operation="chat" if request.HasField("chat") else "text_completion",
                     traceparent=plain_parent(metadata_of(context, PARENT)),
+                    slo=slo_of(lambda name: metadata_of(context, name.lower())),
                     session=metadata_of(context, SESSION_ID) or "",
                 )
             )

@@ -18,7 +18,7 @@ from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.cluster.adapters import Adapter
-from pdserve.router.requests.admission import Batch
+from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.stages import Stages
 
 MAX_BURST = 32  # generations that begin, or are given up, in one turn of the event loop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from time import monotonic
@@ -67,6 +67,7 @@ class RequestState:
         self._start = monotonic()
         self.arrival = arrival = arrival_var.get()
         self.timed = arrival is not None and arrival.wants_timeline
+        self.on_first_token: Callable[[], None] = lambda: None
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
         self._timeline: dict[str, Any] = {}  # its fields
@@ -327,6 +328,7 @@ class RequestState:
         now = monotonic()
         if "first_token" not in self._timeline:
             self.mark("first_token")
+            self.on_first_token()
         if choice in self._last_token and num_tokens:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
         self._last_token[choice] = now

@@ -21,6 +21,7 @@ from enum import StrEnum
 from time import monotonic
 
 from pdserve.common.core.request import TimelineStage
+from pdserve.router.requests.slo import NO_SLO, SLO
 
 ROUTER = "router"
 
@@ -61,6 +62,7 @@ class RequestArrival:
     wants_timeline: bool = False
     operation: str = "text_completion"  # OpenTelemetry's name of it
     traceparent: str = ""  # the client's span
+    slo: SLO = NO_SLO  # as its headers say
     session: str = ""  # which of the client's requests it belongs to
 
 

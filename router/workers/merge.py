@@ -101,6 +101,10 @@ def merged_clusters(views: Sequence[View]) -> View:
         **first,
         **{name: sum(view[name] for view in views) for name in _LOAD},
         "places": max(view["places"] for view in views),
+        "first_token_seconds": max(
+            (view["first_token_seconds"] for view in views if view["first_token_seconds"]),
+            default=None,
+        ),
         "nodes": _nodes(views),
         "flows": _added(views, "flows", _FLOW),
         "broken_links": list({_pair(link): link for link in _all(views, "broken_links")}.values()),

@@ -21,6 +21,7 @@ from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
+from pdserve.router.requests.admission import Ask
 from pdserve.router.requests.generation import GenerationStats, TextDelta
 from pdserve.router.requests.stages import Phase, RequestArrival, Stages, arrival_var
 from pdserve.router.requests.timelines import MAX_FOUND
@@ -146,7 +147,7 @@ async def test_waiting_for_a_place_is_queue(tmp_path: Path) -> None:
             tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
 
             async def hold() -> None:
-                async with cluster.pipeline.admission.slot():
+                async with cluster.pipeline.admission.slot(Ask()):
                     await asyncio.sleep(DELAY)
 
             holding = asyncio.create_task(hold())

@@ -165,8 +165,8 @@ def view(pid: int, running: int, others: int, **more: Any) -> dict[str, Any]:
     refused = {"reason": "no", "port": "registry", "count": pid, "seconds_ago": 1.0}
     return {
         "pid": pid, "ready": True, "reason": "ok", "running": running, "waiting": 1, "places": 9,
-        "uptime_seconds": 5.0, "nodes": [node], "pairings": [], "flows": [flow],
-        "broken_links": [], "refused": [refused], **more,
+        "uptime_seconds": 5.0, "first_token_seconds": None, "nodes": [node], "pairings": [],
+        "flows": [flow], "broken_links": [], "refused": [refused], **more,
     }  # fmt: skip
 
 
