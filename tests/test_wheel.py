@@ -21,7 +21,7 @@ from cluster import Cluster
 from paths import EXAMPLE, ROOT
 
 FOLDERS = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
-FACE = ("bench", "cli", "client", "demo_model", "offline")  # of `pdserve/` itself
+FACE = ("bench", "cli", "client", "demo_model", "offline", "simulate")  # of `pdserve/` itself
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "models")
 # A venv has no packages of its own; these are found after what is installed in it. Lines of such a
 # file are folders, whose own .pth files (an editable pdserve's) are not read.

@@ -212,7 +212,10 @@ class RoutingConfig:
         metavar="NAME",
     )
     local_prefill_threshold: int = option(
-        0, "prompts with fewer tokens skip the prefill node (0: none)", minimum=0
+        0,
+        "prompts skip the prefill node if the decode node has to compute fewer tokens of them, "
+        "by what is known of its cache (0: none)",
+        minimum=0,
     )
     max_concurrent_requests: int = option(
         256,

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
 from pdserve.common.config.node import AUTO, WorkerNodeConfig
+from pdserve.common.core.block_hash import HASHER
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
@@ -215,6 +216,8 @@ class EngineNode(ABC, Generic[S, T]):
         return f"replica {replica}: " if self.config.engine.parallel.data_parallel_size > 1 else ""
 
     async def _start(self) -> None:
+        if self.config.engine.cache.enable_prefix_caching:
+            self.spawn(asyncio.to_thread(HASHER.load))
         export(self.replicas, self.metrics)
         self.metrics.registry.register(UtilisationCollector(self._utilisation))
         self._export_lent_cores()

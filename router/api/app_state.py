@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.errors import InvalidRequest, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
@@ -39,6 +39,11 @@ THREADS = 4  # that take bodies at the same time
 MAX_WAITING = 4096  # bodies that wait for a thread
 # Clients choose the names: the log remembers so many of them, of so many characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
+
+
+def stopping() -> Unavailable:
+    """The error for requests while this process ends: another router may serve them."""
+    return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 
 class UnknownFields:

@@ -255,7 +255,14 @@ class NodeSelector:
             chosen,
             key=lambda node: (node.num_requests / node.replicas, -node.load.most_free_blocks),
         )
-        return node, PromptPath.LOCAL if node.info.role == pb.ROLE_BOTH else path
+        if node.info.role == pb.ROLE_BOTH or self._has_most(request, node):
+            return node, PromptPath.LOCAL
+        return node, path
+
+    def _has_most(self, request: PlacementRequest, decode: Node) -> bool:
+        """Whether a decode node should compute what it does not have, which is the case in the next
+        turn of a chat: it has computed the answer that comes back with the prompt."""
+        return self.missing(request, decode) < self._config.local_prefill_threshold
 
     def _choose(
         self, request: PlacementRequest, decodes: Candidates, boths: Candidates

@@ -14,7 +14,7 @@ from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.http.connection import connection_of
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
-from pdserve.router.api.app_state import AppState
+from pdserve.router.api.app_state import AppState, stopping
 from pdserve.router.api.compat import MessagesBody, ResponsesBody
 from pdserve.router.api.schema import (
     ChatBody,
@@ -32,7 +32,6 @@ from pdserve.router.http.encoding import (
     code_of,
     error_response,
     http_error_response,
-    stopping,
 )
 from pdserve.router.http.info import ADAPTERS
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route

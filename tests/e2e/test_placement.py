@@ -137,6 +137,32 @@ def test_cost_keeps_conversations_and_sessions_where_they_began() -> None:
         assert said['pdserve_placement_policy_failures_total role="prefill"'] == 0
 
 
+@pytest.mark.parametrize("policy", ["prefix-aware", "cost"])
+def test_the_next_turn_of_a_chat_is_computed_where_the_answer_was(policy: str) -> None:
+    router = {"decode_policy": policy, "local_prefill_threshold": 4 * SIZE}
+    with WarmCluster(MODEL, prefill=1, decode=2, router=router) as cluster:
+        prompt = fresh_prompt(12 * SIZE)
+        for turns in range(3):
+            before, known = prefilled(cluster), known_blocks(cluster, "decode")
+            answer = cluster.complete(prompt, max_tokens=2 * SIZE, **SHOWN)
+            tokens = tuple(answer["choices"][0]["token_ids"])
+            assert tokens == reference.greedy(cluster.model, tuple(prompt), 2 * SIZE)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (turns and (len(prompt) - SIZE - 1) // SIZE * SIZE)
+            assert bool(prefilled(cluster) - before) == (turns == 0)
+            prompt = [*prompt, *tokens, *fresh_prompt(SIZE)]
+            new = (len(prompt) - SIZE - 1) // SIZE - cached // SIZE
+            cluster.wait_for(partial(knows, cluster, known + new))
+
+
+SHOWN = {"return_token_ids": True, "ignore_eos": True}
+
+
+def knows(cluster: WarmCluster, count: float) -> bool:
+    """Whether the router knows so many blocks of decode nodes."""
+    return known_blocks(cluster, "decode") >= count
+
+
 def test_nodes_of_both_roles_keep_their_conversations() -> None:
     router = {"decode_policy": "prefix-aware"}
     with WarmCluster(MODEL, prefill=0, decode=0, router=router) as cluster:

@@ -208,6 +208,7 @@ class FakeNode:
             committed = decode.committed[request.ticket.transfer_id]
             if not committed.done():  # by one that has been given up since
                 committed.set_result(first)
+            await self._before(2, context)
             yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=0.001))
 
     async def _decode(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[Any]:

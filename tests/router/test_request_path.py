@@ -684,6 +684,15 @@ RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
 WORKED = {"landed again", "more than max_tokens", "the end before the last token"}
 
 
+async def test_a_prefill_node_whose_answer_is_late_is_named(pair: FakeCluster) -> None:
+    over = asyncio.Event()
+    pair["p0"].tells = lambda _: ()
+    pair["p0"].on_token[2] = lambda _: over.wait()
+    line = (await pair.ask()).timeline
+    over.set()
+    assert line.prefill_node == "p0"
+
+
 @pytest.mark.parametrize("rude", RUDE)
 async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude: str) -> None:
     """Its request goes on elsewhere, and its client sees nothing of it. A decode node that makes
@@ -771,7 +780,7 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
     monkeypatch.setattr(probes, "PROBE_TIMEOUT", 1.5)
-    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 5.0}
+    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 3.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
 

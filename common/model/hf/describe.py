@@ -30,7 +30,7 @@ from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
 from pdserve.common.model.hf.delta_net import MODEL_TYPES
 from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
-from pdserve.common.model.hf.mixers import MIXERS, Mixer
+from pdserve.common.model.hf.mixers import BESIDE, MIXERS, Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.pipeline import decoder_layers
 from pdserve.common.model.hf.positions import takes_positions
@@ -250,8 +250,8 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     model_class(config)
     name = name_of(config)
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        known = layer_type in ("conv", "linear_attention") and _has_states(config)
-        if layer_type in LAYERS and not known:
+        known = ("hybrid",) if config.model_type in BESIDE else ("conv", "linear_attention")
+        if layer_type in LAYERS and not (layer_type in known and _has_states(config)):
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
     try:
         model = build(config)
@@ -314,7 +314,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
 def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
     """Returns the linear layers within decoder layers, by name."""
     try:
-        layers, _ = decoder_layers(model, int(config.num_hidden_layers))
+        layers, _ = decoder_layers(model, getattr(config, "num_hidden_layers", 0))
     except ConfigError:  # none is known
         return {}
     found = linears_of(model)
@@ -330,6 +330,8 @@ def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCal
     ConfigError unless every other layer attends once, and in a way that the paged cache can
     answer."""
     layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+    if config.model_type in BESIDE:
+        layers *= 2
     if not recorder.calls:
         raise ConfigError(_NO_INTERFACE.format(name))
     kinds = getattr(config, "layer_types", None) or [""] * layers

@@ -61,6 +61,13 @@ def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage) -> Layo
         return Layout("", (Heads(),) * spec.num_layers)
     model = fresh()
     name, layers = decoder_layers(model, spec.num_layers)
+    if (places := spec.num_layers // len(layers)) > 1 and (
+        stage.start % places or stage.end % places
+    ):
+        raise ConfigError(
+            f"{spec.architecture}: each layer counts as {places}, so stages must have multiples of "
+            f"{places}: use --pipeline-partition"
+        )
     tuples = 0 if stage.first and stage.last else _tuples(spec, model, layers)
     if size == 1:
         return Layout(name, (Heads(),) * spec.num_layers, tuples=tuples)

@@ -9,8 +9,8 @@ group, float32, and every tensor-parallel rank computes and keeps all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from pdserve.common.model.hf.attention import running
 
 MIXERS = {
     "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "jamba": "JambaMambaMixer",
     "kimi_linear": "KimiLinearDeltaAttention",
@@ -28,10 +29,13 @@ MIXERS = {
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
     "lfm3": "Lfm3ShortConv",
+    "minimax": "MiniMaxLightningAttention",
     "nemotron_h": "NemotronHMamba2Mixer",
     "bailing_hybrid": "BailingHybridDeltaAttention",
 }
 """The class of such layers, by model type."""
+BESIDE = {"falcon_h1": "FalconH1Attention"}
+"""The class of attention that layers have beside such a one: it counts as a layer before it."""
 FROM_NOTHING = ("JambaMambaMixer",)
 """Those whose code computes several tokens from no state alone."""
 
@@ -66,8 +70,22 @@ class States:
         self.recurrent[state_idx] = states
         return states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.recurrent.get(0)
+
+    def set_linear_cache(self, layer_idx: int, states: Tensor) -> None:
+        self.recurrent[0] = states
+
     def is_recording_past(self, layer_idx: int) -> bool:
         return True  # then a single token's convolution is as that of several
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a sequence's states."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Mixer:
@@ -76,38 +94,46 @@ class Mixer:
     def __init__(self, net: Any) -> None:
         self.layer: int = net.layer_idx
         self._from_nothing = type(net).__name__ in FROM_NOTHING
+        self.pair = type(net).__name__ == "MiniMaxLightningAttention"  # is what it returns
         self._own = net.forward
-        self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._parts: dict[tuple[str, int], _Part] = {}
 
     def numbers(self, hidden: Tensor) -> int:
         """Returns the numbers of a sequence's states, for hidden states like `[B, n, size]`."""
-        if not self._shapes:
+        if not self._parts:
             states = States()
-            self._own(hidden[:1, :1], cache=states)
-            self._shapes = {
-                (kind, index): tuple(found[index].shape[1:])
+            self._call(hidden[:1, :1], states)
+            self._parts = {
+                (kind, index): _Part(found[index].shape[1:], found[index].dtype)
                 for kind, found in _kinds(states).items()
                 for index in sorted(found)
             }
-        return sum(map(prod, self._shapes.values()))
+        return sum(prod(part.shape) for part in self._parts.values())
 
     def run(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """hidden `[B, n, size]`, before float32 `[B, numbers]` → `[B, n, size]`, states after."""
         assert before.shape[1] == self.numbers(hidden)
         if self._from_nothing and hidden.shape[1] > 1 and before.any():
-            parts = []
-            for each in hidden.split(1, dim=1):
-                part, before = self.run(each, before)
-                parts.append(part)
-            return torch.cat(parts, dim=1), before
-        states, edges = States(), accumulate(map(prod, self._shapes.values()), initial=0)
-        for (key, shape), (start, end) in zip(self._shapes.items(), pairwise(edges), strict=True):
-            kind, index = key
-            found = before[:, start:end].reshape(-1, *shape)
-            _kinds(states)[kind][index] = found.to(hidden.dtype) if kind == "conv" else found
-        out = self._own(hidden, cache=states)
-        after = [_kinds(states)[kind][index] for kind, index in self._shapes]
+            outs = []
+            for token in hidden.split(1, dim=1):
+                found, before = self.run(token, before)
+                outs.append(found)
+            return torch.cat(outs, dim=1), before
+        states, start = States(), 0
+        for (kind, index), part in self._parts.items():
+            end = start + prod(part.shape)
+            found = before[:, start:end].reshape(-1, *part.shape)
+            _kinds(states)[kind][index] = found.to(part.dtype)
+            start = end
+        out = self._call(hidden, states)
+        after = [_kinds(states)[kind][index] for kind, index in self._parts]
         return out, torch.cat([each.flatten(1).float() for each in after], dim=1)
+
+    def _call(self, hidden: Tensor, states: States) -> Tensor:
+        unused = {"position_embeddings": None, "attention_mask": None} if self.pair else {}
+        found = self._own(hidden, cache=states, **unused)
+        out: Tensor = found[0] if self.pair else found
+        return out
 
 
 def _kinds(states: States) -> Mapping[str, dict[int, Tensor]]:
@@ -116,10 +142,17 @@ def _kinds(states: States) -> Mapping[str, dict[int, Tensor]]:
 
 def take_mixers(model: Any) -> None:
     """Has these layers leave their states to the step."""
-    name = MIXERS.get(model.config.model_type)
-    for net in [each for each in model.modules() if type(each).__name__ == name]:
+    kind = model.config.model_type
+    for net in list(model.modules()):
+        if type(net).__name__ == BESIDE.get(kind):
+            net.layer_idx *= 2
+        if type(net).__name__ != MIXERS.get(kind):
+            continue
+        if kind in BESIDE:
+            net.layer_idx = 2 * net.layer_idx + 1
         net.forward = partial(_forward, Mixer(net))
 
 
-def _forward(mixer: Mixer, hidden_states: Tensor, **_: Any) -> Tensor:
-    return running().mix(mixer, hidden_states)
+def _forward(mixer: Mixer, hidden_states: Tensor, **_: Any) -> Any:
+    out = running().mix(mixer, hidden_states)
+    return (out, None) if mixer.pair else out

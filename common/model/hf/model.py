@@ -356,7 +356,8 @@ def _load(
             group = RecordedRanks(sharding.group)
             cuts = split(model, group, layout.way, layout.layers, layout.gather_kv)
         layers = model.get_submodule(layout.layers) if layout.layers else ()
-        model.stage_run = StageRun(model, layers, stage, layout.tuples)
+        part = stage.over(spec.num_layers // len(layers)) if layers else stage
+        model.stage_run = StageRun(model, layers, part, layout.tuples)
         model.cuts = cuts
         return cuts
 

@@ -22,12 +22,11 @@ from pdserve.common.model.stages import Stage
 
 
 def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
-    """Returns the name of the model's list of decoder layers, and the list. Raises ConfigError."""
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
+    """Returns the name of the model's list of decoder layers, and the list: it has `count`, or half
+    of it where a layer has attention twice, or a state beside it. Raises ConfigError."""
+    lists = [each for each in model.named_modules() if isinstance(each[1], nn.ModuleList)]
+    found = [(name, each) for name, each in lists if len(each) == count]
+    found = found or [(name, each) for name, each in lists if 2 * len(each) == count]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no list of {count} layers to be split")
     return min(found, key=lambda each: each[0].count("."))

@@ -59,7 +59,7 @@ class ClassSteps:
         let_adapt(adapted)
         name, self._base = layers_of(model)
         self._run: StageRun = model.stage_run
-        self._given, self._head = _Given(), copy.copy(model)
+        self._given, self._head = _Given(self._base), copy.copy(model)
         self._head._modules = {**model._modules, name: self._given}
 
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
@@ -86,9 +86,16 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Stands in for the layers, whose output is known."""
+    """Stands in for the layers `base`, whose output is known."""
 
     hidden: Tensor
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["base"] = base  # which is no part of it
+
+    def __getattr__(self, name: str) -> Any:  # heads may look at numbers of the layers (Falcon-H1)
+        return getattr(self.__dict__["base"], name)
 
     @property
     def decoder(self) -> _Given:  # OPT calls `model.decoder`

@@ -14,6 +14,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     BambaConfig,
+    BloomConfig,
     Phi3Config,
     RobertaConfig,
 )
@@ -27,13 +28,15 @@ from pdserve.common.core.generic_spec import _TEXT_DEFAULTS, read_outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import Decoder
+from pdserve.common.model.hf.describe import read_config
+from pdserve.common.model.hf.layout import choose_layout
 from pdserve.common.model.hf.model import TransformersModel
 from pdserve.common.model.hf.parallel import OutlineRanks
 from pdserve.common.model.hf.pipeline import Watch, check_stage
 from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-from sweep import CASES, logits, one
+from sweep import CASES, logits, one, tiny
 from windowed import THROUGH_TRANSFORMERS
 
 EVERY_TIME = (
@@ -42,6 +45,7 @@ EVERY_TIME = (
     "cohere2",
     "deepseek_v3",
     "falcon",  # attention of its own
+    "falcon_h1",  # Mamba-2 beside attention
     "gemma2",  # soft caps
     "gemma3",  # without its tower
     "gemma4_text",  # heads of two sizes, layers that share KV
@@ -283,6 +287,20 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
 def test_positions_that_padding_takes_are_not_the_context_s(tmp_path: Path) -> None:
     RobertaConfig(max_position_embeddings=514, is_decoder=True).save_pretrained(tmp_path)
     assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 512
+
+
+def test_a_context_that_the_config_does_not_state(tmp_path: Path) -> None:
+    BloomConfig().save_pretrained(tmp_path)
+    assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 2048
+    assert CONFIG_MAPPING["falcon"]().max_position_embeddings == 2048
+
+
+def test_a_layer_that_counts_twice_is_not_cut(tmp_path: Path) -> None:
+    tiny(CONFIG_MAPPING["falcon_h1"]).save_pretrained(tmp_path)
+    spec, config = read_spec(tmp_path, "auto", {}), read_config(tmp_path, {})
+    assert spec.num_layers == 8
+    with pytest.raises(ConfigError, match="multiples of 2: use --pipeline-partition"):
+        choose_layout(spec, config, 1, Stage(0, 3, last=False))
 
 
 FALCONS = {
