@@ -186,6 +186,7 @@ class TimedLLM:
             "finished": landed + (params.max_tokens - 1) * params.n / 100,
             "transfer_bytes": 12 * new,
             "decode_cached_tokens": known,
+            "migrations": 0,
         }
         return [SimpleNamespace(timeline=timeline, prompt_token_ids=tokens)]
 
