@@ -137,6 +137,7 @@ class Nodes:
         try:
             self.admission.enter(each.ask)
         except Overloaded as error:
+            self.admission.leave(each.ask)
             self._told(each, error)
         if each.ask.waits:
             patience = min(each.ask.deadline, self._patience)

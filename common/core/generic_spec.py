@@ -27,6 +27,8 @@ _CONTEXT = (
     "max_target_positions",
     "model_max_length",
 )
+_DEFAULT_CONTEXT = {"bloom": 2048, "falcon": 2048}
+"""Positions of model types whose configs on the Hub may state none."""
 _NUMBERED_FROM_PADDING = {
     "camembert",
     "data2vec-text",
@@ -114,7 +116,8 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _exact_context(config: Mapping[str, Any]) -> int:
     """Returns the positions within which a token's rotation does not depend on how long the longest
     sequence of its step is."""
-    longest, settings = _first_int(config, *_CONTEXT), rope_settings(config)
+    stated = {"n_ctx": _DEFAULT_CONTEXT.get(str(config.get("model_type"))), **config}
+    longest, settings = _first_int(stated, *_CONTEXT), rope_settings(config)
     by_layer_type = [each for each in settings.values() if isinstance(each, Mapping)]
     for rope in (settings, *by_layer_type):
         if (rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.common.core.quantization import Quantization
 from pdserve.common.model.kernels.packed import ROWS, Grouped
 from pdserve.common.model.packing import unpack_nibbles
 from pdserve.common.model.sharding import Sharding
@@ -48,10 +49,16 @@ class GroupedMatrix:
     the matrix in the dtype.
     """
 
-    def __init__(self, rows: int, group_of: Tensor, groups: int, sharding: Sharding) -> None:
+    def __init__(
+        self,
+        rows: int,
+        group_of: Tensor,
+        groups: int,
+        sharding: Sharding,
+        quantization: Quantization,
+    ) -> None:
         """`group_of`: int32 `[in]`; `desc_act` overwrites it while loading."""
-        assert sharding.quantization is not None
-        self.rows, self.group_of, self.quantization = rows, group_of, sharding.quantization
+        self.rows, self.group_of, self.quantization = rows, group_of, quantization
         self._packer = sharding.kernels.packer
         held = rows if self._packer is None else -(-rows // ROWS) * ROWS
         inputs, stored = len(group_of), 0 if self.quantization.symmetric else groups

@@ -269,7 +269,9 @@ class GroupedWeight:
         rows = [part.count for part in parts] if quantization.desc_act else [_rows(parts)]
         count = self.groups.stop - self.groups.start
         self.matrices = [
-            GroupedMatrix(number, (group_of - self.groups.start).int(), count, sharding)
+            GroupedMatrix(
+                number, (group_of - self.groups.start).int(), count, sharding, quantization
+            )
             for number in rows
         ]
 

@@ -134,7 +134,8 @@ class Admission:
     # ---- one prompt ----------------------------------------------------------------------------
 
     def enter(self, ask: Ask) -> None:
-        """Queues it; `ask.tell` hears of its place, at once if there is one.
+        """Queues it; `ask.tell` hears of its place, at once if there is one. However it ends, call
+        `leave`.
 
         Raises:
             Overloaded: its SLO cannot be kept. Or the queue is full, or the client's share of it;

@@ -73,6 +73,8 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
         slow("llama4", "tcp", TP2, PP2),
         slow("gpt-oss", "shm", TP2, PP2),
         slow("gpt2", "tcp", PP2, TP2),
+        slow("bart", "tcp", TP2, PP2),
+        slow("bloom", "shm", PP2, TP2),
         slow("qwen3", "shm", PP2, TP2),
         slow("qwen2", "shm", TP1, PP2),
         slow("mistral", "tcp", TP2, TP1),

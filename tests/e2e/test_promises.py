@@ -132,6 +132,27 @@ def test_grpc_metadata_says_the_same(cluster: WarmCluster) -> None:
             assert found["pdserve-error-code"] == code
 
 
+@pytest.mark.slow  # a worker imports all of a router: seconds of CPU each
+def test_each_of_several_workers_keeps_its_word() -> None:
+    router = {"router_workers": 2, "api_key": f"{FLOOD},{POLITE}", "slo_ttft": 100}
+    router |= {"admin_api_key": "an-operator-s", "prefill_backlog": 0.05, "max_client_share": 1}
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 2048}
+    key = {"cluster_key": "k" * 32}
+    with WarmCluster("llama-gqa", 1, 1, {**router, **key}, **options, **key) as cluster:
+        with ThreadPoolExecutor(16) as pool:
+            first = [pool.submit(ask, cluster, POLITE, prompt(300, i)) for i in range(32)]
+            assert {each.result()[0] for each in first} == {200}
+            flood = [
+                pool.submit(ask, cluster, FLOOD, prompt(LONG, 40 + i), X_SLO_TTFT_Ms="20")
+                for i in range(16)
+            ]
+            polite = [ask(cluster, POLITE, prompt(60, 80 + i))[0] for i in range(4)]
+        found = [each.result()[0] for each in flood]
+        assert 429 in found and set(found) <= {200, 429} and polite == [200] * 4
+        refused = metric(cluster, "pdserve_requests_total", 'code="SLO_TTFT"')
+        assert refused == found.count(429)  # the workers' counts, added up
+
+
 def test_options_that_cannot_be(tmp_path: Any) -> None:
     model = ["--model", "x"]
     found = run_roles(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BloomConfig,
     DeepseekV3Config,
     FalconH1Config,
     Gemma3TextConfig,
@@ -143,6 +145,27 @@ THROUGH_TRANSFORMERS = {
         floor_scale=32,
         num_local_experts=4,
         moe_layers=[1, 3],
+    ),
+    "bart": BartConfig(
+        vocab_size=512,
+        d_model=64,
+        decoder_layers=3,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=96,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        init_std=0.2,
+        eos_token_id=0,
+        forced_eos_token_id=None,
+    ),
+    "bloom": BloomConfig(
+        vocab_size=512,
+        hidden_size=64,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=0,
     ),
     "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4, eos_token_id=0),
 }

@@ -20,6 +20,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import MAX_PAIRINGS, ClusterView
 from pdserve.router.cluster.health import (
     MAX_REFUSALS,
+    OLDER,
     AwakeClock,
     BreakerState,
     CircuitBreaker,
@@ -346,14 +347,16 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
 
 
 def test_refusals_are_counted_and_only_the_last_reasons_are_kept(registry, clock):
+    """Those before are counted together."""
     for number in range(MAX_REFUSALS + 5):
         registry.refusals.note(f"reason {number}")
         clock.time += 1
     registry.refusals.note(f"reason {number}")
-    (first, *_, last) = list(registry.refusals.items())
+    (older, first, *_, last) = list(registry.refusals.items())
     assert (first[0], last) == ("reason 5", (f"reason {number}", "registry", 2, 0.0))
-    assert len(list(registry.refusals.items())) == MAX_REFUSALS
-    (shown, *_) = ClusterView(registry).describe()["refused"]
+    assert older == (OLDER, "registry", 5, MAX_REFUSALS + 1.0)
+    assert len(list(registry.refusals.items())) == MAX_REFUSALS + 1
+    (_, shown, *_) = ClusterView(registry).describe()["refused"]
     assert (shown["reason"], shown["count"]) == ("reason 5", 1)
     assert shown["seconds_ago"] == MAX_REFUSALS
 

@@ -48,6 +48,7 @@ class Prefill:
         try:
             self.admission.enter(ask)
         except Overloaded as error:
+            self.admission.leave(ask)
             self.refused.append((ask, error))
         return ask
 

@@ -74,6 +74,18 @@ def test_of_the_dead_only_what_they_counted_stays() -> None:
     assert samples(merged_metrics(("", counts_of_dead(""))).decode()) == {}
 
 
+def test_a_node_of_which_workers_think_otherwise_is_one() -> None:
+    def text(**states: int) -> str:
+        lines = [f'pdserve_nodes{{role="decode",state="{s}"}} {n}.0' for s, n in states.items()]
+        return "\n".join(["# TYPE pdserve_nodes gauge", *lines, ""])
+
+    merged = merged_metrics((text(ready=1), text(ready=1, lost=1), text(ready=2))).decode()
+    assert samples(merged) == {
+        ("pdserve_nodes", "decode", "ready"): 1,
+        ("pdserve_nodes", "decode", "lost"): 1,
+    }
+
+
 def test_a_death_is_counted() -> None:
     text = (
         "# TYPE pdserve_router_worker_deaths_total counter\n"

@@ -9,8 +9,8 @@ group, float32, and every tensor-parallel rank computes and keeps all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -80,6 +80,14 @@ class States:
         return True  # then a single token's convolution is as that of several
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a sequence's states."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Mixer:
     """Such a layer."""
 
@@ -88,36 +96,37 @@ class Mixer:
         self._from_nothing = type(net).__name__ in FROM_NOTHING
         self.pair = type(net).__name__ == "MiniMaxLightningAttention"  # is what it returns
         self._own = net.forward
-        self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._parts: dict[tuple[str, int], _Part] = {}
 
     def numbers(self, hidden: Tensor) -> int:
         """Returns the numbers of a sequence's states, for hidden states like `[B, n, size]`."""
-        if not self._shapes:
+        if not self._parts:
             states = States()
             self._call(hidden[:1, :1], states)
-            self._shapes = {
-                (kind, index): tuple(found[index].shape[1:])
+            self._parts = {
+                (kind, index): _Part(found[index].shape[1:], found[index].dtype)
                 for kind, found in _kinds(states).items()
                 for index in sorted(found)
             }
-        return sum(map(prod, self._shapes.values()))
+        return sum(prod(part.shape) for part in self._parts.values())
 
     def run(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """hidden `[B, n, size]`, before float32 `[B, numbers]` → `[B, n, size]`, states after."""
         assert before.shape[1] == self.numbers(hidden)
         if self._from_nothing and hidden.shape[1] > 1 and before.any():
-            parts = []
-            for each in hidden.split(1, dim=1):
-                part, before = self.run(each, before)
-                parts.append(part)
-            return torch.cat(parts, dim=1), before
-        states, edges = States(), accumulate(map(prod, self._shapes.values()), initial=0)
-        for (key, shape), (start, end) in zip(self._shapes.items(), pairwise(edges), strict=True):
-            kind, index = key
-            found = before[:, start:end].reshape(-1, *shape)
-            _kinds(states)[kind][index] = found.to(hidden.dtype) if kind == "conv" else found
+            outs = []
+            for token in hidden.split(1, dim=1):
+                found, before = self.run(token, before)
+                outs.append(found)
+            return torch.cat(outs, dim=1), before
+        states, start = States(), 0
+        for (kind, index), part in self._parts.items():
+            end = start + prod(part.shape)
+            found = before[:, start:end].reshape(-1, *part.shape)
+            _kinds(states)[kind][index] = found.to(part.dtype)
+            start = end
         out = self._call(hidden, states)
-        after = [_kinds(states)[kind][index] for kind, index in self._shapes]
+        after = [_kinds(states)[kind][index] for kind, index in self._parts]
         return out, torch.cat([each.flatten(1).float() for each in after], dim=1)
 
     def _call(self, hidden: Tensor, states: States) -> Tensor:

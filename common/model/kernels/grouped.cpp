@@ -231,8 +231,8 @@ struct Layer : Grouped {
     }
 };
 
-// TOKENS tokens from `first` on, of which `real` exist, by LANES · WIDTH rows. Few tokens wait for
-// memory: for them the next rows' words are asked for meanwhile.
+// TOKENS tokens from `first` on, of which `real` exist, by LANES · WIDTH rows. Asks for the next rows
+// words meanwhile.
 template <typename Kind, int BITS, int TOKENS, int WIDTH, typename T>
 __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t first,
                                     int64_t real, const typename Kind::Input* x,
@@ -248,7 +248,7 @@ __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t 
             BitVec weights[PARTS][WIDTH];
 #pragma GCC unroll 4
             for (int v = 0; v < WIDTH; v++) {
-                if (TOKENS <= 4) __builtin_prefetch(words + (v + WIDTH) * apart);
+                __builtin_prefetch(words + (v + WIDTH) * apart);
                 const BitVec word = load_words(words + v * apart);
                 weights[0][v] = BITS == 4 ? word & 0x0f0f0f0f : word;
                 if (BITS == 4) weights[PARTS - 1][v] = (word >> 4) & 0x0f0f0f0f;

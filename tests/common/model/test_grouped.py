@@ -41,9 +41,9 @@ def matrix_of(
 ) -> GroupedMatrix:
     """Random, and the same numbers whatever the dtype."""
     kernels = NATIVE if native else TorchKernels()
-    sharding = Sharding(GroupCoordinator(), CPU, dtype, quantization=kind, kernels=kernels)
+    sharding = Sharding(GroupCoordinator(), CPU, dtype, kernels=kernels)
     groups = int(group_of.max()) + 1
-    matrix = GroupedMatrix(rows, group_of.int(), groups, sharding)
+    matrix = GroupedMatrix(rows, group_of.int(), groups, sharding, kind)
     draw = torch.Generator().manual_seed(0)
     for tensor, end in ((matrix.values, 256), (matrix.zeros, 2**kind.bits - 1)):
         part = tensor[:rows]
@@ -163,9 +163,8 @@ def test_one_large_number_costs_its_run_alone() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_largest_numbers_do_not_overflow(bits: int) -> None:
     kind = Quantization("gptq", bits)
-    matrix = matrix_of(kind, torch.bfloat16, 32, even(1 << 16, 1 << 16), native=False)
-    sharding = Sharding(GroupCoordinator(), CPU, torch.bfloat16, quantization=kind, kernels=NATIVE)
-    matrix = GroupedMatrix(32, even(1 << 16, 1 << 16).int(), 1, sharding)
+    sharding = Sharding(GroupCoordinator(), CPU, torch.bfloat16, kernels=NATIVE)
+    matrix = GroupedMatrix(32, even(1 << 16, 1 << 16).int(), 1, sharding, kind)
     matrix.values.fill_(255)
     matrix.scales.fill_(1)
     matrix.pack()

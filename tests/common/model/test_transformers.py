@@ -14,6 +14,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     BambaConfig,
+    BloomConfig,
     Phi3Config,
     RobertaConfig,
 )
@@ -286,6 +287,12 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
 def test_positions_that_padding_takes_are_not_the_context_s(tmp_path: Path) -> None:
     RobertaConfig(max_position_embeddings=514, is_decoder=True).save_pretrained(tmp_path)
     assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 512
+
+
+def test_a_context_that_the_config_does_not_state(tmp_path: Path) -> None:
+    BloomConfig().save_pretrained(tmp_path)
+    assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 2048
+    assert CONFIG_MAPPING["falcon"]().max_position_embeddings == 2048
 
 
 def test_a_layer_that_counts_twice_is_not_cut(tmp_path: Path) -> None:
