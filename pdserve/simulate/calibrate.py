@@ -128,7 +128,7 @@ class _Asks:
         if cached not in self._known:
             self._known[cached] = self._draw(cached)
             if cached:
-                self._generate(self._known[cached], 1, 1)
+                self._generate(self._known[cached], 1, 2)
         return self._generate([*self._known[cached], *self._draw(tokens)], choices, max_tokens)
 
     def _draw(self, count: int) -> list[int]:
