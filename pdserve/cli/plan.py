@@ -25,12 +25,15 @@ from pdserve.common.config.node import (
 )
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.generic_spec import read_outline
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.rank_weights import WeightsOf
 from pdserve.common.planning.kv_budget import format_bytes, parse_bytes
 from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
 from pdserve.demo_model.embedded import resolve_model
 from pdserve.demo_model.gguf_folder import is_gguf
 
+CONFIG = "config.json"
 ROLES = ("prefill", "decode")
 FOOTNOTES = """\
 ¹ estimated peak of a step with --max-num-batched-tokens tokens and --max-num-seqs samples
@@ -73,11 +76,13 @@ def plan(config: PlanConfig) -> list[RolePlan]:
         ConfigError: the model is not supported, an option is missing, or a node would refuse
             these options whatever its memory.
     """
-    spec = _read_spec(_model_config(config))
-    return [plan_role(role, setup(config, spec, role)) for role in ROLES]
+    spec, weights_of = _read_spec(_model_config(config))
+    return [plan_role(role, setup(config, spec, role, weights_of)) for role in ROLES]
 
 
-def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
+def setup(
+    config: PlanConfig, spec: ModelSpec, role: str, weights_of: WeightsOf | None = None
+) -> NodeSetup:
     """Returns the setup of a node of this role with the plan's options."""
     if config.gpu_memory is None:
         raise ConfigError("--gpu-memory must say how much memory a GPU has, e.g. 24GiB")
@@ -98,6 +103,7 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
         ),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         gpu_memory=_gpu_memory(config),
+        weights_of=weights_of,
     )
 
 
@@ -143,6 +149,7 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
 def _model_config(config: PlanConfig) -> ModelConfig:
     return ModelConfig(
         model=config.model,
+        model_impl=config.model_impl,
         dtype=config.dtype,
         hf_overrides=config.hf_overrides,
         rope_scaling=config.rope_scaling,
@@ -150,10 +157,19 @@ def _model_config(config: PlanConfig) -> ModelConfig:
     )
 
 
-def _read_spec(config: ModelConfig) -> ModelSpec:
+def _read_spec(config: ModelConfig) -> tuple[ModelSpec, WeightsOf | None]:
+    """Returns the spec, and what ranks hold of a model of transformers."""
     path = Path(config.model or "")
-    read = ModelSpec.from_file if path.is_file() else ModelSpec.from_folder
-    return read(path, config.overrides)
+    if path.is_file() and path.name != CONFIG:
+        return ModelSpec.from_file(path, config.overrides), None
+    folder = path.parent if path.is_file() else path
+    found = read_outline(folder, config.model_impl, config.overrides)
+    if isinstance(found, ModelSpec):
+        return found, None
+    from pdserve.common.model.implementation import read_spec, read_weights_of  # torch
+
+    spec = read_spec(folder, config.model_impl, config.overrides)
+    return spec, read_weights_of(spec, folder, config.overrides)
 
 
 # ---- tables ----

@@ -68,7 +68,7 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
         slow("qwen3.5", "shm", TP2, TP1),
         slow("gemma4", "tcp", TP2, TP1),
         slow("llama4", "tcp", TP2, PP2),
-        slow("gpt-oss", "shm", TP2, PP2),
+        slow("gpt-oss", "shm", {**TP2, "expert_parallel_size": 2}, PP2),
         slow("gpt2", "tcp", PP2, TP2),
         slow("qwen3", "shm", PP2, TP2),
         slow("qwen2", "shm", TP1, PP2),
