@@ -1,12 +1,12 @@
 """Placement policies on request traces: how much of the prompts is found cached, how even the work
-is, and how long the first token takes, among simulated prefill nodes (`pdserve.router.kit`).
+is, and how long the first token takes, by `pdserve simulate`'s virtual clock.
 
     python benchmarks/bench_placement.py                        # the samples beside this file
     python benchmarks/bench_placement.py --trace FILE.jsonl --blocks 10000 --json out.json
 
-The clock is virtual, so that a busy machine changes nothing. `ideal` is one node with the memory of
-all. The samples are from Mooncake's traces (FAST'25; Apache-2.0, github.com/kvcache-ai/Mooncake),
-the first quarter of the requests, with runs of hash ids shortened to their ends.
+`ideal` is one prefill node with the memory of all, that computes in no time. The samples are from
+Mooncake's traces (FAST'25; Apache-2.0, github.com/kvcache-ai/Mooncake), the first quarter of the
+requests, with runs of hash ids shortened to their ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.router import RoutingConfig
 from pdserve.router.cluster.policy import BUILT_IN, load_policy
-from pdserve.router.kit.simulator import Arrival, Outcome, ideal, simulate
-from pdserve.router.kit.workloads import BLOCK, read_trace, shared_prompt
+from pdserve.simulate.calibration import linear
+from pdserve.simulate.cluster import ROLES, Setup, simulate
+from pdserve.simulate.outcome import Outcome, table
+from pdserve.simulate.traces import read_trace
+from pdserve.simulate.workloads import BLOCK, Arrival, shared_prompt
 
 TRACES = Path(__file__).parent / "traces"
+UNLIMITED = RoutingConfig(
+    max_concurrent_requests=10**6, max_queued_requests=10**6, max_client_share=1.0
+)
 SHARED_RATE = 26.0  # prompts a second: 80 % of what four nodes compute of `shared_prompt`
 
 
@@ -60,41 +68,46 @@ def compare(name: str, trace: list[Arrival], args: argparse.Namespace) -> list[d
     best = ideal(trace, args.nodes, args.blocks)
     rows = [row(name, "ideal", best, best)]
     for policy in args.policy or BUILT_IN:
-        outcome = simulate(
-            load_policy(policy, "--policy"),
-            trace,
-            nodes=args.nodes,
-            num_blocks=args.blocks,
-            tokens_per_s=args.tokens_per_s,
-        )
-        rows.append(row(name, policy, outcome, best))
+        found = place(policy, trace, f"{args.nodes}P4D", args.blocks, args.tokens_per_s)
+        rows.append(row(name, policy, found, best))
     return rows
 
 
+def place(
+    policy: str,
+    trace: Sequence[Arrival],
+    layout: str,
+    num_blocks: int,
+    tokens_per_s: float,
+    block_size: int = BLOCK,
+) -> Outcome:
+    """Serves a trace without limits of admission, by nodes of so many tokens a second."""
+    policies = {role: load_policy(policy, "--policy") for role in ROLES.values()}
+    batches = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
+    times = linear(tokens_per_s)
+    setup = Setup(layout, times, policies, UNLIMITED, batches, num_blocks, block_size)
+    return simulate(setup, trace)
+
+
+def ideal(
+    trace: Sequence[Arrival], nodes: int, num_blocks: int, block_size: int = BLOCK
+) -> Outcome:
+    """One prefill node that has the memory of all and computes in no time."""
+    return place("least-load", trace, "1P1D", nodes * num_blocks, 1e12, block_size)
+
+
 def row(trace: str, policy: str, outcome: Outcome, best: Outcome) -> dict[str, Any]:
+    found = outcome.row()
     of_ideal = outcome.hit_ratio / best.hit_ratio if best.hit_ratio else 1.0
-    times: dict[str, float | None] = {
-        "ttft_mean_s": outcome.mean,
-        "ttft_p50_s": outcome.percentile(0.5),
-        "ttft_p99_s": outcome.percentile(0.99),
-    }
-    if policy == "ideal":
-        times = dict.fromkeys(times)
+    names = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")
     return {
         "trace": trace,
         "policy": policy,
-        "hit_ratio": round(outcome.hit_ratio, 4),
+        "hit_ratio": found["hit_ratio"],
         "of_ideal": round(of_ideal, 4),
-        "imbalance": round(outcome.imbalance, 3),
-        **{name: value and round(value, 3) for name, value in times.items()},
+        "imbalance": found["imbalance"],
+        **{name: None if policy == "ideal" else found[name] for name in names},
     }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as a Markdown table."""
-    lines = [f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
-    lines += [f"| {' | '.join('–' if v is None else str(v) for v in r.values())} |" for r in rows]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,12 @@ import aiohttp
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_placement import TRACES, table  # noqa: E402
+from benchmarks.bench_placement import TRACES, ideal  # noqa: E402
 from benchmarks.fleet import Fleet  # noqa: E402
-from pdserve.router.cluster.policy import LeastLoad  # noqa: E402
-from pdserve.router.kit.simulator import Arrival, simulate  # noqa: E402
-from pdserve.router.kit.workloads import read_trace  # noqa: E402
+from pdserve.common.core.block_hash import short_hash  # noqa: E402
+from pdserve.simulate.outcome import table  # noqa: E402
+from pdserve.simulate.traces import read_trace  # noqa: E402
+from pdserve.simulate.workloads import Arrival  # noqa: E402
 
 SIZE, MOST_BLOCKS = 16, 60
 VOCABULARY = range(3, 500)
@@ -60,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", type=Path)
     args = parser.parse_args(argv)
     trace = [cut(each) for each in read_trace(args.trace, args.requests)]
-    one_cache = {"nodes": 1, "num_blocks": args.nodes * args.blocks, "block_size": SIZE}
-    best = simulate(LeastLoad(), trace, tokens_per_s=1e12, **one_cache).hit_ratio
+    best = ideal(trace, args.nodes, args.blocks, SIZE).hit_ratio
     rows = []
     for policy in args.policy or ("round-robin", "least-load", "prefix-aware"):
         with serving(args, policy) as fleet:
@@ -85,7 +85,7 @@ def prompt(arrival: Arrival) -> list[int]:
     tokens = []
     for block in arrival.blocks:
         for place in range(SIZE):
-            tokens.append(VOCABULARY[(block >> 3 * place) % len(VOCABULARY)])
+            tokens.append(VOCABULARY[(short_hash(block) >> 3 * place) % len(VOCABULARY)])
     return [*tokens, VOCABULARY[0]]
 
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise_open_file_limit(
                 OPEN_FILES + requests, "--max-concurrent-requests, --max-queued-requests"
             )
-            config = replace(config, model=resolve_model(config.model))
+            config = replace(config, model=resolve_model(config.model, weights=False))
             with loading():
                 if config.server.router_workers > 1:
                     from pdserve.router.supervisor import supervise as serve

@@ -92,18 +92,11 @@ class RouterServer:
         self._registry = Registry(routing, router_id=node_id)
         adapters = read_adapters(config.lora, model)
         metrics = RouterMetrics(model.max_model_len)
-        keys = APIKeys(
-            server.api_key,
-            server.admin_api_key,
-            salted=server.cache_salt_per_key,
-            weights=server.api_key_weights,
-        )
         self._tracer = Tracer(config.observability.otlp_endpoint, "router", node_id)
         self._pipeline = Pipeline(
             *(routing, self._registry, model.tokenizer, self._channels, metrics, model.vocab_size),
             RequestTraces(self._tracer, model.name),
             adapters,
-            keys.weights,
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
         if config.lora.enable_lora:
@@ -119,7 +112,7 @@ class RouterServer:
             window=lambda: self._registry.window,
             metrics=metrics,
             adapters=adapters,
-            keys=keys,
+            keys=APIKeys(server.api_key, server.admin_api_key, salted=server.cache_salt_per_key),
             chat=chat,
             priorities=routing.scheduling_policy == "priority",
             tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,

@@ -14,7 +14,14 @@ from paths import ROOT
 
 PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 BARE_IMPORT = re.compile(rf"^\s*(?:from|import)\b.*(?<![\w.])(?:{'|'.join(PACKAGES)})\b", re.M)
-FACE = ("cli", "client", "offline", "bench", "demo_model")  # folders of `pdserve/` itself
+FACE = (
+    "cli",
+    "client",
+    "offline",
+    "bench",
+    "demo_model",
+    "simulate",
+)  # folders of `pdserve/` itself
 SPLIT = ("common", "router")  # packages whose rooms have rules of their own
 
 # Who may import whom, besides itself. What starts a role names it as a string and imports none.
@@ -72,6 +79,7 @@ ALLOWED = {
         "router.api", "router.cluster", "router.grpc", "router.http", "router.requests",
         "router.workers",
     },
+    "router.kit": {"common.core", "common.config", "router.cluster", "simulate"},
     # What users run and import.
     "demo_model": {"common.core", "common.config"},
     "client": {"common.core", "common.rpc"},
@@ -84,6 +92,10 @@ ALLOWED = {
         "client", "demo_model",
     },
     "offline": {"common.core", "common.config", "cli", "client"},
+    "simulate": {
+        "common.core", "common.config", "common.engine", "common.rpc", "router.cluster",
+        "router.requests", "client", "offline",
+    },
 }  # fmt: skip
 
 

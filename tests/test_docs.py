@@ -16,6 +16,7 @@ import pytest
 
 from paths import ROOT
 from pdserve.common.config.options import options
+from pdserve.common.config.simulate import CalibrateConfig, SimulateConfig
 from pdserve.common.config.sources import ROLE_CONFIGS
 from shown import READERS, SHELLS, blocks, check_code, check_data, inline_commands
 from typed import Wrong, check, commands
@@ -157,8 +158,9 @@ OF_OTHERS = {"--scale", "--wait", "--alias"}  # of docker
 
 @cache
 def flags() -> frozenset[str]:
-    """All flags of the roles, and those that a program here names."""
-    roles = {option.flag for config in ROLE_CONFIGS for option in options(config())}
+    """All flags of the roles and of what has options alike, and those that a program here names."""
+    configs = (*ROLE_CONFIGS, SimulateConfig, CalibrateConfig)
+    roles = {option.flag for config in configs for option in options(config())}
     names = [name for name in files() if name.endswith((".py", "Makefile"))]
     named = {
         flag for name in names for flag in re.findall(r"--[a-z][a-z0-9-]+", text_of(ROOT / name))

@@ -214,6 +214,13 @@ class ParallelConfig:
         "torch operators, which are slower; auto: native if it can be compiled",
         choices=("auto", "native", "torch"),
     )
+    share_cores: str | None = option(
+        None,
+        "file in which CPU ranks of a host tell each other when they do not compute: meanwhile "
+        "the others use their cores; made if it does not exist (default: pdserve up has one for "
+        "its nodes, unless this is off; none for a node that is started alone)",
+        metavar="FILE",
+    )
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     distributed_timeout: float = option(
         30.0, "seconds without a sign of life after which a rank counts as dead", minimum=0.1

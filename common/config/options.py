@@ -194,16 +194,16 @@ def with_values(base: Config, values: Mapping[str, Any]) -> Config:
 def to_flags(config: Any) -> list[str]:
     """Returns the flags that, together with `to_environment`, give an equal config to `parse`.
     Defaults and secrets are left out."""
-    return [_to_flag(option) for option in _changed(config) if not option.metadata.get("secret")]
+    return [_to_flag(option) for option in changed(config) if not option.metadata.get("secret")]
 
 
 def to_environment(config: Any) -> dict[str, str]:
     """Returns the secrets as variables: any user of the host can read a command line."""
-    changed = _changed(config)
-    return {each.env: str(each.default) for each in changed if each.metadata.get("secret")}
+    secret = [each for each in changed(config) if each.metadata.get("secret")]
+    return {each.env: str(each.default) for each in secret}
 
 
-def _changed(config: Any) -> list[Option]:
+def changed(config: Any) -> list[Option]:
     """Returns the options that differ from their defaults."""
     defaults = {option.name: option.default for option in options(type(config)())}
     return [option for option in options(config) if option.default != defaults[option.name]]

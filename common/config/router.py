@@ -85,13 +85,6 @@ class ServerConfig:
         metavar="KEY",
         secret=True,
     )
-    api_key_weights: str | None = option(
-        None,
-        "weights of the keys of --api-key, in their order, separated by commas: of tokens that "
-        "several keys wait for, a key of weight 2 gets twice what one of weight 1 gets (default: "
-        "all have 1)",
-        metavar="N,N",
-    )
     cache_salt_per_key: bool = option(
         False,
         "share cached prefixes only among requests with the same API key, so that other keys "
@@ -133,8 +126,6 @@ class ServerConfig:
             raise ConfigError(f"--root-path {self.root_path} must look like /path or /path/more")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
-        if self.api_key_weights is not None and not self.api_key:
-            raise ConfigError("--api-key-weights needs --api-key")
         if self.cache_salt_per_key and not self.api_key:
             raise ConfigError("--cache-salt-per-key needs --api-key")
 

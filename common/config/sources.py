@@ -222,12 +222,14 @@ def _check_environment(
             parser.error(unknown("variable", name, sorted(known)))
 
 
-def resolve_model(config: ModelConfig) -> ModelConfig:
-    """The config with the folder of its model, which is made ready. A role is complete without the
+def resolve_model(config: ModelConfig, weights: bool = True) -> ModelConfig:
+    """Returns the config with the folder of its model, which is made ready; without `weights` a
+    model by name is downloaded without them. A role is complete without the
     package that unpacks models or fetches them, so that is named here and not imported.
 
     Raises:
         ConfigError: there is no such model, or it cannot be made ready.
     """
-    resolved: ModelConfig = import_string("pdserve.demo_model.embedded:resolve_model")(config)
+    resolve = import_string("pdserve.demo_model.embedded:resolve_model")
+    resolved: ModelConfig = resolve(config, weights)
     return resolved

@@ -22,7 +22,7 @@ sampled token.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from time import monotonic
 
@@ -52,6 +52,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         micro_batches: int = 1,
         speculator: Speculator | None = None,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         """`micro_batches`: steps that may be in flight at once. `speculator`: drafts tokens."""
         self.pool = pool
@@ -59,6 +60,7 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.micro_batches = micro_batches
         self.speculator = speculator
+        self._now = now
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.remote: set[Sequence] = set()
@@ -311,7 +313,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = 0
         sequence.remote = False  # this node recomputes it
         sequence.status = Status.WAITING
-        sequence.times.preempt(monotonic())
+        sequence.times.preempt(self._now())
         ahead = sum(each.priority < sequence.priority for each in self.waiting)
         self.waiting.insert(ahead, sequence)
         self.num_preemptions += 1

@@ -177,6 +177,15 @@ class Connection(asyncio.Protocol):
         finally:
             self._crowd.busy(self)
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client is there, and not behind."""
+        return self._writable.is_set() and not self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Sends part of the answer that is being written."""
+        self._transport.write(data)
+
     async def drain(self) -> None:
         """Waits while the client is behind; for how long, `check` decides."""
         await self._writable.wait()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -47,6 +48,7 @@ from pdserve.common.worker.kv_cache import (
     choose_num_blocks,
     resized,
 )
+from pdserve.common.worker.lent_cores import LentCores, join_lent_cores
 from pdserve.common.worker.peaks import peaks_of
 from pdserve.common.worker.runner import ModelRunner, StageLink
 
@@ -163,7 +165,12 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         extension = AdapterExtension(adapters, extension)
     state.serve()
     grammars = Grammars(lambda: folders.read_grammar_tokens(model_spec))
-    return ModelWorker(spec.rank, state, runner, cache, peaks, extension, grammars, drafter)
+    lent_cores = join_lent_cores(
+        engine.parallel.share_cores, torch.get_num_threads(), usable_cores(), kernels
+    )
+    return ModelWorker(
+        spec.rank, state, runner, cache, peaks, extension, grammars, drafter, lent_cores
+    )
 
 
 class ModelWorker:
@@ -179,6 +186,7 @@ class ModelWorker:
         extension: Extension | None,
         grammars: Grammars,
         drafter: Drafter | None = None,
+        lent_cores: LentCores | None = None,
     ) -> None:
         self._rank = rank
         self._state = state
@@ -187,6 +195,7 @@ class ModelWorker:
         self._peaks = peaks
         self.extension = extension
         self._drafter = drafter
+        self._lent_cores = lent_cores
         self._grammars = grammars
         self._batch = InputBatch(
             runner.block_size,
@@ -209,6 +218,10 @@ class ModelWorker:
         return self._encoder.encode(ready)
 
     def step(self, message: bytes) -> bytes:
+        with self._lent_cores.computing() if self._lent_cores else nullcontext():
+            return self._step(message)
+
+    def _step(self, message: bytes) -> bytes:
         delta = self._decoder.decode(message)
         if self._drafter is not None:
             delta = self._drafter.complete(delta)
@@ -218,6 +231,8 @@ class ModelWorker:
     def close(self) -> None:
         """Captured collectives must be gone, and queued ones done, before their communicators."""
         self._grammars.close()
+        if self._lent_cores is not None:
+            self._lent_cores.close()
         self.runner.close()
         self._state.close()
         self._cache.close()

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from pdserve.cli.child import Child, ChildSpec, Write
-from pdserve.cli.host_share import NodeShare
+from pdserve.cli.host_share import CoreTable, NodeShare
 from pdserve.client.server import client_session
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import (
@@ -66,7 +66,8 @@ class Cluster:
     ) -> None:
         """`shares` has one entry per name of `node_names`, in its order."""
         self.config = config
-        self.shares = shares
+        self._cores = _core_table(shares)
+        self.shares = [_with_cores(each, self._cores) for each in shares]
         self.write = write
         self.programs = programs
         self._auth = _with_key(config.auth)
@@ -140,6 +141,8 @@ class Cluster:
         if self.ended.done():
             self.ended.exception()  # retrieved, or asyncio logs it as never retrieved
         self._folder.cleanup()
+        if self._cores is not None:
+            self._cores.close()
 
     async def _start(self) -> None:
         ports = await self._start_routers()
@@ -321,6 +324,18 @@ class Cluster:
 
     def _children(self) -> list[Child]:
         return [*self._routers, *self._nodes]
+
+
+def _core_table(shares: Sequence[NodeShare]) -> CoreTable | None:
+    lenders = [each.num_threads for each in shares if each.lends_cores]
+    return CoreTable(sum(lenders)) if lenders else None
+
+
+def _with_cores(share: NodeShare, table: CoreTable | None) -> NodeShare:
+    if table is None or not share.lends_cores:
+        return share
+    parallel = replace(share.engine.parallel, share_cores=table.path)
+    return replace(share, engine=replace(share.engine, parallel=parallel))
 
 
 def router_names(config: ClusterConfig) -> list[str]:

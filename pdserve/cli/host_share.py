@@ -1,7 +1,9 @@
-"""Divides this host's GPUs and cores among the nodes of a local cluster."""
+"""Divides this host's GPUs and cores among the nodes of a local cluster, which may lend each other
+cores."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,10 @@ import pynvml
 
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import EngineConfig, ParallelConfig
+from pdserve.common.core.core_table import ENTRY_NBYTES
 from pdserve.common.core.host import usable_cores
+
+NO_SHARING = "off"  # --share-cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,13 @@ class NodeShare:
 
     engine: EngineConfig
     environment: dict[str, str] = field(default_factory=dict)
+    lends_cores: bool = False  # its cores are its own, and no --share-cores says otherwise
+
+    @property
+    def num_threads(self) -> int:
+        """The number of threads of all its ranks."""
+        parallel = self.engine.parallel
+        return parallel.cpu_threads * parallel.world_size_across_dp
 
 
 def node_shares(config: ClusterConfig) -> list[NodeShare]:
@@ -56,6 +68,9 @@ def share_host(
     total = sum(node.world_size_across_dp for node in nodes)
     sharers = -(-total // len(gpus)) if gpus else 1
     threads = engine.parallel.cpu_threads or max(1, cores // total)
+    file = engine.parallel.share_cores
+    lends = file is None and not gpus and len(nodes) > 1 and total * threads <= cores
+    file = None if file == NO_SHARING else file
     cache = replace(
         engine.cache, gpu_memory_utilization=engine.cache.gpu_memory_utilization / sharers
     )
@@ -66,11 +81,33 @@ def share_host(
         given += size
         shares.append(
             NodeShare(
-                replace(engine, parallel=replace(node, cpu_threads=threads), cache=cache),
+                replace(
+                    engine,
+                    parallel=replace(node, cpu_threads=threads, share_cores=file),
+                    cache=cache,
+                ),
                 {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))} if own else {},
+                lends,
             )
         )
     return shares
+
+
+class CoreTable:
+    """Holds the memory file of --share-cores for a cluster's nodes, which open it by its path; it
+    vanishes with this process."""
+
+    def __init__(self, num_cores: int) -> None:
+        self._fd = os.memfd_create("pdserve-cores", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, num_cores * ENTRY_NBYTES)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def visible_gpus(device: str) -> list[str]:

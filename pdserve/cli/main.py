@@ -45,6 +45,14 @@ COMMANDS = {
     "Tools": {
         "doctor": ("pdserve.cli.doctor:main", "check this host, and name the fixes"),
         "plan": ("pdserve.cli.plan:main", "compute the memory a model needs on which GPUs"),
+        "calibrate": (
+            "pdserve.simulate.calibrate:main",
+            "measure on this hardware how long steps and transfers take",
+        ),
+        "simulate": (
+            "pdserve.simulate.main:main",
+            "replay a trace on nodes of a layout, by the times that calibrate measured",
+        ),
         "cluster-check": (
             "pdserve.cli.cluster_check:main",
             "check and measure the collectives between ranks",

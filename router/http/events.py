@@ -67,7 +67,10 @@ class EventWriter:
     def begin(self) -> bytes:
         return _encoded(self._format.begin())
 
-    async def write(self, batch: Updates) -> bytes:
+    def takes_long(self, batch: Updates) -> bool:
+        return False
+
+    def write(self, batch: Updates) -> bytes:
         sent = b""
         for _, update in coalesced(batch):
             if isinstance(update, GenerationStats):

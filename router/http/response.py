@@ -14,7 +14,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -22,10 +22,10 @@ from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
-from pdserve.common.http.connection import connection_of
 from pdserve.router.api.preprocess import Preprocessed
 from pdserve.router.api.schema import GenerationBody
 from pdserve.router.http.encoding import as_typed, error_body, json_response, stopping
+from pdserve.router.http.event_stream import EventStream
 from pdserve.router.http.logprobs import logprob_of
 from pdserve.router.http.request import STATE
 from pdserve.router.http.resume import idempotent, resumable
@@ -34,20 +34,18 @@ from pdserve.router.requests.event_ids import Drawn, EventIds
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    Outlet,
     Replayed,
     TextDelta,
+    Turn,
     Updates,
     coalesced,
     join,
 )
 
+TURN = web.AppKey("turn", Turn)
 encode = msgspec.json.Encoder().encode
 MUCH = 256  # deltas of an answer, from which on a thread writes it
-_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
-}
 
 
 @dataclass(slots=True)
@@ -72,7 +70,10 @@ class AnswerWriter(Protocol):
 
     def begin(self) -> bytes: ...
 
-    async def write(self, batch: Updates) -> bytes: ...
+    def takes_long(self, batch: Updates) -> bool:
+        """Whether `write` should be called by a thread."""
+
+    def write(self, batch: Updates) -> bytes: ...
 
     def end(self) -> bytes: ...
 
@@ -90,9 +91,10 @@ async def respond(
     Raises:
         PdserveError: they failed before anything was sent.
     """
-    async with aclosing(request.app[STATE].pipeline.generate(generations)) as updates:
+    outlet = Outlet(request.app[TURN])
+    async with aclosing(request.app[STATE].pipeline.generate(generations, outlet)) as updates:
         if writer.stream:
-            return await _stream(request, updates, writer)
+            return await _stream(request, updates, outlet, writer)
         answer = await _collect(generations, updates)
     num_deltas = sum(map(len, answer.deltas.values()))
     logprobs = bool(answer.prompts) or generations[0].sampling.logprobs is not None
@@ -121,36 +123,46 @@ async def _collect(
 
 
 async def _stream(
-    request: web.Request, updates: AsyncGenerator[Updates, None], writer: AnswerWriter
+    request: web.Request,
+    updates: AsyncGenerator[Updates, None],
+    outlet: Outlet,
+    writer: AnswerWriter,
 ) -> web.StreamResponse:
-    """Prepares the response when the first update is there: until then an error has its own HTTP
+    """Begins the response when the first update is there: until then an error has its own HTTP
     status."""
     first = await anext(updates)
-    response = web.StreamResponse(headers=_HEADERS)
-    await response.prepare(request)
-    connection = connection_of(request)
-
-    async def write(sent: bytes) -> None:
-        if connection is not None:
-            await connection.drain()
-        if sent:
-            await response.write(sent)
-
+    stream = EventStream(request)
+    await stream.begin()
     try:
-        await write(writer.begin() + await writer.write(first))
+        await stream.send(writer.begin() + await _written(writer, first))
+        outlet.write = partial(_write_now, stream, writer)
         async for batch in updates:
-            await write(await writer.write(batch))
-        await write(writer.end())
+            await stream.send(await _written(writer, batch))
+        await stream.send(writer.end())
     except asyncio.CancelledError:
         if request.transport is None or request.transport.is_closing():
             raise
-        await write(writer.error(stopping()))  # the client is there: this server stops
+        await stream.send(writer.error(stopping()))  # the client is there: this server stops
     except ConnectionError:  # the client is gone
         raise
     except Exception as error:
-        await write(writer.error(as_typed(error)))
-    await response.write_eof(writer.last)
-    return response
+        await stream.send(writer.error(as_typed(error)))
+    await stream.end(writer.last)
+    return stream.response
+
+
+async def _written(writer: AnswerWriter, batch: Updates) -> bytes:
+    if writer.takes_long(batch):
+        return await asyncio.to_thread(writer.write, batch)
+    return writer.write(batch)
+
+
+def _write_now(stream: EventStream, writer: AnswerWriter, batch: Updates) -> bool:
+    """Writes as the task of `_stream` would, if that did not have to wait."""
+    if not stream.keeps_up or writer.takes_long(batch):
+        return False
+    stream.send_now(writer.write(batch))
+    return True
 
 
 # ---- OpenAI's completions and chat -----------------------------------------------------------
@@ -251,21 +263,21 @@ class OpenAIWriter:
     def begin(self) -> bytes:
         return b""
 
-    async def write(self, batch: Updates) -> bytes:
-        for prompt, update in batch:
-            if isinstance(update, PromptLogprobs):
-                self._scored(prompt, update)
-        if self.choices.scored:  # there may be hundreds of thousands
-            return await asyncio.to_thread(self._write, batch)
-        return self._write(batch)
+    def takes_long(self, batch: Updates) -> bool:
+        """There may be hundreds of thousands of the prompt's log-probabilities."""
+        if self.choices.scored:
+            return True
+        return any(isinstance(update, PromptLogprobs) for _, update in batch)
 
-    def _write(self, batch: Updates) -> bytes:
+    def write(self, batch: Updates) -> bytes:
         chunks = []
         for prompt, update in coalesced(batch):
-            if isinstance(update, GenerationStats):
-                self.stats[prompt] = update
-            elif isinstance(update, TextDelta):
+            if isinstance(update, TextDelta):
                 chunks += self._chunks(prompt, update)
+            elif isinstance(update, GenerationStats):
+                self.stats[prompt] = update
+            elif isinstance(update, PromptLogprobs):
+                self._scored(prompt, update)
             elif isinstance(update, Replayed):
                 for delta in update.deltas:
                     list(self._chunks_of(prompt, delta))  # the client has these

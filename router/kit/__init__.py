@@ -1,5 +1,4 @@
-"""The kit for placement policies: a simulation of prefill nodes, and checks of what a policy
-promises.
+"""The kit for placement policies: checks of what a policy promises, some of them by simulation.
 
-    python -m pdserve.router.kit my_package.policies:MyPolicy
+python -m pdserve.router.kit my_package.policies:MyPolicy
 """

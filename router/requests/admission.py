@@ -13,7 +13,6 @@ from hashlib import sha256
 
 from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.router.requests.fair_share import FairShare, longest
-from pdserve.router.requests.virtual_time import VirtualTime
 
 MIN_PATIENCE = 0.1  # seconds from one look at whether a body proceeds to the next, at least
 RESERVED = 1 / 8  # of the slots, for clients that hold none
@@ -41,13 +40,6 @@ class Batch:
     def alias(self) -> str:
         """The client's name for nodes, which need no more of it than that it differs."""
         return sha256(self.client.encode(errors="surrogateescape")).hexdigest()[:16]
-
-
-@dataclass(slots=True)
-class Place:
-    """What one prompt holds while it is served."""
-
-    generated: int = 0  # tokens, of all its choices; whoever holds the place counts them
 
 
 Waiting = Mapping[str, dict[Batch, None]]
@@ -108,8 +100,7 @@ def _newest(batches: dict[Batch, None], gone: list[Batch]) -> Iterator[Batch]:
 
 class Admission:
     """A bounded queue in front of a bounded number of slots, fair between clients: one of them
-    holds at most its share of either, the next free slot is for the client that has been served
-    the fewest tokens for its weight (of prompts, and of answers when they have ended), the last
+    holds at most its share of either, the next free slot is for the client with fewest, the last
     ones are for clients that hold none, and when the queue is full the client that has most of it
     gives way to one that has less."""
 
@@ -119,13 +110,8 @@ class Admission:
         max_waiting: int,
         timeout: float,
         max_client_share: float = 1.0,
-        weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`weights`: by client, as `VirtualTime` has them."""
-        self._time = VirtualTime(weights)
-        self._slots = FairShare(
-            max_running, max_client_share, overdraw=True, reserved=RESERVED, time=self._time
-        )
+        self._slots = FairShare(max_running, max_client_share, overdraw=True, reserved=RESERVED)
         self._running = 0
         self._timeout = timeout
         self._waiting: defaultdict[str, dict[Batch, None]] = defaultdict(dict)
@@ -161,10 +147,10 @@ class Admission:
         num_tokens: int = 0,
         choices: int = 1,
         priority: int = 0,
-    ) -> AsyncIterator[Place]:
+    ) -> AsyncIterator[None]:
         """Holds a slot for each choice of one prompt, of `num_tokens`, of a batch, as far as the
         client's share goes: choices are what nodes compute. Of the client's prompts one of lower
-        `priority` comes first, of equals a shorter one within a bound (`Waiter.lets_pass`).
+        `priority` comes first.
 
         Raises:
             Overloaded: the queue is full, or the client's share of it; or it has become full, and
@@ -180,14 +166,12 @@ class Admission:
             self._make_room(batch, choices)
             batch.admitted = True
         with self._queued(batch, num_tokens):
-            await self._acquire(batch, num_tokens, choices, priority)
+            await self._acquire(batch, choices, priority)
         batch.running += 1
         self._running += 1
-        place = Place()
         try:
-            yield place
+            yield
         finally:
-            self._time.charge(batch.client, place.generated)
             self._running -= 1
             batch.running -= 1
             batch.left = asyncio.get_running_loop().time()
@@ -239,15 +223,13 @@ class Admission:
             if not self._waiting[client]:
                 del self._waiting[client]
 
-    async def _acquire(self, batch: Batch, num_tokens: int, choices: int, priority: int) -> None:
+    async def _acquire(self, batch: Batch, choices: int, priority: int) -> None:
         now = asyncio.get_running_loop().time
         until = now() + self._timeout
         while True:
             try:
                 async with asyncio.timeout_at(until):
-                    return await self._slots.acquire(
-                        batch.client, choices, max(1, num_tokens), priority, batch
-                    )
+                    return await self._slots.acquire(batch.client, choices, priority, batch)
             except TimeoutError:
                 if batch.running:  # the body proceeds, prompt by prompt
                     until = now() + max(self._timeout, MIN_PATIENCE)

@@ -5,36 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from pdserve.common.core.errors import Overloaded
-from pdserve.router.requests.virtual_time import VirtualTime
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Waiter:
-    """One piece of work that waits. It is told once: when it has its capacity, or by an error."""
-
-    tell: Callable[[Overloaded | None], None]
-    has_left: Callable[[], bool] = lambda: False  # it waits no more, and has not said so yet
-    amount: int = 1
-    tokens: int = 1
-    priority: int = 0  # lower ones come first
-    group: object = None  # those of one group are refused together
-    overtaken: int = 0  # tokens of the shorter ones that came later and were put before it
-
-    def lets_pass(self, other: Waiter) -> bool:
-        """Whether `other`, which has come later, comes first: by priority, or because it is
-        shorter and not more than this one's own tokens have passed it so far."""
-        if self.priority != other.priority:
-            return self.priority > other.priority
-        return other.tokens < self.tokens and self.overtaken + other.tokens <= self.tokens
+    priority: int  # lower ones come first
+    amount: int
+    group: object  # those of one group are refused together
+    future: asyncio.Future[None]  # resolved when it has it
 
 
 def longest(waiting: Mapping[str, int], than: int) -> list[str]:
@@ -44,16 +31,13 @@ def longest(waiting: Mapping[str, int], than: int) -> list[str]:
 
 
 class FairShare:
-    """What comes free goes to one client after the other: max-min fair, to the one that holds
-    least, of equals to the one that was served longest ago; or, with a `VirtualTime`, to the one
-    that has been served the fewest tokens for its weight. Within a client by priority; of equals
-    first come first served, but shorter ones pass a longer one as far as `Waiter.lets_pass`.
+    """Max-min fair: what comes free goes to the waiting client that holds least, of equals to
+    the one that was served longest ago. Within a client by priority, of equals first come first
+    served.
 
-    The queues are bounded by whoever calls `enter`: with `make_room`, or by a rule of its own
+    The queues are bounded by whoever calls `acquire`: with `make_room`, or by a rule of its own
     and `refuse`. In full queues the longest one gives way (longest queue drop, Suter et al.,
     INFOCOM 1998): whoever fills them loses its own newest ones to others.
-
-    Pure but for `acquire`, which waits on the event loop.
     """
 
     def __init__(
@@ -63,7 +47,6 @@ class FairShare:
         *,
         overdraw: bool = False,
         reserved: float = 0.0,
-        time: VirtualTime | None = None,
     ) -> None:
         """`overdraw`: a piece needs no more than the first unit of it to be free, so that none
         has to wait, and others behind it, until there is room for a large one. `reserved`: a share
@@ -73,11 +56,10 @@ class FairShare:
         self._overdraw = overdraw
         self.client_limit = max(1, math.ceil(capacity * max_client_share))
         self._reserved = max(0, min(int(capacity * reserved), capacity - self.client_limit))
-        self.time = time
         self.held = 0
         self._elsewhere = 0
         self._held_by: Counter[str] = Counter()
-        self._queues: dict[str, list[Waiter]] = {}  # the client served last is the last one
+        self._queues: dict[str, deque[Waiter]] = {}  # the client served last is the last one
         self._lengths: Counter[str] = Counter()  # of the queues
 
     @property
@@ -113,31 +95,8 @@ class FairShare:
             raise error()
         self._refuse(names[0], [self._queues[names[0]][-1]], error)
 
-    def enter(self, client: str, waiter: Waiter) -> None:
-        """Queues it; it may have what it waits for at once."""
-        queue = self._queues.setdefault(client, [])
-        ahead = len(queue)
-        while ahead and queue[ahead - 1].lets_pass(waiter):
-            ahead -= 1
-        for passed in queue[ahead:]:
-            passed.overtaken += waiter.tokens if passed.priority == waiter.priority else 0
-        queue.insert(ahead, waiter)
-        self._lengths[client] += 1
-        self._grant()
-
-    def leave(self, client: str, waiter: Waiter) -> None:
-        """It waits no more."""
-        if waiter in self._queues.get(client, ()):
-            self._remove(client, waiter)
-        self._grant()  # it may have stood before others
-
     async def acquire(
-        self,
-        client: str,
-        amount: int = 1,
-        tokens: int = 1,
-        priority: int = 0,
-        group: object = None,
+        self, client: str, amount: int = 1, priority: int = 0, group: object = None
     ) -> None:
         """Waits for `amount` of the capacity, which `release` returns. Cancelled, it holds
         nothing.
@@ -145,21 +104,20 @@ class FairShare:
         Raises:
             Overloaded: it was refused while it waited.
         """
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = Waiter(
-            tell=partial(_resolve, future),
-            has_left=future.done,
-            amount=amount,
-            tokens=tokens,
-            priority=priority,
-            group=group,
-        )
-        self.enter(client, waiter)
+        future = asyncio.get_running_loop().create_future()
+        waiter = Waiter(priority, amount, group, future)
+        queue = self._queues.setdefault(client, deque())
+        ahead = len(queue)
+        while ahead and queue[ahead - 1].priority > priority:
+            ahead -= 1
+        queue.insert(ahead, waiter)
+        self._lengths[client] += 1
+        self._grant()
         try:
             await future
         except BaseException:
             if future.cancelled():
-                self.leave(client, waiter)
+                self._leave(client, waiter)
             elif future.exception() is None:
                 self.release(client, amount)  # granted in the moment it was cancelled
             raise
@@ -179,16 +137,12 @@ class FairShare:
     # ---- inside ------------------------------------------------------------------------------
 
     def _fits(self, client: str, amount: int) -> bool:
-        needed = 1 if self._overdraw else min(amount, self.capacity)
-        return self._may_hold(client, amount) and self.held + needed <= self._open_to(client)
-
-    def _may_hold(self, client: str, amount: int) -> bool:
         """A client that holds nothing may exceed its limit with one single piece."""
         own = self._held_by[client]
-        return own == 0 or own + amount <= self.client_limit
-
-    def _open_to(self, client: str) -> int:
-        return self.available - (self._reserved if self._held_by[client] else 0)
+        room = own == 0 or own + amount <= self.client_limit
+        needed = 1 if self._overdraw else min(amount, self.capacity)
+        capacity = self.available - (self._reserved if own else 0)
+        return room and self.held + needed <= capacity
 
     def _grant(self) -> None:
         while (client := self._next()) is not None:
@@ -197,36 +151,40 @@ class FairShare:
             self._remove(client, waiter)
             self.held += waiter.amount
             self._held_by[client] += waiter.amount
-            if self.time is not None:
-                self.time.serve(client, waiter.tokens)
-            waiter.tell(None)
+            waiter.future.set_result(None)
 
     def _next(self) -> str | None:
         """The client whose turn it is. A large piece waits until it fits: smaller ones of other
         clients do not overtake it for ever."""
         for name in list(self._queues):
-            self._forget_left(name)
+            self._forget_cancelled(name)
         turns = [
             client
             for client, queue in self._queues.items()
-            if self._may_hold(client, queue[0].amount) and self.held < self._open_to(client)
+            if self._held_by[client] == 0
+            or self._held_by[client] + queue[0].amount <= self.client_limit
         ]
         if not turns:
             return None
-        client = min(turns, key=self._held_by.__getitem__ if self.time is None else self.time.start)
+        client = min(turns, key=lambda name: self._held_by[name])
         return client if self._fits(client, self._queues[client][0].amount) else None
+
+    def _leave(self, client: str, waiter: Waiter) -> None:
+        if waiter in self._queues.get(client, ()):
+            self._remove(client, waiter)
+        self._grant()  # it may have stood before others
 
     def _refuse(
         self, client: str, waiters: Iterable[Waiter], error: Callable[[], Overloaded]
     ) -> None:
         for waiter in waiters:
             self._remove(client, waiter)
-            if not waiter.has_left():
-                waiter.tell(error())
+            if not waiter.future.done():
+                waiter.future.set_exception(error())
         self._grant()
 
-    def _forget_left(self, client: str) -> None:
-        while (queue := self._queues.get(client)) and queue[0].has_left():
+    def _forget_cancelled(self, client: str) -> None:
+        while (queue := self._queues.get(client)) and queue[0].future.done():
             self._remove(client, queue[0])  # its task has not run since
 
     def _remove(self, client: str, waiter: Waiter) -> None:
@@ -235,13 +193,6 @@ class FairShare:
         self._lengths[client] -= 1
         if not queue:
             del self._queues[client], self._lengths[client]
-
-
-def _resolve(future: asyncio.Future[None], error: Overloaded | None) -> None:
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 class FairExecutor:

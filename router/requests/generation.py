@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -110,11 +111,44 @@ Serve = Callable[[GenerationRequest, Put], Coroutine[Any, Any, GenerationStats]]
 """Serves one prompt: puts its updates, and returns the last one."""
 
 
-class UpdateQueue:
-    """What one client has still to read, of all its prompts. Their tasks put updates in, the
-    client's takes all that are there at once: however many they are, it is woken once."""
+Write = Callable[[Updates], bool]
+"""Writes updates to a client at once. False: it has not, and the client's own task is to."""
+
+
+class Turn:
+    """The queues that got deltas in this turn of the event loop: in the next one, each of them is
+    written once."""
 
     def __init__(self) -> None:
+        self._queues: list[UpdateQueue] = []
+        self._context = Context()  # no request's
+
+    def add(self, queue: UpdateQueue) -> None:
+        if not self._queues:
+            asyncio.get_running_loop().call_soon(self._write, context=self._context)
+        self._queues.append(queue)
+
+    def _write(self) -> None:
+        queues, self._queues = self._queues, []
+        for queue in queues:
+            queue.write()
+
+
+class Outlet:
+    """Where a client's deltas go, once `write` is set, without waking its task for each step."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.write: Write | None = None
+
+
+class UpdateQueue:
+    """What one client has still to read, of all its prompts. Their tasks put updates in. While the
+    client's task waits for more, deltas go through its outlet; all else, and what the outlet does
+    not write, it takes: all that is there at once."""
+
+    def __init__(self, outlet: Outlet | None = None) -> None:
+        self._outlet = outlet
         self._updates: Updates = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -136,7 +170,25 @@ class UpdateQueue:
             raise error
         if self._failure is None:
             self._updates.append((prompt, update))
-            self._wake()
+            outlet = self._outlet
+            if outlet is None or outlet.write is None or not isinstance(update, TextDelta):
+                self._wake()
+            elif len(self._updates) == 1:
+                outlet.turn.add(self)
+
+    def write(self) -> None:
+        """Writes what is there through the outlet, unless the client's task is about to."""
+        assert self._outlet is not None and self._outlet.write is not None, "it was added"
+        if self._waiter is None or self._waiter.done():
+            return
+        try:
+            if self._outlet.write(self._updates):
+                self._updates = []
+            else:
+                self._wake()
+        except Exception as error:
+            self._updates = []
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """A prompt has failed; of several failures the first one counts."""
@@ -159,17 +211,18 @@ class UpdateQueue:
 
 
 async def generate(
-    requests: Sequence[GenerationRequest], serve: Serve
+    requests: Sequence[GenerationRequest], serve: Serve, outlet: Outlet | None = None
 ) -> AsyncGenerator[Updates, None]:
     """Serves the prompts of one client, each in a task of its own, and yields what has come since
-    the last time. They are served at their own pace: a client that reads slowly, or not at all,
-    holds no slot on the nodes. They begin in order, MAX_BEGUN of them at once. The first error of
-    any ends all. However this ends, all tasks have ended then.
+    the last time and was not written through the outlet. They are served at their own pace: a
+    client that reads slowly, or not at all, holds no slot on the nodes. They begin in order,
+    MAX_BEGUN of them at once. The first error of any ends all. However this ends, all tasks have
+    ended then.
 
     Raises:
         Cancelled: more than MAX_BEHIND updates were not read.
     """
-    queue, tasks = UpdateQueue(), list[asyncio.Task[None]]()
+    queue, tasks = UpdateQueue(outlet), list[asyncio.Task[None]]()
     to_begin = iter(enumerate(requests))
     try:
         while queue.has_news or queue.ended < len(requests):

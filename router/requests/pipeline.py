@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -50,6 +50,7 @@ from pdserve.router.requests.attempt import Attempt, AttemptFailed
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    Outlet,
     Put,
     Updates,
     generate,
@@ -74,9 +75,8 @@ class Pipeline:
         vocab_size: int = 2**32,
         traces: RequestTraces | None = None,
         adapters: ServedAdapters | None = None,
-        weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`vocab_size`: rows of the model's embedding. `weights`: as `APIKeys.weights`."""
+        """`vocab_size`: rows of the model's embedding."""
         self._adapters = adapters or ServedAdapters()
         self._traces = traces or RequestTraces(Tracer())
         self._config = config
@@ -100,12 +100,13 @@ class Pipeline:
             config.max_queued_requests,
             config.queue_timeout,
             config.max_client_share,
-            weights,
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
+    ) -> AsyncGenerator[Updates, None]:
         """Yields what is wanted of the prompts, deltas of all their choices, interleaved, and for
-        each prompt at last one GenerationStats.
+        each prompt at last one GenerationStats. Deltas may go through the outlet instead, in order.
 
         `aclose()`, or cancelling the task that iterates, aborts the work on every node.
 
@@ -113,7 +114,7 @@ class Pipeline:
             PdserveError: a request cannot be served or failed for good. Other exceptions
                 are defects.
         """
-        return generate(requests, self._serve)
+        return generate(requests, self._serve, outlet)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         """The whole of a prompt: its deltas are put into its client's queue; its outcome is this
@@ -150,24 +151,18 @@ class Pipeline:
         async with (
             self.admission.slot(
                 request.batch, len(request.prompt_token_ids), request.n, request.priority
-            ) as place,
+            ),
             state.deadline.running(),
         ):
-            try:
-                with self._adapters.running(request.adapter):
-                    await self._attempts(state)
-            finally:
-                place.generated = sum(state.generated)
-
-    async def _attempts(self, state: RequestState) -> None:
-        if state.request.orphan_key:
-            await self._adopt(state)
-        while not state.finished:
-            await state.retries.backoff(state.deadline)
-            decode, path = await self.placement.decode(state.placement)
-            state.mark("queued")
-            with suppress(AttemptFailed):  # the next one makes what is left
-                await self._attempt(state, decode, path).run()
+            with self._adapters.running(request.adapter):
+                if request.orphan_key:
+                    await self._adopt(state)
+                while not state.finished:
+                    await state.retries.backoff(state.deadline)
+                    decode, path = await self.placement.decode(state.placement)
+                    state.mark("queued")
+                    with suppress(AttemptFailed):  # the next one makes what is left
+                        await self._attempt(state, decode, path).run()
 
     async def _adopt(self, state: RequestState) -> None:
         """Goes on with what a router that has died left of the request at a decode node, if it

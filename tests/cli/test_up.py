@@ -27,11 +27,12 @@ from pdserve.cli import child as child_module
 from pdserve.cli import cluster as cluster_module
 from pdserve.cli import host_share
 from pdserve.cli.cluster import Cluster
-from pdserve.cli.host_share import NodeShare, node_shares, share_host
+from pdserve.cli.host_share import CoreTable, NodeShare, node_shares, share_host
 from pdserve.cli.up import log_writer
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
 from pdserve.common.config.router import ServerConfig
+from pdserve.common.core.core_table import lent_seconds
 from pdserve.common.core.errors import ConfigError, NodeError
 from processes import alive
 from waiting import eventually
@@ -409,6 +410,35 @@ def test_the_cores_are_divided_by_all_ranks(
     placed = node_shares(ClusterConfig(engine=engine, **size))  # type: ignore[arg-type]
     assert {item.engine.parallel.cpu_threads for item in placed} == {threads}
     assert all(item.environment == {} for item in placed)
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "gpus", "file", "lends", "given"),
+    [((1, 1), 2, [], None, True, None), ((1, 2), 2, [], None, False, None),
+     ((1, 1), 2, ["0"], None, False, None), ((1, 1), 2, [], "off", False, None),
+     ((1, 1), 2, [], "file", False, "file"), ((1,), 2, [], None, False, None)],
+)  # fmt: skip
+def test_nodes_that_have_cores_of_their_own_lend_them(
+    size: tuple[int, ...],
+    cores: int,
+    gpus: list[str],
+    file: str | None,
+    lends: bool,
+    given: str | None,
+) -> None:
+    engine = EngineConfig(parallel=ParallelConfig(share_cores=file))
+    placed = share_host(engine, nodes(*size), gpus=gpus, cores=cores)
+    assert [each.lends_cores for each in placed] == [lends] * len(size)
+    assert [each.engine.parallel.share_cores for each in placed] == [given] * len(size)
+
+
+def test_a_table_of_cores_is_there_for_other_processes_and_keeps_its_size() -> None:
+    table = CoreTable(3)
+    assert lent_seconds(Path(table.path)) == [0.0] * 3
+    with open(table.path, "r+b") as file, pytest.raises(PermissionError):
+        file.truncate(0)
+    table.close()
+    assert not Path(table.path).exists()
 
 
 def test_a_flag_says_how_many_threads() -> None:

@@ -61,6 +61,15 @@ def test_dummy_weights_need_none(hub: Hub) -> None:
     assert not any(name.endswith(".safetensors") for name in hub.downloads)
 
 
+def test_a_router_fetches_no_weights_and_a_node_what_is_missing(hub: Hub) -> None:
+    described = resolve_model(ModelConfig(model="tiny/llama"), weights=False)
+    assert not any(name.endswith(".safetensors") for name in hub.downloads)
+    assert "tokenizer.json" in hub.downloads
+    assert resolve_model(ModelConfig(model="tiny/llama")) == described
+    assert "model.safetensors" in hub.downloads
+    assert len(hub.downloads) == len(set(hub.downloads))
+
+
 def test_the_cache_serves_without_a_network(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

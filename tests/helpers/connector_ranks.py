@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -83,10 +82,3 @@ def submit(source: Rank, sink: Rank, transfer_id: bytes = ID, epoch: int = 1) ->
 
 def submit_to(source: Rank, endpoint: bytes, transfer_id: bytes = ID, epoch: int = 1) -> None:
     source.connector.submit(SourceTransfer(transfer_id, epoch, ((Piece(0, 0, RECT), endpoint),)))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

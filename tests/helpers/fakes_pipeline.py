@@ -19,6 +19,7 @@ from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    Outlet,
     Put,
     TextDelta,
     Updates,
@@ -98,8 +99,10 @@ class FakeGenerator:
         self.closed = asyncio.Event()
         self.timelines = Timelines(kept=8)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
-        return generate(requests, self._serve)
+    def generate(
+        self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
+    ) -> AsyncGenerator[Updates, None]:
+        return generate(requests, self._serve, outlet)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         self.requests.append(request)

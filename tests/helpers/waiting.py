@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,3 +12,11 @@ async def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Non
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """As `eventually`, where no loop runs."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in {seconds} s"
+        time.sleep(0.002)

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
+from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit
 from kv_fakes import FakeConnector
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.common.worker.kv_cache import GroupCache
@@ -42,6 +42,7 @@ from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.rank.worker_connector import build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
+from waiting import wait_until
 
 CONFIRM = Frame(FrameKind.CONFIRM, count=1).encode()  # follows the payload of DATA
 
@@ -51,7 +52,7 @@ def rank() -> Iterator[Callable[..., Rank]]:
     before = threading.active_count()
     with ranks() as make:
         yield make
-    wait_for(lambda: threading.active_count() <= before)  # a timer that was cancelled may be late
+    wait_until(lambda: threading.active_count() <= before)  # a timer that was cancelled may be late
 
 
 def data_frame(first: int, count: int, **changes: Any) -> tuple[Frame, bytes]:
@@ -134,7 +135,7 @@ def test_late_frames_are_drained_and_counted(rank: Callable[..., Rank]) -> None:
     sink = rank(TCPConnector)
     with greeted(sink) as pipe:
         say(pipe, *data_frame(0, 2))  # nobody accepted it yet
-        wait_for(lambda: sink.connector.counts["unknown_frame"] == 1)
+        wait_until(lambda: sink.connector.counts["unknown_frame"] == 1)
         sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
         say(pipe, *data_frame(0, 2, epoch=1))
         say(pipe, *data_frame(0, 2, epoch=2))
@@ -143,7 +144,7 @@ def test_late_frames_are_drained_and_counted(rank: Callable[..., Rank]) -> None:
         say(pipe, *data_frame(2, 2, epoch=2))
         assert sink.expect(Landed).epoch == 2
         say(pipe, *data_frame(2, 2, epoch=2))
-        wait_for(lambda: sink.connector.counts["duplicate_frame"] == 2)
+        wait_until(lambda: sink.connector.counts["duplicate_frame"] == 2)
     assert sink.connector.counts["stale_frame"] == 1
     assert sink.cache[:, :, list(SINK_IDS)].all()
 
@@ -197,7 +198,7 @@ def test_a_peer_that_stalls_within_a_frame_is_lost_and_a_silent_one_is_not(
         header = frame.encode()
         pipe.sock.sendall(header[:-1] if within == "a header" else header + payload[:100])
         if within == "a payload given up":
-            wait_for(lambda: bool(sink.cache.any()))
+            wait_until(lambda: bool(sink.cache.any()))
             sink.connector.quiesce(ID)
         while (failed := sink.expect(Failed)).transfer_id == ID:
             pass  # it was given up late
@@ -280,7 +281,7 @@ def test_a_connection_is_kept_and_replaced_when_it_broke(
         assert len(open_pipes) == 1
         if number == 1:
             open_pipes[0].interrupt()  # the sink's host restarted, say
-            wait_for(lambda: not pipes._server._pipes)
+            wait_until(lambda: not pipes._server._pipes)
 
 
 def test_a_connection_that_nobody_uses_is_closed(
@@ -301,11 +302,11 @@ def test_a_connection_that_nobody_uses_is_closed(
         sink.connector.accept(SinkTransfer(transfer_id, 1, 0, SINK_IDS))
         submit(source, sink, transfer_id)
         waits.clear()
-        wait_for(lambda: len(waits) > 3)
+        wait_until(lambda: len(waits) > 3)
         assert threads("kv-source") and threads("kv-sink")
         source.connector.ready(transfer_id, BlockRun(0, 4), (0, 1, 2, 3), True)
         sink.expect(Landed)
-        wait_for(lambda: not threads("kv-source") and not threads("kv-sink"))
+        wait_until(lambda: not threads("kv-source") and not threads("kv-sink"))
 
 
 def threads(name: str) -> int:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from connector_ranks import ID, SINK_IDS, Rank, keys, ranks, submit_to, wait_for
+from connector_ranks import ID, SINK_IDS, Rank, keys, ranks, submit_to
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.rpc.auth import ClusterKey
@@ -35,6 +35,7 @@ from pdserve.kv_transfer.connectors.tcp import Endpoint, TCPConnector
 from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.selection import rank_config
 from thinned import slow
+from waiting import wait_until
 
 FINGERPRINT = "the-right-fingerprint"
 OLD, NEW = "the-old-key-of-the-cluster", "the-new-key-of-the-cluster"
@@ -159,7 +160,7 @@ def test_ranks_of_two_clusters_tell_each_other_what_to_do(
     failed = source.expect(Failed)
     assert failed.code == "CLUSTER_AUTH_FAILED"
     assert says in failed.message and "same --cluster-key" in failed.message
-    wait_for(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
+    wait_until(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
     assert not sink.cache.any()
 
 
@@ -228,7 +229,7 @@ def test_a_proof_for_another_endpoint_is_refused(rank: Made) -> None:
     relay = Relay(sink)
     send_to(source, relay.endpoint)
     assert source.expect(Failed).code == "CLUSTER_AUTH_FAILED"
-    wait_for(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
+    wait_until(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
     source.connector.close(5.0)
     relay.close()
 
@@ -249,7 +250,7 @@ def test_what_an_honest_source_said_is_of_no_use_again(rank: Made) -> None:
         while data := sock.recv(1 << 16):
             heard += data
         assert Frame(FrameKind.WELCOME).encode() not in heard
-    wait_for(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
+    wait_until(lambda: counts(sink).get("CLUSTER_AUTH_FAILED") == 1)
     assert not sink.cache.any()
 
 
@@ -302,9 +303,9 @@ def test_1100_strangers_do_not_make_the_next_transfer_fail(
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(stranger(sink)) for _ in range(STRANGERS)]
-        wait_for(lambda: counts(sink).get("dropped_stranger", 0) >= STRANGERS - 64)
+        wait_until(lambda: counts(sink).get("dropped_stranger", 0) >= STRANGERS - 64)
         # each of those who wait has a thread and a timer; so has the source's end
-        wait_for(lambda: threading.active_count() <= before + 2 * server.MAX_STRANGERS + 8)
+        wait_until(lambda: threading.active_count() <= before + 2 * server.MAX_STRANGERS + 8)
         assert hung_up(crowd[0])
         check_lands(sink, source)
     lines = [text for text in caplog.messages if "had sent no greeting" in text]
@@ -321,7 +322,7 @@ def test_strangers_of_one_host_take_no_place_of_another_s(
         say(slow, FrameKind.CHALLENGE, bytes(32))
         assert hear(slow)[0] is FrameKind.CHALLENGE
         crowd = [stack.enter_context(stranger(sink)) for _ in range(20)]
-        wait_for(lambda: counts(sink).get("dropped_stranger") == 17)
+        wait_until(lambda: counts(sink).get("dropped_stranger") == 17)
         assert all(hung_up(each) for each in crowd[:17])
         say(slow, FrameKind.PROOF, bytes(32))
         assert hear(slow)[0] is FrameKind.REFUSED  # it was heard
@@ -336,7 +337,7 @@ def test_a_welcomed_source_is_not_dropped_for_strangers(
     with contextlib.ExitStack() as stack:
         for _ in range(10):
             stack.enter_context(stranger(sink))
-        wait_for(lambda: counts(sink).get("dropped_stranger") == 8)
+        wait_until(lambda: counts(sink).get("dropped_stranger") == 8)
         check_lands(sink, source, b"transfer-id-0002")
     assert "PEER_LOST" not in counts(source)
 
@@ -356,7 +357,7 @@ def test_a_stranger_has_seconds_in_all_not_for_each_frame(
                 sock.send(bytes([byte]))
                 time.sleep(0.2)
         assert hung_up(sock) and time.monotonic() - started < 15
-    wait_for(lambda: counts(sink).get("CONNECT_FAILED") == 1)
+    wait_until(lambda: counts(sink).get("CONNECT_FAILED") == 1)
 
 
 def test_strangers_who_talk_nonsense_fill_no_log(
@@ -368,7 +369,7 @@ def test_strangers_who_talk_nonsense_fill_no_log(
         with stranger(sink) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
             assert hung_up(sock)
-    wait_for(lambda: counts(sink).get("BAD_FRAME") == 200)
+    wait_until(lambda: counts(sink).get("BAD_FRAME") == 200)
     lines = [text for text in caplog.messages if "BAD_FRAME" in text]
     assert 1 <= len(lines) <= time.monotonic() - started + 2
 

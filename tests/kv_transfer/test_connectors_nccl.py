@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, submit_to, wait_for
+from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, submit_to
 from pdserve.common.core.errors import ConfigError
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import (
@@ -39,6 +39,7 @@ from pdserve.kv_transfer.connectors.tcp import Options, TCPTransport
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Rect
+from waiting import wait_until
 
 PROMPT = 20.0  # seconds within which whoever is blocked must be free: before any time-out
 
@@ -49,7 +50,7 @@ def make() -> Iterator[Callable[..., Rank]]:
     before = num_tasks(), num_sockets()
     with ranks() as made:
         yield lambda kind=NCCLConnector, **options: made(kind, **options)
-    wait_for(lambda: nothing_left(*before))
+    wait_until(lambda: nothing_left(*before))
 
 
 def nothing_left(tasks: int, sockets: int) -> bool:
@@ -110,8 +111,8 @@ def test_a_late_frame_of_another_size_ends_the_connection(
     sink, source = make(), make()
     channel = source.connector.dial(sink.connector.endpoint())
     channel._pipe.sock.sendall(frame.encode())
-    wait_for(lambda: sink.connector.counts["BAD_FRAME"] == 1)
-    wait_for(lambda: not channel.alive())
+    wait_until(lambda: sink.connector.counts["BAD_FRAME"] == 1)
+    wait_until(lambda: not channel.alive())
     channel.close()
 
 
@@ -125,7 +126,7 @@ def test_quiesce_frees_a_sink_whose_source_has_stalled(make: Callable[..., Rank]
     channel = source.connector.dial(sink.connector.endpoint())
     late = data(0, 4)
     channel._pipe.sock.sendall(late.encode())  # and no payload
-    wait_for(lambda: bool(sink.connector.receiver._inbound[ID].next_block))
+    wait_until(lambda: bool(sink.connector.receiver._inbound[ID].next_block))
     assert timed(lambda: sink.connector.quiesce(ID)) < PROMPT
     channel._mover.send(late, (0, 1, 2, 3), Gate())
     send_frame(channel._pipe, replace(late, kind=FrameKind.CONFIRM, count=1))

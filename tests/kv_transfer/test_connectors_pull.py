@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit, wait_for
+from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit
 from cpu_ipc import CpuIpcConnector
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
@@ -37,6 +37,7 @@ from pdserve.kv_transfer.connectors.shm import Holds, PeerHolds, ShmConnector
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from waiting import wait_until
 
 SHAPE = torch.Size(GEOMETRY.shape(RECT))
 
@@ -101,7 +102,7 @@ def test_a_piece_is_part_of_the_source_rank(make: Callable[..., Rank]) -> None:
     source.connector.submit(SourceTransfer(ID, 1, ((piece, sink.connector.endpoint()),)))
     source.connector.ready(ID, BlockRun(0, 2), (5, 6), True)
     source.expect(Sent)
-    wait_for(lambda: sink.connector.counts["bytes"] > 0)
+    wait_until(lambda: sink.connector.counts["bytes"] > 0)
     expected = torch.zeros_like(sink.cache)
     expected[1:3, :, list(SINK_IDS[:2]), 1:2] = source.cache[1:3, :, [5, 6], 1:2]
     assert torch.equal(sink.cache, expected)
@@ -239,7 +240,7 @@ def test_a_peer_of_another_user_is_refused(
     failed = source.expect(Failed)
     assert failed.code == "CONNECT_FAILED"
     assert "not 4711" in failed.message
-    wait_for(lambda: sink.connector.counts["refused_connection"] == 1)
+    wait_until(lambda: sink.connector.counts["refused_connection"] == 1)
     assert not [each for each in threading.enumerate() if each.name == "kv-sink"]
 
 
@@ -252,7 +253,7 @@ def test_memory_that_cannot_be_opened_is_told_to_the_source(make: Callable[..., 
     failed = source.expect(Failed)
     assert (failed.code, failed.retryable) == ("CONNECT_FAILED", False)
     assert "peer access is not supported): are both GPUs on this host" in failed.message
-    wait_for(lambda: sink.connector.counts["CONNECT_FAILED"] == 1)
+    wait_until(lambda: sink.connector.counts["CONNECT_FAILED"] == 1)
 
 
 def test_a_cache_within_a_larger_storage() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -33,6 +34,7 @@ from pdserve.router.requests import generation as generation_module
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
+    Outlet,
     Put,
     TextDelta,
     Updates,
@@ -49,19 +51,22 @@ class Talker:
 
     def __init__(self, pieces: int) -> None:
         self.pieces = pieces
+        self.piece = lambda number: PIECE
         self.open = 0
         self.finished = asyncio.Event()  # without having been closed
         self.closed = asyncio.Event()
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Updates, None]:
-        return generate(requests, self._serve)
+    def generate(
+        self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
+    ) -> AsyncGenerator[Updates, None]:
+        return generate(requests, self._serve, outlet)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         self.open += 1
         try:
-            for _ in range(self.pieces):
+            for number in range(self.pieces):
                 await asyncio.sleep(0)
-                put(TextDelta(0, PIECE, (SampledToken(1),)))
+                put(TextDelta(0, self.piece(number), (SampledToken(1),)))
             put(TextDelta(0, "", (SampledToken(2),), FinishReason.STOP))
             self.finished.set()
             return GenerationStats(1, self.pieces, 0, Timeline())
@@ -101,9 +106,9 @@ async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
     return reader, writer
 
 
-def ask(writer: asyncio.StreamWriter, **fields: Any) -> None:
+def ask(writer: asyncio.StreamWriter, version: str = "1.1", **fields: Any) -> None:
     body = json.dumps({"prompt": "a", **fields}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
@@ -168,6 +173,27 @@ async def test_a_client_that_does_not_read_is_hung_up_on(tmp_path: Path, stream:
         assert (await ends(reader)).count(b"x") < 400 * len(PIECE)
         assert not talker.open
         writer.close()
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_a_client_that_reads_by_fits_and_starts_gets_all(
+    tmp_path: Path, version: str
+) -> None:
+    """Some events are written as they come, some when it takes more again: none out of order."""
+    talker = Talker(400)
+    talker.piece = lambda number: f"<{number}>" + 2000 * "x"
+    async with serving(tmp_path, talker) as server:
+        reader, writer = await connect(server.port)
+        ask(writer, version, stream=True)
+        got = b""
+        while b"[DONE]" not in got and (data := await reader.read(2**16)):
+            got += data
+            await asyncio.sleep(0.01 if len(got) % 3 else 0)
+        writer.close()
+    # Chunks' sizes stand between the events.
+    assert [int(each) for each in re.findall(rb"<(\d+)>", got)] == list(range(400))
+    assert got.count(b"x" * 2000) == 400 and got.count(b"data: ") == 402
+    assert (b"Transfer-Encoding: chunked" in got) == (version == "1.1")
 
 
 async def test_an_endless_answer_that_nobody_reads_is_cancelled(

@@ -18,6 +18,7 @@
 #include "cache.h"
 #include "products.h"
 #include "tile_products.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace {
@@ -241,6 +242,13 @@ std::vector<Work> works_of(const Call& call) {
     return all;
 }
 
+// The numbers that all works read, of rows of `row`; keys and values.
+int64_t numbers_of(const std::vector<Work>& all, int64_t row) {
+    int64_t keys = 0;
+    for (const Work& work : all) keys += (work.end - work.begin) * (1 + work.count / 8);
+    return 2 * keys * row;
+}
+
 // A thread's share of a call: the rows of one work at a time.
 template <typename T, typename Products>
 class Worker {
@@ -295,12 +303,19 @@ private:
     }
 };
 
+template <typename T, typename Products>
+Rows<T, Products>& rows_of_thread() {
+    static thread_local Rows<T, Products> rows;
+    return rows;
+}
+
 template <typename Products, typename T>
 void attend(const Call& call, const Cache<T>& cache) {
     std::vector<Work> all = works_of(call);
     int64_t most = 0, stored = 0;
     // Where there are few works, their parts are tasks, and added up afterwards.
-    const bool splits = call.threads > 1 && int64_t(all.size()) < 4 * call.threads;
+    const Team team(call.threads, numbers_of(all, cache.row));
+    const bool splits = team.size() > 1 && int64_t(all.size()) < 4 * team.size();
     const int64_t padded = round_up(cache.row, COLUMNS);
     std::vector<Task> tasks;
     std::vector<Work*> split;
@@ -316,38 +331,36 @@ void attend(const Call& call, const Cache<T>& cache) {
         }
     }
     std::vector<float> results(stored);  // of parts: sums, highest, weight
-    const int n = int(std::min<int64_t>(call.threads, int64_t(tasks.size())));
-#pragma omp parallel num_threads(n) if (n > 1)
-    {
-        static thread_local Rows<T, Products> rows;
-        rows.prepare(cache, most);
-        Worker<T, Products> worker(call, cache, rows);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < tasks.size(); i++) {
-            const Work& work = *tasks[i].work;
-            worker.begin(work);
-            if (tasks[i].part >= 0) {
-                worker.see(work, tasks[i].part);
-                worker.move(work, tasks[i].part, results.data(), false);
-                continue;
-            }
-            for (int64_t p = 0; p < work.parts(); p++) {
-                worker.see(work, p);
-                rows.add_part();
-            }
-            worker.write(work);
+    const auto on_each = [&](int64_t count, const auto& compute) {
+        share_tiles(team, count, [&](Share& share) {
+            Rows<T, Products>& rows = rows_of_thread<T, Products>();
+            rows.prepare(cache, most);
+            Worker<T, Products> worker(call, cache, rows);
+            for (int64_t i; share.next(i);) compute(i, worker, rows);
+        });
+    };
+    on_each(tasks.size(), [&](int64_t i, auto& worker, auto& rows) {
+        const Work& work = *tasks[i].work;
+        worker.begin(work);
+        if (tasks[i].part >= 0) {
+            worker.see(work, tasks[i].part);
+            return worker.move(work, tasks[i].part, results.data(), false);
         }
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < split.size(); i++) {
-            const Work& work = *split[i];
-            worker.begin(work);
-            for (int64_t p = 0; p < work.parts(); p++) {
-                worker.move(work, p, results.data(), true);
-                rows.add_part();
-            }
-            worker.write(work);
+        for (int64_t p = 0; p < work.parts(); p++) {
+            worker.see(work, p);
+            rows.add_part();
         }
-    }
+        worker.write(work);
+    });
+    on_each(split.size(), [&](int64_t i, auto& worker, auto& rows) {
+        const Work& work = *split[i];
+        worker.begin(work);
+        for (int64_t p = 0; p < work.parts(); p++) {
+            worker.move(work, p, results.data(), true);
+            rows.add_part();
+        }
+        worker.write(work);
+    });
 }
 
 }  // namespace

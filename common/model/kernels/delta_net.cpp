@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
+#include "tiles.h"
 #include "vec.h"
 
 namespace {
@@ -115,11 +117,11 @@ EXPORT void delta_net(int64_t dtype, int64_t threads, int64_t sequences, int64_t
                       int64_t table_width, float* out) {
     const Sizes sizes{ratio, key_dim, value_dim, kernel};
     const int64_t width = sizes.width(), numbers = sizes.numbers();
+    if (sequences == 0) return;
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const int n = int(std::min<int64_t>(threads, sequences * units));
-#pragma omp parallel for num_threads(n) if (n > 1) schedule(dynamic)
-        for (int64_t item = 0; item < sequences * units; item++) {
+        const int64_t tokens = std::accumulate(counts, counts + sequences, int64_t(0));
+        for_rows(threads, sequences * units, tokens / sequences * numbers, [&](int64_t item) {
             const int64_t s = item / units, unit = item % units;
             const int32_t* table = tables + s * table_width;
             auto place = [&](int64_t block) { return states + (block * units + unit) * numbers; };
@@ -146,6 +148,6 @@ EXPORT void delta_net(int64_t dtype, int64_t threads, int64_t sequences, int64_t
                 const int32_t block = ends ? table[position / block_size] : -1;
                 if (block >= 0) std::copy(state.begin(), state.end(), place(block));
             }
-        }
+        });
     });
 }

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "tiles.h"
 #include "vec.h"
 
 namespace {
@@ -44,11 +45,10 @@ EXPORT void rms_norm(int64_t dtype, int64_t threads, int64_t rows, int64_t size,
                      int64_t stride, const void* weight, double eps, void* out) {
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const int n = useful_threads(rows * size, threads);
-#pragma omp parallel for num_threads(n) if (n > 1)
-        for (int64_t r = 0; r < rows; r++)
+        for_rows(threads, rows, size, [&](int64_t r) {
             norm_row((const T*)x + r * stride, (const T*)weight, float(eps), size,
                      (T*)out + r * size);
+        });
     });
 }
 
@@ -58,13 +58,11 @@ EXPORT void add_rms_norm(int64_t dtype, int64_t threads, int64_t rows, int64_t s
                          void* total, void* out) {
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const int n = useful_threads(2 * rows * size, threads);
-#pragma omp parallel for num_threads(n) if (n > 1)
-        for (int64_t r = 0; r < rows; r++) {
+        for_rows(threads, rows, 2 * size, [&](int64_t r) {
             T* row = (T*)total + r * size;
             add_row((const T*)residual + r * size, (const T*)x + r * size, size, row);
             norm_row(row, (const T*)weight, float(eps), size, (T*)out + r * size);
-        }
+        });
     });
 }
 
@@ -73,11 +71,9 @@ EXPORT void silu_and_mul(int64_t dtype, int64_t threads, int64_t rows, int64_t s
                          void* out) {
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        const int n = useful_threads(2 * rows * size, threads);
-#pragma omp parallel for num_threads(n) if (n > 1)
-        for (int64_t r = 0; r < rows; r++) {
+        for_rows(threads, rows, 2 * size, [&](int64_t r) {
             const T* row = (const T*)x + r * 2 * size;
             silu_and_mul_row(row, row + size, size, (T*)out + r * size);
-        }
+        });
     });
 }

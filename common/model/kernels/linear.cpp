@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace {
@@ -260,6 +261,18 @@ void tiles(const Layer<T>& layer, int64_t begin, int64_t end, int64_t first, int
     if (begin < end) tile<Kind, TOKENS, 2, false>(layer, begin, first, real, x, tokens);
 }
 
+// What multiplying `tokens` costs, in words read for one token; with more, the work counts.
+struct Cost {
+    int64_t rows, row;
+
+    template <typename T>
+    Cost(const Layer<T>& layer, int64_t tokens)
+        : rows(layer.rows), row(layer.inputs * (1 + tokens / 8)) {}
+
+    Team team(int64_t threads) const { return Team(threads, rows * row); }
+    int64_t groups() const { return tile_of(GROUP * row); }  // of a thread's range
+};
+
 // The tokens of the next tile, if `left` are left: all, rounded up to a size that exists, or as
 // many as there are registers for.
 template <typename Kind>
@@ -312,14 +325,13 @@ void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_
         const int64_t some = std::min(MAX_TOKENS, count - first);
         buffer.resize(std::max<size_t>(buffer.size(), (some + 12) * layer.inputs));
         auto* inputs = buffer.data();
-        const int n = useful_threads(layer.rows * layer.inputs * (1 + some / 8), threads);
-#pragma omp parallel for num_threads(n) if (n > 1)
-        for (int64_t t = 0; t < some; t++)
+        const Cost cost(layer, some);
+        for_rows(threads, some, layer.inputs, [&](int64_t t) {
             prepare_token<Kind>(layer, t, some, x + first * stride, stride, inputs, tokens);
-#pragma omp parallel for num_threads(n) if (n > 1) schedule(static)
-        for (int i = 0; i < n; i++)
-            multiply_rows<Kind>(layer, groups * i / n * GROUP, groups * (i + 1) / n * GROUP, some,
-                                inputs, tokens);
+        });
+        share_ranges(cost.team(threads), groups, cost.groups(), [&](int64_t from, int64_t to) {
+            multiply_rows<Kind>(layer, from * GROUP, to * GROUP, some, inputs, tokens);
+        });
         layer.out += some * layer.rows;
     }
 }
@@ -384,14 +396,12 @@ void multiply_by_tiles(const Layer<BFloat16>& layer, int64_t threads, int64_t co
     const int64_t groups = layer.rows / GROUP;
     const int64_t step = std::max<int64_t>(1, TILES_BYTES / (GROUP * layer.inputs * 4));
     const int64_t most = std::max<int64_t>(64, TILES_BYTES / (layer.inputs * 4) / 64 * 64);
-    const int n = useful_threads(layer.rows * layer.inputs * (1 + count / 8), threads);
-#pragma omp parallel for num_threads(n) if (n > 1) schedule(static)
-    for (int i = 0; i < n; i++) {
-        const int64_t end = groups * (i + 1) / n;
+    const Cost cost(layer, count);
+    share_ranges(cost.team(threads), groups, cost.groups(), [&](int64_t begin, int64_t end) {
         int64_t configured = 0;
         for (int64_t from = 0; from < count; from += most) {
             const int64_t to = std::min(count, from + most);
-            for (int64_t group = groups * i / n; group < end; group += step)
+            for (int64_t group = begin; group < end; group += step)
                 for (int64_t token = from; token < to; token += 2 * TILE) {
                     const int64_t first = std::min(TILE, to - token);
                     const int64_t second = std::clamp<int64_t>(to - token - TILE, 0, TILE);
@@ -408,7 +418,7 @@ void multiply_by_tiles(const Layer<BFloat16>& layer, int64_t threads, int64_t co
                 }
         }
         _tile_release();
-    }
+    });
 }
 #endif
 
@@ -472,12 +482,10 @@ EXPORT void pack_rows(int64_t, int64_t threads, int64_t rows, int64_t words, int
 // out[i] = row ids[i] of a packed weight, as it was.
 EXPORT void unpack_rows(int64_t, int64_t threads, int64_t count, int64_t words, int64_t flip,
                         const void* ids, const void* weight, void* out) {
-    const int n = useful_threads(count * words, threads);
-#pragma omp parallel for num_threads(n) if (n > 1)
-    for (int64_t i = 0; i < count; i++) {
+    for_rows(threads, count, words, [&](int64_t i) {
         const int64_t row = ((const int64_t*)ids)[i];
         const uint32_t* from = (const uint32_t*)weight + row / LANES * LANES * words + row % LANES;
         uint32_t* to = (uint32_t*)out + i * words;
         for (int64_t k = 0; k < words; k++) to[k] = from[k * LANES] ^ uint32_t(flip);
-    }
+    });
 }

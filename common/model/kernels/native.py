@@ -48,7 +48,7 @@ class NativeKernels(Kernels):
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         """Compiles the library at first use on this machine. Raises BuildError."""
-        self._library = load_library(cache_dir)
+        self.library = load_library(cache_dir)
         self._rms_norm = self.function("rms_norm")
         self._add_rms_norm = self.function("add_rms_norm")
         self._silu_and_mul = self.function("silu_and_mul")
@@ -56,7 +56,7 @@ class NativeKernels(Kernels):
 
     def function(self, name: str) -> Callable[..., None]:
         """Returns a function of `SIGNATURES`. It releases the GIL and does not check arguments."""
-        function = self._library[name]
+        function = self.library[name]
         function.argtypes = [c_int64, c_int64, *(_TYPES[kind] for kind in SIGNATURES[name])]
         function.restype = None
         return function

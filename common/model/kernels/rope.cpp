@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kv_rows.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace {
@@ -55,9 +56,7 @@ EXPORT void rotate_and_cache(int64_t dtype, int64_t threads, int64_t tokens, int
             memset(keys + slots[t] / block_size * block, 0, block);
             memset(values + slots[t] / block_size * block, 0, block);
         }
-        const int n = useful_threads(tokens * width, threads);
-#pragma omp parallel for num_threads(n) if (n > 1)
-        for (int64_t t = 0; t < tokens; t++) {
+        for_rows(threads, tokens, width, [&](int64_t t) {
             T* row = (T*)qkv + t * width;
             for (int64_t h = 0; h < heads + kv_heads; h++) {
                 const void* norm = h < heads ? q_norm : k_norm;
@@ -72,6 +71,6 @@ EXPORT void rotate_and_cache(int64_t dtype, int64_t threads, int64_t tokens, int
                 write_row(format, row + (heads + h) * dim, dim, keys + place);
                 write_row(format, row + (heads + kv_heads + h) * dim, dim, values + place);
             }
-        }
+        });
     });
 }

@@ -221,11 +221,3 @@ INLINE Vec exp(Vec x) {
     Vec result = p * bit_cast<Vec>(exponent);
     return x < low ? Vec{} : result;
 }
-
-// ---- threads ----
-
-// As many as are worth waking for so many numbers to read.
-INLINE int useful_threads(int64_t numbers, int64_t threads) {
-    const int64_t worth = 1 + numbers / 16384;
-    return int(worth < threads ? worth : threads);
-}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lent_core import lent_core
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBackend, AttentionBatch, AttentionShape
@@ -239,8 +240,8 @@ CUTS = {
 def test_a_token_has_the_same_bits_however_the_tokens_before_it_were_computed(
     heads: tuple[int, int], dtype: torch.dtype, window: int | None, chunked: bool
 ) -> None:
-    """In steps of any size, alone and beside another sequence, on one thread and on two, with the
-    blocks before its window and without them."""
+    """In steps of any size, alone and beside another sequence, on one thread, on two and with a
+    lent core, with the blocks before its window and without them."""
     shape = AttentionShape(*heads, 32, window, chunked)
     attention, size = backend("native", shape, dtype), 16
     group = KVGroup((0,), heads[1], 32, window, chunked=chunked)
@@ -270,16 +271,18 @@ def test_a_token_has_the_same_bits_however_the_tokens_before_it_were_computed(
 
     whole = compute([LENGTH], beside=False, trimmed=False)
     for index, (name, counts) in enumerate(CUTS.items()):
-        with threads(1 + index % 2):
+        with team(index % 3):
             found = compute(counts, beside=index % 2 == 0, trimmed=True)
         assert torch.equal(found, whole), name
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def team(index: int) -> Iterator[None]:
+    """One thread, two, or one with a core that is lent."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    yield
+    torch.set_num_threads(2 if index == 1 else 1)
+    with lent_core(native_kernels()) if index == 2 else nullcontext():
+        yield
     torch.set_num_threads(before)
 
 

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from connector_ranks import ID, RECT, SINK_IDS, Rank, ranks, submit, submit_to, wait_for
+from connector_ranks import ID, RECT, SINK_IDS, Rank, ranks, submit, submit_to
 from fakes_pipeline import FakeGenerator, byte_level_folder, served_model
 from pdserve.cli.certs import HOSTS, write
 from pdserve.cli.main import main
@@ -61,6 +61,7 @@ from pdserve.router.grpc.door import ClientDoor, Messages
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer, https_context
+from waiting import wait_until
 
 FILL = struct.unpack("=f", b"\x3f" * 4)[0]
 
@@ -405,7 +406,7 @@ def test_given_up_inside_tls_nothing_encrypted_gets_into_the_blocks(
     with greeted(sink, files(certs / "ours")) as pipe:
         payload = data(sink, 0, 4)
         pipe.sendall(payload[:200])
-        wait_for(lambda: bool(sink.cache.any()))
+        wait_until(lambda: bool(sink.cache.any()))
         before = sink.cache.clone()
         started = time.monotonic()
         sink.connector.quiesce(ID)
@@ -563,7 +564,7 @@ def data(sink: Rank, first: int, count: int, transfer_id: bytes = ID) -> bytes:
 
 
 def wait_for_count(sink: Rank, name: str, value: int) -> None:
-    wait_for(lambda: sink.connector.counts[name] >= value)
+    wait_until(lambda: sink.connector.counts[name] >= value)
 
 
 def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:

@@ -1,0 +1,155 @@
+"""How long steps and transfers take on some hardware: tables that `pdserve calibrate` measures.
+
+    prefill[tokens, cached]     a step that computes so many prompt tokens behind so many cached
+    decode[sequences, context]  a step that computes a token of so many sequences of this length
+    transfer[bytes]             from the last KV computed to the decode node's first step
+
+Between the points of a table it is linear in each direction, and beyond them as between the last
+two. A step that does both takes as long as prefill of all its tokens, and what reading the context
+of the sequences adds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pdserve.common.core.errors import ConfigError
+
+LEAST = 1e-6  # seconds of a step
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file's content. Tables are rows of their arguments and seconds."""
+
+    model: str
+    device: str
+    prefill: list[tuple[int, int, float]]  # tokens, cached, seconds
+    decode: list[tuple[int, int, float]]  # sequences, context, seconds
+    transfer: list[tuple[int, float]]  # bytes, seconds
+    kv_bytes_per_token: float
+    router_s: float = 0.0  # of a request's time to its first token, what no node explains
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+_decoder = msgspec.json.Decoder(Calibration)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises ConfigError: the file is missing, or not what `pdserve calibrate` writes."""
+    try:
+        found = _decoder.decode(path.read_bytes())
+        Times(found)
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(
+            f"--calibration {path}: {error}; make one with: pdserve calibrate --output FILE"
+        ) from error
+    return found
+
+
+def linear(tokens_per_s: float, step_s: float = 0.02) -> Calibration:
+    """Returns the times of a node that computes so many prompt tokens a second, whose decode steps
+    all take the same, and that hands over in no time."""
+    return Calibration(
+        model="linear",
+        device="none",
+        prefill=[(0, 0, 0.0), (1_000_000, 0, 1_000_000 / tokens_per_s)],
+        decode=[(1, 1, step_s)],
+        transfer=[(0, 0.0)],
+        kv_bytes_per_token=0.0,
+    )
+
+
+class Line:
+    """A function of one number, linear between points."""
+
+    def __init__(self, points: dict[float, float]) -> None:
+        self.xs = sorted(points)
+        self._ys = [points[x] for x in self.xs]
+
+    def __call__(self, x: float) -> float:
+        xs, ys = self.xs, self._ys
+        if len(xs) == 1:
+            return ys[0]
+        i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+        share = (x - xs[i]) / (xs[i + 1] - xs[i])
+        return ys[i] + share * (ys[i + 1] - ys[i])
+
+
+class Grid:
+    """A function of two numbers: a `Line` of the second one for each point of the first."""
+
+    def __init__(self, rows: Sequence[tuple[float, float, float]]) -> None:
+        points: dict[float, dict[float, float]] = {}
+        for x, y, value in rows:
+            points.setdefault(x, {})[y] = value
+        if not points:
+            raise ValueError("a table is empty")
+        self.xs = sorted(points)
+        self._lines = [Line(points[x]) for x in self.xs]
+
+    def __call__(self, x: float, y: float) -> float:
+        xs = self.xs
+        if len(xs) == 1:
+            return self._lines[0](y)
+        i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+        share = (x - xs[i]) / (xs[i + 1] - xs[i])
+        low = self._lines[i](y)
+        return low + share * (self._lines[i + 1](y) - low)
+
+
+@dataclass(slots=True)
+class Work:
+    """The work of one step."""
+
+    chunk_tokens: int = 0  # prompt tokens computed
+    chunk_cached: int = 0  # of their sequences, before them; weighted by tokens
+    sequences: int = 0  # that decode
+    context: int = 0  # their tokens
+
+
+class Times:
+    """Says how long things take, by a calibration."""
+
+    def __init__(self, calibration: Calibration, speed: float = 1.0) -> None:
+        """`speed`: how many times as fast this node computes. Raises ValueError: a table is empty,
+        or has numbers that cannot be."""
+        rows = (*calibration.prefill, *calibration.decode, *calibration.transfer)
+        if any(not (0 <= number < float("inf")) for row in rows for number in row):
+            raise ValueError("a table has a negative number, or one that is none")
+        if not calibration.transfer:
+            raise ValueError("a table is empty")
+        self._prefill = Grid(calibration.prefill)
+        self._decode = Grid(calibration.decode)
+        self._shortest = min(context for _, context, _ in calibration.decode)
+        self._transfer = Line(dict(calibration.transfer))
+        self._speed = speed
+        self._bytes_per_token = calibration.kv_bytes_per_token
+
+    def step(self, work: Work) -> float:
+        """Returns seconds."""
+        seconds = 0.0
+        if work.sequences:
+            mean = work.context / work.sequences
+            seconds = self._decode(work.sequences, mean)
+        if work.chunk_tokens:
+            cached = work.chunk_cached / work.chunk_tokens
+            if work.sequences:
+                seconds -= self._decode(work.sequences, self._shortest)
+            seconds += self._prefill(work.chunk_tokens + work.sequences, cached)
+        return max(LEAST, seconds / self._speed)
+
+    @property
+    def hand_over(self) -> float:
+        """The seconds that a transfer takes besides moving bytes."""
+        return self._transfer(0)
+
+    def move(self, num_tokens: int) -> float:
+        """Returns the seconds in which the KV of so many tokens is moved."""
+        return max(0.0, self._transfer(num_tokens * self._bytes_per_token) - self._transfer(0))

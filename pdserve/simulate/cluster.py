@@ -1,0 +1,360 @@
+"""A router and its nodes under a virtual clock.
+
+    arrival ─▶ Admission.slot ─▶ NodeSelector.decode ─▶ blocks reserved ─▶ NodeSelector.prefill
+            ─▶ prefill steps; what they compute is moved meanwhile ─▶ landed ─▶ decode steps
+
+What places, admits and schedules is production code. Nodes do not fail, heartbeats come on time,
+and the router hears of cached blocks at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import fmean
+
+from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.core.block_hash import BlockHash, short_hash
+from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.kv_groups import KVGroup
+from pdserve.common.core.request import PromptPath
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.engine.kv_pool import KVPool
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Sequence as EngineSequence
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.in_flight import InFlightLoad
+from pdserve.router.cluster.node import ROLE_NAMES, Node
+from pdserve.router.cluster.placement import NodeSelector, PlacementRequest
+from pdserve.router.cluster.policy import Policy
+from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex
+from pdserve.router.cluster.registry import Registry
+from pdserve.router.requests.admission import Admission, Batch
+from pdserve.simulate.calibration import Calibration, Times, Work
+from pdserve.simulate.clock import run_virtually
+from pdserve.simulate.engine import Job, SimulatedEngine
+from pdserve.simulate.outcome import Answered, Outcome
+from pdserve.simulate.workloads import BLOCK, Arrival
+
+ROLES: dict[str, int] = {"P": pb.ROLE_PREFILL, "D": pb.ROLE_DECODE, "B": pb.ROLE_BOTH}
+_LAYOUT = re.compile(r"(\d+)([PDB])(?:@(\d+(?:\.\d+)?))?\+?")
+MOST_NODES = 512
+_GROUP = KVGroup((0,), 1, 1)  # the shape of the KV does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is simulated."""
+
+    layout: str  # as `read_layout`
+    calibration: Calibration
+    policies: Mapping[int, Policy]  # by role
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    num_blocks: int = 10_000  # of a node
+    block_size: int = BLOCK
+
+
+def read_layout(text: str) -> list[tuple[int, float]]:
+    """Reads `2P3D`, `1P+1P@0.5+2D` or `4B`: how many nodes of which role, and how many times as
+    fast as the calibration they are. Returns a role and a speed for each node.
+
+    Raises:
+        ConfigError: it is not of that form, or cannot serve.
+    """
+    found = list(_LAYOUT.finditer(text))
+    if not found or "".join(each[0] for each in found) != text or text.endswith("+"):
+        raise ConfigError(f"--layout {text}: write nodes and roles, as 2P3D, 1P+1P@0.5+2D or 4B")
+    parts = [(int(each[1]), ROLES[each[2]], float(each[3] or 1)) for each in found]
+    if sum(part[0] for part in parts) > MOST_NODES or any(part[2] == 0 for part in parts):
+        raise ConfigError(f"--layout {text}: at most {MOST_NODES} nodes, and none of speed 0")
+    nodes = [(role, speed) for number, role, speed in parts for _ in range(number)]
+    roles = {role for role, _ in nodes}
+    if pb.ROLE_BOTH not in roles and not {pb.ROLE_PREFILL, pb.ROLE_DECODE} <= roles:
+        raise ConfigError(f"--layout {text}: it takes prefill and decode nodes, or ones of both")
+    return nodes
+
+
+class HashedBlocks:
+    """The blocks of a trace's prompt (`prefix_index.Blocks`)."""
+
+    def __init__(self, hashes: Sequence[BlockHash]) -> None:
+        self._hashes = hashes
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def __getitem__(self, index: int) -> int:
+        return short_hash(self._hashes[index])
+
+
+def _ignore(num_tokens: int) -> None:
+    """Takes no notice of what is computed."""
+
+
+class SimulatedNode:
+    """A node's engine; it tells the router's index what it caches (`CacheListener`)."""
+
+    def __init__(self, node: Node, engine: SimulatedEngine, index: PrefixIndex) -> None:
+        self.node = node
+        self.engine = engine
+        self.link_free = 0.0  # when what it sends is sent
+        self._index, self._place = index, (node, 0)
+        engine.scheduler.pool.listen(self)
+
+    def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
+        self._index.store(self._place, map(short_hash, sequence.block_hashes[first:end]))
+
+    def removed(self, block_hash: BlockHash) -> None:
+        self._index.remove(self._place, (short_hash(block_hash),))
+
+    def load(self) -> pb.NodeLoad:
+        """Makes its report, as `common.node.load` does."""
+        scheduler = self.engine.scheduler
+        free = scheduler.pool.num_blocks - scheduler.pool.num_held
+        return pb.NodeLoad(
+            running=len(scheduler.running) + len(scheduler.remote),
+            waiting=len(scheduler.waiting),
+            free_blocks=free,
+            most_free_blocks=free,
+            total_blocks=scheduler.pool.num_blocks,
+            waiting_tokens=sum(each.num_pending for each in scheduler.waiting),
+            healthy=True,
+            routers=1,
+        )
+
+
+class Stream:
+    """A prompt's KV on its way: what each step computes is moved while the next one computes."""
+
+    def __init__(
+        self, source: SimulatedNode, times: Times, num_cached: int, now: Callable[[], float]
+    ) -> None:
+        """`num_cached`: tokens that the decode node has."""
+        self._source, self._times, self._now = source, times, now
+        self._moved = num_cached
+
+    def computed(self, num_tokens: int) -> None:
+        """Notes that so many of the prompt's tokens have their KV."""
+        source, new = self._source, max(0, num_tokens - self._moved)
+        source.link_free = max(source.link_free, self._now()) + self._times.move(new)
+        self._moved += new
+
+    @property
+    def landing(self) -> float:
+        """When the decode node can begin."""
+        return self._source.link_free + self._times.hand_over
+
+
+class Cluster:
+    """Serves arrivals. It is made on the loop whose clock it runs by."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
+        routing = setup.routing
+        self._registry = Registry(routing, self.now, "simulated")
+        self._index = PrefixIndex()
+        self._times, self._router_s = Times(setup.calibration), setup.calibration.router_s
+        view = ClusterView(self._registry)
+        self._selector = NodeSelector(routing, view, setup.policies, self._match, now=self.now)
+        self._admission = Admission(
+            routing.max_concurrent_requests,
+            routing.max_queued_requests,
+            routing.queue_timeout,
+            routing.max_client_share,
+        )
+        self._nodes: dict[Node, SimulatedNode] = {}
+        for number, (role, speed) in enumerate(read_layout(setup.layout)):
+            self._start_node(number, role, Times(setup.calibration, speed))
+        self._seq_ids = count()
+        self._answered: list[Answered] = []
+        self._refused: Counter[str] = Counter()
+        self._gaps: Counter[float] = Counter()
+        self._hits = self._queries = 0
+
+    # ---- nodes ------------------------------------------------------------------------------
+
+    def _start_node(self, number: int, role: int, times: Times) -> None:
+        setup = self._setup
+        name = f"{ROLE_NAMES[role]}-{number:03}"
+        info = pb.NodeInfo(
+            node_id=name,
+            role=role,  # type: ignore[arg-type]
+            instance=name,
+            fingerprint="simulated",
+            kv_connectors=["simulated"],
+            block_size=setup.block_size,
+            num_blocks=setup.num_blocks,
+        )
+        self._registry.register(info, pb.NodeLoad(healthy=True, routers=1))
+        node = next(each for each in self._registry.nodes() if each.id == name)
+        pool = KVPool((_GROUP,), (setup.num_blocks,), setup.block_size)
+        scheduler = Scheduler(pool, setup.scheduler, (), now=self.now)
+        engine = SimulatedEngine(scheduler, times, self._stepped, self._gap)
+        self._nodes[node] = SimulatedNode(node, engine, self._index)
+
+    async def _heartbeats(self) -> None:
+        """Reports every node's load at each heartbeat, until cancelled."""
+        while True:
+            for node, simulated in self._nodes.items():
+                self._registry.heartbeat(node.id, simulated.load(), node.info.instance)
+            await asyncio.sleep(self._setup.routing.heartbeat_interval)
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    async def serve(self, arrivals: Iterable[Arrival]) -> Outcome:
+        """Serves all arrivals, each at its time; returns when the last one is answered."""
+        beating = self._loop.create_task(self._heartbeats())
+        began = self.now()
+        async with asyncio.TaskGroup() as requests:
+            for number, arrival in enumerate(arrivals):
+                await asyncio.sleep(began + arrival.time - self.now())
+                requests.create_task(self._request(str(number), arrival))
+        beating.cancel()
+        return self._outcome()
+
+    async def _request(self, request_id: str, arrival: Arrival) -> None:
+        arrived = self.now()
+        batch = Batch(arrival.client, arrival.num_tokens)
+        try:
+            async with self._admission.slot(batch, arrival.num_tokens, 1, arrival.priority):
+                answered = await self._answer(request_id, arrival, arrived)
+        except PdserveError as error:
+            self._refused[error.code] += 1
+        else:
+            self._answered.append(answered)
+
+    async def _answer(self, request_id: str, arrival: Arrival, arrived: float) -> Answered:
+        """Returns the figures of a request that has a slot (`router.requests.attempt`)."""
+        placement = self._placement(request_id, arrival)
+        node, path = await self._selector.decode(placement)
+        if path is PromptPath.TRANSFERRED:
+            first, ended = await self._apart(placement, arrival, node)
+        else:
+            with self._in_flight(placement, node, True) as use:
+                job = self._job(arrival, node)
+                first = await self._prefilled(job, use)
+                ended = await job.ended
+                self._nodes[node].engine.release(job)
+        return Answered(arrived, first + self._router_s, ended, arrival.output_tokens)
+
+    async def _apart(
+        self, placement: PlacementRequest, arrival: Arrival, decode: Node
+    ) -> tuple[float, float]:
+        """Returns when the first token came and when the last."""
+        engine = self._nodes[decode].engine
+        with self._in_flight(placement, decode, False):
+            job = self._job(arrival, decode, remote=True)
+            await job.admitted
+            first = job.last = await self._handed_over(placement, arrival, decode, job)
+            engine.activate(job)
+            ended = await job.ended
+            engine.release(job)
+        return first, ended
+
+    async def _handed_over(
+        self, placement: PlacementRequest, arrival: Arrival, decode: Node, remote: Job
+    ) -> float:
+        """Returns when the first token came, once the decode node has the KV."""
+        prefill = await self._selector.prefill(placement, decode)
+        assert prefill is not None, "all pairs fit"
+        source = self._nodes[prefill]
+        with self._in_flight(placement, prefill, True) as use:
+            stream = Stream(source, self._times, remote.sequence.num_computed, self.now)
+            job = self._job(arrival, prefill, on_computed=stream.computed)
+            first = await self._prefilled(job, use)
+            await asyncio.sleep(stream.landing - self.now())
+            source.engine.release(job)
+        return first
+
+    async def _prefilled(self, job: Job, use: InFlightLoad) -> float:
+        first = await job.first
+        use.progressed()
+        self._queries += job.sequence.num_prompt_tokens
+        self._hits += job.sequence.num_cached or 0
+        return first
+
+    def _job(
+        self,
+        arrival: Arrival,
+        node: Node,
+        remote: bool = False,
+        on_computed: Callable[[int], None] | None = None,
+    ) -> Job:
+        """Begins the request's work on a node."""
+        prefills, seq_id = node.info.role == pb.ROLE_PREFILL, next(self._seq_ids)
+        sequence = EngineSequence(
+            seq_id,
+            SamplingParams(max_tokens=1 if prefills else arrival.output_tokens, ignore_eos=True),
+            [seq_id] * arrival.num_tokens,  # no other's, where the trace has no hashes
+            arrival.num_tokens,
+            client=arrival.client,
+            remote=remote,
+            priority=arrival.priority,
+            block_hashes=list(arrival.blocks),
+        )
+        job = Job(sequence, on_computed or _ignore)
+        self._nodes[node].engine.add(job)
+        return job
+
+    def _placement(self, request_id: str, arrival: Arrival) -> PlacementRequest:
+        blocks = HashedBlocks(arrival.blocks)
+        return PlacementRequest(
+            request_id=request_id,
+            num_tokens=arrival.num_tokens,
+            adapter="",
+            version=None,
+            avoid=(),
+            local_prefill=False,
+            last_chance=lambda role: False,
+            waiting=self._patience,
+            blocks=lambda size: blocks,
+        )
+
+    @contextmanager
+    def _patience(self) -> Iterator[float]:
+        yield self.now() + self._setup.routing.queue_timeout
+
+    def _in_flight(self, placement: PlacementRequest, node: Node, prefills: bool) -> InFlightLoad:
+        tokens = self._selector.missing(placement, node) if prefills else 0
+        return InFlightLoad(self._registry, node, tokens)
+
+    def _match(self, blocks: Callable[[int], Blocks]) -> dict[Node, int]:
+        found = self._index.match(blocks(self._setup.block_size))
+        return {place[0]: depth for place, depth in found.items()}  # type: ignore[index]
+
+    # ---- figures ----------------------------------------------------------------------------
+
+    def _stepped(self, work: Work, seconds: float) -> None:
+        """Takes no notice."""
+
+    def _gap(self, seconds: float, count: int) -> None:
+        self._gaps[round(seconds, 6)] += count
+
+    def _outcome(self) -> Outcome:
+        computed = [
+            each.engine.computed_tokens
+            for node, each in self._nodes.items()
+            if node.info.role != pb.ROLE_DECODE
+        ]
+        return Outcome(
+            answered=tuple(self._answered),
+            refused=dict(self._refused),
+            gaps=tuple(sorted(self._gaps.items())),
+            hit_ratio=self._hits / max(1, self._queries),
+            imbalance=max(computed) / max(1, fmean(computed)),
+        )
+
+
+def simulate(setup: Setup, arrivals: Iterable[Arrival]) -> Outcome:
+    """Serves all arrivals."""
+    return run_virtually(lambda: Cluster(setup).serve(arrivals))

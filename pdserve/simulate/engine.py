@@ -1,0 +1,198 @@
+"""A node's engine under a virtual clock: the production scheduler and KV pool, steps that take as
+long as a calibration says, and tokens that are all alike.
+
+    admit → schedule → (time passes) → computed, sampled          as `common.engine.core`
+
+Where all that runs decodes and nothing waits, the next steps are alike until a sequence ends. They
+are computed as one, which whatever comes meanwhile cuts short at the end of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.common.core.sampling import SampledToken
+from pdserve.common.engine.messages import StepDelta
+from pdserve.common.engine.scheduler import Scheduler
+from pdserve.common.engine.sequence import Sequence, check_finish
+from pdserve.simulate.calibration import Times, Work
+
+_FIRST = SampledToken(0)
+MOST_TOKENS = 2**31  # a trace's prompts all fit their model
+MOST_STEPS = 64  # computed as one, since each sequence takes the blocks for them first
+
+
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A sequence on an engine, and what is told of it."""
+
+    sequence: Sequence
+    on_computed: Callable[[int], None]
+    admitted: asyncio.Future[None] = field(default_factory=_future)
+    first: asyncio.Future[float] = field(default_factory=_future)  # when
+    ended: asyncio.Future[float] = field(default_factory=_future)  # when
+    last: float = 0.0  # when it had its last token; the caller sets it if that was elsewhere
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps in flight that are alike."""
+
+    batch: StepDelta
+    begun: float
+    seconds: float  # of each
+    steps: int
+    timer: asyncio.TimerHandle
+
+
+class SimulatedEngine:
+    """Computes jobs."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        times: Times,
+        on_step: Callable[[Work, float], None],
+        on_gap: Callable[[float, int], None],
+    ) -> None:
+        """`on_step` hears of each step's work and seconds; `on_gap`, that so many tokens came so
+        many seconds after the one before."""
+        self.scheduler = scheduler
+        self.computed_tokens = 0  # of prompts
+        self._times = times
+        self._on_step, self._on_gap = on_step, on_gap
+        self._loop = asyncio.get_running_loop()
+        self._jobs: dict[int, Job] = {}
+        self._run: _Run | None = None
+
+    def add(self, job: Job) -> None:
+        self._jobs[job.sequence.seq_id] = job
+        self.scheduler.add(job.sequence)
+        if self._admit():
+            self._changed()
+
+    def activate(self, job: Job) -> None:
+        """Starts decoding a remote sequence whose KV has come, after its first token."""
+        self.scheduler.activate(job.sequence, _FIRST)
+        self._check(job, self._loop.time())
+        self._changed()
+
+    def release(self, job: Job) -> None:
+        """Frees the blocks of a job that has ended, or is remote."""
+        del self._jobs[job.sequence.seq_id]
+        self.scheduler.release(job.sequence)
+        if self._admit():
+            self._changed()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _admit(self) -> bool:
+        """Returns whether there is more to compute."""
+        found = self.scheduler.admit()
+        for sequence in found:
+            job = self._jobs[sequence.seq_id]
+            if not job.admitted.done():  # it was not preempted
+                job.admitted.set_result(None)
+            job.on_computed(sequence.num_computed)
+        return not all(each.remote for each in found)
+
+    def _changed(self) -> None:
+        """Begins a step, or has the steps in flight end with the present one."""
+        run = self._run
+        if run is None:
+            self._begin()
+        elif run.steps > 1:
+            run.timer.cancel()
+            passed = (self._loop.time() - run.begun) / run.seconds
+            run.steps = min(run.steps, int(passed) + 1)
+            run.timer = self._loop.call_at(run.begun + run.steps * run.seconds, self._end)
+
+    def _begin(self) -> None:
+        self._admit()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return
+        work = _work(batch)
+        steps = 1 if work.chunk_tokens else self._steps_alike(work)
+        seconds = self._times.step(work)
+        if steps > 1:
+            grown = Work(sequences=work.sequences, context=work.context + steps * work.sequences)
+            seconds = (seconds + self._times.step(grown)) / 2
+        now = self._loop.time()
+        self._on_step(work, seconds)
+        timer = self._loop.call_at(now + steps * seconds, self._end)
+        self._run = _Run(batch, now, seconds, steps, timer)
+
+    def _steps_alike(self, work: Work) -> int:
+        """Returns how many steps are like this one, and takes the blocks for them."""
+        running = self.scheduler.running
+        if self.scheduler.waiting or work.sequences < len(running):
+            return 1
+        left = min(each.sampling.max_tokens - each.num_output_tokens for each in running)
+        steps = min(left, MOST_STEPS)
+        pool = self.scheduler.pool
+        alike = all(pool.grow(each, each.num_tokens + steps - 1) for each in running)
+        return steps if alike else 1
+
+    def _end(self) -> None:
+        run, self._run = self._run, None
+        assert run is not None
+        now = self._loop.time()
+        steady = 0  # tokens that came a step after the last
+        for entry in run.batch.sequences:
+            job = self._jobs[entry.seq_id]
+            steady += self._apply(job, len(entry.token_ids), entry.samples, run, now)
+        if steady:
+            self._on_gap(run.seconds, steady)
+        self._begin()
+
+    def _apply(self, job: Job, count: int, samples: bool, run: _Run, now: float) -> int:
+        """Takes the run's part of a sequence; returns how many of its tokens came a step after the
+        last."""
+        sequence, scheduler = job.sequence, self.scheduler
+        scheduler.computed(sequence, count)
+        if sequence.num_output_tokens == 0:
+            self.computed_tokens += count
+            job.on_computed(sequence.num_computed)
+        if not samples:
+            return 0
+        sequence.token_ids.extend([sequence.seq_id] * run.steps)
+        if run.steps > 1:
+            sequence.num_scheduled += run.steps - 1
+            scheduler.computed(sequence, run.steps - 1)
+        scheduler.drawn(sequence, run.steps)
+        if not job.first.done():
+            job.first.set_result(now)
+        gap = run.begun + run.seconds - job.last
+        late = bool(job.last) and gap > 1.001 * run.seconds
+        if late:
+            self._on_gap(gap, 1)
+        steady = run.steps - (late or not job.last)
+        job.last = now
+        self._check(job, now)
+        return steady
+
+    def _check(self, job: Job, now: float) -> None:
+        if check_finish(job.sequence, (), MOST_TOKENS) is not None:
+            self.scheduler.hold(job.sequence)
+            job.ended.set_result(now)
+
+
+def _work(batch: StepDelta) -> Work:
+    work = Work()
+    for entry in batch.sequences:
+        count = len(entry.token_ids)
+        if count == 1 and entry.samples:
+            work.sequences += 1
+            work.context += entry.start + 1
+        else:
+            work.chunk_tokens += count
+            work.chunk_cached += entry.start * count
+    return work

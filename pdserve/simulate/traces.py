@@ -1,0 +1,124 @@
+"""Reads request traces.
+
+.jsonl      Mooncake's (timestamp in ms, input_length, output_length, hash_ids), or of
+            {"time": s, "input_length": n, "output_length": m} and, if you like, hash_ids,
+            session, client, priority
+.csv.gz     ours: Mooncake's, with runs of hash ids like `0-13 40`
+.csv        Azure's (TIMESTAMP, ContextTokens, GeneratedTokens), whose prompts share nothing
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.simulate.workloads import BLOCK, Arrival, hash_of
+
+MOST_TOKENS = 10_000_000  # of a prompt
+
+
+class Line(msgspec.Struct):
+    """A line of a `.jsonl` trace."""
+
+    input_length: int
+    output_length: int
+    timestamp: float | None = None  # milliseconds
+    time: float | None = None  # seconds
+    hash_ids: list[int] = []
+    session: str = ""
+    client: str = ""
+    priority: int = 0
+
+
+_decoder = msgspec.json.Decoder(Line)
+
+
+def read_trace(path: Path, most: int | None = None, block_size: int = BLOCK) -> list[Arrival]:
+    """Reads up to `most` arrivals, in the order of time. Those of one timestamp, which is coarse in
+    Mooncake's traces, are spread over the time until the next.
+
+    Raises:
+        ConfigError: the file is missing, or a line is not what it must be.
+    """
+    read = next((READERS[end] for end in READERS if path.name.endswith(end)), None)
+    if read is None:
+        raise ConfigError(f"--trace {path}: it must end in {', '.join(READERS)}")
+    found: list[Arrival] = []
+    try:
+        for each in read(path, block_size):
+            found.append(each)
+            if len(found) == most:
+                break
+    except (OSError, ValueError, KeyError, TypeError, csv.Error, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--trace {path}, request {len(found) + 1}: {error!r}") from error
+    if not found:
+        raise ConfigError(f"--trace {path}: it has no requests")
+    return _spread(sorted(found, key=lambda each: each.time))
+
+
+def _spread(arrivals: list[Arrival]) -> list[Arrival]:
+    batches = [list(batch) for _, batch in groupby(arrivals, key=lambda each: each.time)]
+    found, begun = [], batches[0][0].time
+    for number, batch in enumerate(batches):
+        at = batch[0].time
+        following = batches[number + 1][0].time if number + 1 < len(batches) else at + 3.0
+        for place, each in enumerate(batch):
+            time = at + (following - at) * place / len(batch) - begun
+            found.append(replace(each, time=time))
+    return found
+
+
+def _arrival(time: float, line: Line, block_size: int) -> Arrival:
+    tokens, output = line.input_length, line.output_length
+    if not (0 < tokens <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
+        raise ValueError(f"{tokens} tokens in and {output} out cannot be")
+    if not abs(time) < 1e12:
+        raise ValueError(f"a time of {time} s cannot be")
+    blocks = [hash_of(each) for each in line.hash_ids[: tokens // block_size]]
+    return Arrival(
+        time, tokens, blocks, max(1, output), line.session, line.client, line.priority
+    )  # fmt: skip
+
+
+def _jsonl(path: Path, block_size: int) -> Iterator[Arrival]:
+    with path.open("rb") as lines:
+        for text in filter(bytes.strip, lines):
+            line = _decoder.decode(text)
+            if (line.time is None) == (line.timestamp is None):
+                raise ValueError("it must have either timestamp (ms) or time (s)")
+            time = line.time if line.time is not None else (line.timestamp or 0.0) / 1000
+            yield _arrival(time, line, block_size)
+
+
+def _csv_gz(path: Path, block_size: int) -> Iterator[Arrival]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            ids: list[int] = []
+            for run in row["hash_ids"].split():
+                first, _, last = run.partition("-")
+                ids += range(int(first), int(last or first) + 1)
+            line = Line(int(row["input_length"]), int(row["output_length"]), hash_ids=ids)
+            yield _arrival(int(row["timestamp"]) / 1000, line, block_size)
+
+
+def _azure(path: Path, block_size: int) -> Iterator[Arrival]:
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            time = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            line = Line(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+            yield _arrival(time, line, block_size)
+
+
+READERS: dict[str, Callable[[Path, int], Iterator[Arrival]]] = {
+    ".jsonl": _jsonl,
+    ".csv.gz": _csv_gz,
+    ".csv": _azure,
+}
