@@ -216,8 +216,9 @@ def available_bytes(
     if config.lora.enable_lora:  # they are loaded later
         parallel, dtype = config.parallel, dtype_name(model.dtype)
         tp, ep = parallel.tensor_parallel_size, parallel.expert_parallel_size
-        assert config.model.model is not None
-        weights_of = read_weights_of(model.spec, Path(config.model.model), config.model.overrides)
+        weights_of = read_weights_of(
+            model.spec, Path(config.model.model or ""), config.model.overrides
+        )
         footprint = Footprint(model.spec, dtype, tp, ep, weights_of=weights_of)
         others += adapter_bytes(footprint, config, model.stage)
     return gpu_cache_bytes(memory.total, config.cache.gpu_memory_utilization, others, peak)

@@ -25,10 +25,9 @@ from pdserve.common.config.node import (
 )
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.generic_spec import read_outline
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.rank_weights import WeightsOf
 from pdserve.common.planning.kv_budget import format_bytes, parse_bytes
+from pdserve.common.planning.planned_model import PlannedModel
 from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
 from pdserve.demo_model.embedded import resolve_model
 from pdserve.demo_model.gguf_folder import is_gguf
@@ -76,13 +75,14 @@ def plan(config: PlanConfig) -> list[RolePlan]:
         ConfigError: the model is not supported, an option is missing, or a node would refuse
             these options whatever its memory.
     """
-    spec, weights_of = _read_spec(_model_config(config))
-    return [plan_role(role, setup(config, spec, role, weights_of)) for role in ROLES]
+    model = _read_model(_model_config(config))
+    setups = {role: setup(config, model.spec, role) for role in ROLES}
+    return [
+        plan_role(role, replace(each, weights_of=model.weights_of)) for role, each in setups.items()
+    ]
 
 
-def setup(
-    config: PlanConfig, spec: ModelSpec, role: str, weights_of: WeightsOf | None = None
-) -> NodeSetup:
+def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
     """Returns the setup of a node of this role with the plan's options."""
     if config.gpu_memory is None:
         raise ConfigError("--gpu-memory must say how much memory a GPU has, e.g. 24GiB")
@@ -103,7 +103,6 @@ def setup(
         ),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         gpu_memory=_gpu_memory(config),
-        weights_of=weights_of,
     )
 
 
@@ -157,19 +156,12 @@ def _model_config(config: PlanConfig) -> ModelConfig:
     )
 
 
-def _read_spec(config: ModelConfig) -> tuple[ModelSpec, WeightsOf | None]:
-    """Returns the spec, and what ranks hold of a model of transformers."""
+def _read_model(config: ModelConfig) -> PlannedModel:
     path = Path(config.model or "")
     if path.is_file() and path.name != CONFIG:
-        return ModelSpec.from_file(path, config.overrides), None
+        return PlannedModel(ModelSpec.from_file(path, config.overrides))
     folder = path.parent if path.is_file() else path
-    found = read_outline(folder, config.model_impl, config.overrides)
-    if isinstance(found, ModelSpec):
-        return found, None
-    from pdserve.common.model.implementation import read_spec, read_weights_of  # torch
-
-    spec = read_spec(folder, config.model_impl, config.overrides)
-    return spec, read_weights_of(spec, folder, config.overrides)
+    return PlannedModel.from_folder(folder, config.model_impl, config.overrides)
 
 
 # ---- tables ----
