@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from pdserve.common.core.quantization import Quantization
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.grouped_matrix import GroupedMatrix
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.packed import Packer
+from pdserve.common.model.sharding import Sharding
 
 # SmolLM2-135M's, one of a 0.5 B model and a square one: outputs, inputs.
 SHAPES = {
@@ -41,6 +45,7 @@ KINDS = {
     "int8 × bfloat16": (torch.bfloat16, True),
     "int8 × float32": (torch.float32, True),
 }
+INT4 = Quantization("awq", 4, group_size=64)
 COLD_BYTES = 64 << 20  # of matrices read in turns
 ROUNDS = 8  # the best of which counts
 
@@ -51,7 +56,7 @@ class Result:
     shape: str
     tokens: int
     floor: float  # seconds
-    torch: float  # with int8: converting the matrix for each product
+    torch: float  # with int8 and int4: converting the matrix for each product
     packed: float
 
 
@@ -59,7 +64,8 @@ class Bench:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self.clock = time.thread_time if threads == 1 else time.perf_counter
-        self.packer = Packer(NativeKernels().function)
+        self.kernels = NativeKernels()
+        self.packer = Packer(self.kernels.function)
         self.memory = torch.ones(COLD_BYTES // 4)
         self.squares = {each: torch.randn(1024, 1024).to(each) for each, _ in KINDS.values()}
 
@@ -87,15 +93,47 @@ class Bench:
         def result(count: int) -> Result:
             x = torch.randn(count, plain[0].shape[1]).to(dtype)
             ways = [lambda i: by_torch(x, i), lambda i: by_packer(x, i)]
-            floor, (first, second) = self.compare(ways, plain, count, dtype)
+            floor, (first, second) = self.compare(ways, plain, plain[0].nbytes, count, dtype)
             return Result(kind, shape, count, floor, first, second)
 
         return [result(count) for count in tokens]
 
+    def int4_results(self, shape: str, tokens: list[int]) -> list[Result]:
+        rows, inputs = SHAPES[shape]
+        matrices = [
+            self.int4_matrix(rows, inputs)
+            for _ in range(max(2, COLD_BYTES // (rows * inputs // 2)))
+        ]
+        nbytes = sum(t.nbytes for t in (matrices[0].values, matrices[0].zeros, matrices[0].scales))
+
+        def result(count: int) -> Result:
+            x = torch.randn(count, inputs).bfloat16()
+            ways = [
+                lambda i: F.linear(x, matrices[i].dense()),
+                lambda i: matrices[i].linear(x, None),
+            ]
+            times = self.compare(ways, matrices, nbytes, count, torch.bfloat16)
+            return Result("int4 × bfloat16", shape, count, times[0], *times[1])
+
+        return [result(count) for count in tokens]
+
+    def int4_matrix(self, rows: int, inputs: int) -> GroupedMatrix:
+        sharding = Sharding(
+            GroupCoordinator(), torch.device("cpu"), torch.bfloat16, kernels=self.kernels
+        )
+        group_of = (torch.arange(inputs) // 64).int()
+        matrix = GroupedMatrix(rows, group_of, inputs // 64, sharding, INT4)
+        matrix.values.random_(0, 256)
+        matrix.zeros.random_(0, 16)
+        matrix.scales.fill_(0.01)
+        matrix.pack()
+        return matrix
+
     def compare(
         self,
         ways: list[Callable[[int], Tensor]],
-        matrices: list[Tensor],
+        matrices: Sequence[Tensor | GroupedMatrix],
+        nbytes: int,
         tokens: int,
         dtype: torch.dtype,
     ) -> tuple[float, list[float]]:
@@ -109,8 +147,10 @@ class Bench:
             for _ in range(ROUNDS)
         ]
         read, flop, *seconds = (min(times) for times in zip(*rounds, strict=True))
-        memory = matrices[0].nbytes * read / self.memory.nbytes
-        compute = tokens * matrices[0].numel() * flop / 1024**3
+        memory = nbytes * read / self.memory.nbytes
+        one = matrices[0]
+        numbers = one.numel() if isinstance(one, Tensor) else one.rows * len(one.group_of)
+        compute = tokens * numbers * flop / 1024**3
         return max(memory, compute), seconds
 
     def seconds(self, work: Callable[[int], object], times: int) -> float:
@@ -140,6 +180,8 @@ def main() -> None:
         for kind in KINDS:
             for shape in arguments.shapes.split(","):
                 results += bench.results(kind, shape, tokens)
+        for shape in arguments.shapes.split(","):
+            results += bench.int4_results(shape, tokens)
     table = Table("kind", "shape", "tokens", "floor µs", "torch ÷ floor", "packed ÷ floor")
     for each in results:
         times = (each.floor * 1e6, each.torch / each.floor, each.packed / each.floor)

@@ -2,11 +2,11 @@
 is, and how long the first token takes, by `pdserve simulate`'s virtual clock.
 
     python benchmarks/bench_placement.py                        # the samples beside this file
-    python benchmarks/bench_placement.py --trace FILE.jsonl --blocks 10000 --json out.json
+    python benchmarks/bench_placement.py --trace FILE.jsonl --skip 3000 --blocks 10000
 
 `ideal` is one prefill node with the memory of all, that computes in no time. The samples are from
-Mooncake's traces (FAST'25; Apache-2.0, github.com/kvcache-ai/Mooncake), the first quarter of the
-requests, with runs of hash ids shortened to their ends.
+Mooncake's traces (FAST'25; Apache-2.0, github.com/kvcache-ai/Mooncake), the first 3,000
+and 1,500 requests, with runs of hash ids shortened to their ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.router.cluster.policy import BUILT_IN, load_policy
 from pdserve.simulate.calibration import linear
-from pdserve.simulate.cluster import ROLES, Setup, simulate
+from pdserve.simulate.cluster import ROLES, Setup, read_layout, simulate
 from pdserve.simulate.outcome import Outcome, table
 from pdserve.simulate.traces import read_trace
 from pdserve.simulate.workloads import BLOCK, Arrival, shared_prompt
@@ -36,7 +36,7 @@ SHARED_RATE = 26.0  # prompts a second: 80 % of what four nodes compute of `shar
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    traces = {path.name.partition(".")[0]: read_trace(path) for path in args.trace}
+    traces = {path.name.partition(".")[0]: read_trace(path)[args.skip :] for path in args.trace}
     if not args.trace:
         traces = {path.name.partition(".")[0]: read_trace(path) for path in samples()}
         traces["one system prompt"] = shared_prompt(4000, SHARED_RATE)
@@ -56,7 +56,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--trace", type=Path, action="append", default=[], help="Mooncake .jsonl, or .csv.gz")
     add("--policy", action="append", default=[], help="one, or module:Class (default: all)")
-    add("--nodes", type=int, default=4)
+    add("--layout", default="4P4D", help="as pdserve simulate --layout")
+    add("--skip", type=int, default=0, help="requests at the beginning that are left out")
     add("--blocks", type=int, default=2500, help=f"of {BLOCK} tokens, in a node's cache")
     add("--tokens-per-s", type=float, default=10_000.0, help="that a node computes")
     add("--json", help="file for the rows")
@@ -65,10 +66,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def compare(name: str, trace: list[Arrival], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each policy, after that of the ideal."""
-    best = ideal(trace, args.nodes, args.blocks)
+    prefills = sum(role == ROLES["P"] for role, _ in read_layout(args.layout))
+    best = ideal(trace, prefills, args.blocks)
     rows = [row(name, "ideal", best, best)]
     for policy in args.policy or BUILT_IN:
-        found = place(policy, trace, f"{args.nodes}P4D", args.blocks, args.tokens_per_s)
+        found = place(policy, trace, args.layout, args.blocks, args.tokens_per_s)
         rows.append(row(name, policy, found, best))
     return rows
 

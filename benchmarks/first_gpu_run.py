@@ -44,7 +44,8 @@ class Result:
 
 
 class Run:
-    """What stages share: the device, a folder for logs and models, and the time that is left."""
+    """The state that stages share: the device, a folder for logs and models, and the time that is
+    left."""
 
     def __init__(self, seconds: float, on_cpu: bool) -> None:
         self.work, self.on_cpu = WORK, on_cpu

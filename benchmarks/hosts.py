@@ -45,7 +45,7 @@ class Network:
 
     @property
     def enter_router(self) -> tuple[str, str]:
-        """What a process calls first to be on the router's host."""
+        """The function that a process calls first to be on the router's host."""
         return "benchmarks.hosts:enter", str(self._router.pid)
 
     def add(self, *then: str) -> tuple[str, tuple[str, ...]]:

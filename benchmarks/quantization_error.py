@@ -2,7 +2,9 @@
 
 Each model is computed in float32, with `--quantization int8`, and as an AWQ and a GPTQ checkpoint.
 The latter two are made here by rounding to the nearest, without calibration, so their errors are
-upper bounds: real AWQ and GPTQ checkpoints choose scales and roundings on sample text. Speeds are
+upper bounds: real AWQ and GPTQ checkpoints choose scales and roundings on sample text. In bfloat16
+they are computed twice: dequantized for each product, and by the kernels, which multiply 4-bit
+weights by tokens of 8 bits. Speeds are
 of one sequence on this CPU, in processor time of one thread, the two in turns.
 
     python benchmarks/quantization_error.py [--models FOLDER,...] [--group-size 64] [--json FILE]
@@ -17,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import exp
 from pathlib import Path
 from statistics import fmean
@@ -36,7 +38,7 @@ from pdserve.common.core.kv_groups import kv_row
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
-from pdserve.common.model.device import dtype_name
+from pdserve.common.model.device import choose_kernels, dtype_name
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.demo_model.embedded import ensure_embedded_model
@@ -47,6 +49,7 @@ from story_grammar import make_corpus  # noqa: E402
 
 CPU = torch.device("cpu")
 PLAIN = Sharding(GroupCoordinator(), CPU, torch.float32)
+DEQUANTIZED = replace(PLAIN, dtype=torch.bfloat16)
 BLOCK_SIZE = 16
 TEXT_TOKENS = 256  # of each story, all of which are as long
 PROMPT_TOKENS = 48  # of a continuation
@@ -196,13 +199,19 @@ def results_of(folder: Path, group_size: int, num_texts: int, count: int) -> Ite
     exact = Subject(folder)
     schemes = {"awq int4": Scheme("awq", group_size=group_size)}
     schemes["gptq int4"] = Scheme("gptq", group_size=group_size, sym=True)
+    native = replace(DEQUANTIZED, kernels=choose_kernels("auto", CPU))
+    ways = {"": PLAIN, " bfloat16 dequantized": DEQUANTIZED, " bfloat16 kernels": native}
     with ExitStack() as stack:
         yield measure(folder.name, "float32", exact, Subject(folder), texts, count)
+        plain = Subject(folder, sharding=native)
+        yield measure(folder.name, "bfloat16", exact, plain, texts, count)
         yield measure(folder.name, "int8", exact, Subject(folder, "int8"), texts, count)
         for kind, scheme in schemes.items():
             place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            other = Subject(quantize_folder(folder, place / folder.name, scheme))
-            yield measure(folder.name, kind, exact, other, texts, count)
+            made = quantize_folder(folder, place / folder.name, scheme)
+            for how, sharding in ways.items():
+                other = Subject(made, sharding=sharding)
+                yield measure(folder.name, f"{kind}{how}", exact, other, texts, count)
 
 
 def default_models() -> list[Path]:
@@ -228,7 +237,7 @@ def show(results: Sequence[Result]) -> None:
             *(f"{each.equal_top_tokens:.1%}", f"{each.equal_greedy_tokens:.1%}"),
             *(f"{each.prefill_speed:.2f}", f"{each.decode_speed:.2f}"),
         )
-    Console(width=140).print(table)
+    Console(width=150).print(table)
 
 
 def main() -> None:

@@ -245,6 +245,8 @@ class DecodeSession:
             num_digests=arrival.num_digests,
         )
         self._writer.event(pb.DecodeEvent(landed=landed))
+        moved = sequence.num_tokens - (sequence.num_cached or 0)
+        self._engine.rates.handed_over(moved, max(0.0, arrival.data_s - arrival.commit_s))
         event = convert.event_from_pb(arrival.first_token.token)
         if self._engine.activate(sequence, event.tokens[0]):  # it ends the choice
             self._engine.release(sequence)

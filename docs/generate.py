@@ -38,7 +38,7 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.load import SchedulerCollector
-from pdserve.common.node.utilisation import UtilisationCollector
+from pdserve.common.node.utilisation import LentCoresCollector, UtilisationCollector
 from pdserve.common.obs.exposition import NODE_NAMES, PREFIX, ROUTER_NAMES
 from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
@@ -254,6 +254,7 @@ def node_metrics() -> Iterator[str]:
     pool = KVPool([KVGroup((0,), 1, 1)], [1], block_size=1)
     registry.register(SchedulerCollector([Scheduler(pool, SchedulerConfig(), ())]))
     registry.register(UtilisationCollector([]))
+    registry.register(LentCoresCollector("/dev/null", []))
     return _metric_table(registry, NODE_NAMES)
 
 

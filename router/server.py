@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from time import monotonic
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING = 1.0  # seconds between two rounds, at most
 _PAUSE = 0.05  # seconds at least: a thousand nodes may come at once
 _MIN_CONNECTIONS = 64  # HTTP's, however few files the process may open
+_DRAIN_GRACE = 5.0  # seconds past the drain time-out, in which clients are told
+_LAME_DUCK = 4.0  # seconds, at most, in which a router that drains still takes gRPC calls
 _GRPC_GRACE = 1.0  # seconds that gRPC calls in flight get after the drain
 
 
@@ -92,11 +95,18 @@ class RouterServer:
         self._registry = Registry(routing, router_id=node_id)
         adapters = read_adapters(config.lora, model)
         metrics = RouterMetrics(model.max_model_len)
+        keys = APIKeys(
+            server.api_key,
+            server.admin_api_key,
+            salted=server.cache_salt_per_key,
+            weights=server.api_key_weights,
+        )
         self._tracer = Tracer(config.observability.otlp_endpoint, "router", node_id)
         self._pipeline = Pipeline(
             *(routing, self._registry, model.tokenizer, self._channels, metrics, model.vocab_size),
             RequestTraces(self._tracer, model.name),
             adapters,
+            keys.weights,
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
         if config.lora.enable_lora:
@@ -112,7 +122,7 @@ class RouterServer:
             window=lambda: self._registry.window,
             metrics=metrics,
             adapters=adapters,
-            keys=APIKeys(server.api_key, server.admin_api_key, salted=server.cache_salt_per_key),
+            keys=keys,
             chat=chat,
             priorities=routing.scheduling_policy == "priority",
             tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
@@ -129,8 +139,10 @@ class RouterServer:
             *(self._state, shown, limit, bodies, cors, root_path, server.ui, by_clients),
             self._siblings,
         )
+        self._inference = InferenceServicer(self._state, server.write_timeout)
         self._grpc = self._inference_server()
         self._registrations = self._registry_server()
+        self._draining = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _inference_server(self) -> GrpcServer:
@@ -144,7 +156,7 @@ class RouterServer:
         server.add(
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             inference_pb2_grpc.add_InferenceServicer_to_server,
-            InferenceServicer(state, config.write_timeout),
+            self._inference,
         )
         server.server.add_generic_rpc_handlers((ElsewhereRegistry(self._registry),))
         return server
@@ -207,10 +219,23 @@ class RouterServer:
         """Returns the exit code."""
         if (ports_file := self._config.server.ports_file) is not None:
             write_ports(ports_file, self._ports)
+        limit = self._config.server.drain_timeout + _DRAIN_GRACE
+        return await serve_until_stopped(self._failed, self._drain, limit)
+
+    async def _drain(self) -> None:
+        """Refuses new requests, and waits for those in flight."""
+        self._draining = True
         timeout = self._config.server.drain_timeout
-        return await serve_until_stopped(
-            self._failed, lambda: self._http.stop(timeout), timeout + 5
-        )
+        await self._grpc.set_healthy(False)
+        await asyncio.gather(self._http.stop(timeout), self._drain_grpc(timeout))
+
+    async def _drain_grpc(self, timeout: float) -> None:
+        """gRPC cancels calls that come while it stops, so it first waits until none do."""
+        until = monotonic() + timeout
+        await self._inference.quiet(min(timeout, _LAME_DUCK))
+        # Watches of health would go on for minutes: they end with `stop`.
+        self._tasks.append(asyncio.create_task(self._grpc.stop(timeout + _DRAIN_GRACE)))
+        await self._inference.drain(max(0.0, until - monotonic()))
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -226,11 +251,11 @@ class RouterServer:
         silent for long, counts what other routers have placed, and closes the connections to nodes
         that left; serves HTTPS with a certificate that has been renewed."""
         while True:
-            await self._grpc.set_healthy(self._pipeline.ready()[0])
+            await self._grpc.set_healthy(self._pipeline.ready()[0] and not self._draining)
             if self._https is not None and self._https_files.renewed():
                 load_pair(self._https, self._config.server)
             self._registry.sweep()
-            self._pipeline.admission.placed_by_others(*self._pipeline.view.placed_by_others())
+            self._pipeline.look_around()
             addresses = {node.info.address for node in self._registry.connected()}
             await self._channels.keep(addresses)
             await asyncio.sleep(_PAUSE)

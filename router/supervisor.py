@@ -60,16 +60,22 @@ async def supervise(config: RouterConfig, stopping: Callable[[], None] = lambda:
     stopped serving.
 
     Raises:
-        ConfigError: a port cannot be bound, or a worker cannot start as configured.
+        ConfigError: a port cannot be bound.
         PdserveError: a worker died before it served.
     """
     supervisor = Supervisor(config)
     try:
         await supervisor.start()
         return await supervisor.run_until_stopped()
+    except Refused:
+        return 2  # the worker has said why
     finally:
         stopping()
         await supervisor.stop()
+
+
+class Refused(ConfigError):
+    """A worker cannot start as configured."""
 
 
 class Supervisor:
@@ -177,7 +183,7 @@ class Supervisor:
         """Returns when the worker serves.
 
         Raises:
-            ConfigError: it cannot start as configured.
+            Refused: it cannot start as configured.
             PdserveError: it ended.
         """
         ours, theirs = socket.socketpair()
@@ -203,7 +209,7 @@ class Supervisor:
             code = await ended
             what = f"{worker.name} of the router"
             if code == 2:
-                raise ConfigError(f"{what} cannot start as configured")
+                raise Refused(f"{what} cannot start as configured")
             raise PdserveError(f"{what} ended with code {code} before it served")
 
     def _config_of(self, worker: Worker) -> RouterConfig:

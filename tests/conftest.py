@@ -25,12 +25,15 @@ collect_ignore = ["clients"]  # they have an environment of their own: make test
 
 # Files that take longest come first, so that the others fill up what is left.
 LONGEST = (
-    *("test_exact", "test_failover", "test_ray_nodes", "test_kv_groups", "test_lifecycle"),
-    *("test_conformance", "test_partition", "test_rollout", "test_wheel", "test_offline"),
-    *("test_adapters", "test_chaos", "test_observed", "test_speculative", "test_routers"),
-    *("test_up", "test_explorer", "test_fuzz", "test_transformers", "test_secured", "test_both"),
-    *("test_structured", "test_cluster_check", "test_corrupt_kv", "test_health", "test_graphs"),
-    *("test_expert_parallel", "test_preprocess_workers", "test_standstill", "test_pipeline"),
+    *("test_exact", "test_failover", "test_partition", "test_ray_nodes", "test_request_path"),
+    *("test_conformance", "test_routers", "test_kv_groups", "test_lifecycle", "test_up"),
+    *("test_wheel", "test_speculative", "test_observed", "test_adapters", "test_offline"),
+    *("test_chaos", "test_watchdog", "test_transfer_long", "test_connectors", "test_fuzz"),
+    *("test_health", "test_explorer", "test_preprocess_workers", "test_both", "test_group"),
+    *("test_rollout", "test_expert_parallel", "test_executor", "test_disconnect"),
+    *("test_transformers", "test_grpc_doors", "test_pipeline", "test_quantized"),
+    *("test_structured", "test_api", "test_data_parallel", "test_standstill", "test_secured"),
+    *("test_corruption", "test_grpc", "test_cluster_check", "test_corrupt_kv", "test_graphs"),
     *("test_fuzzed_requests", "test_full_queues"),
 )
 FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]")
@@ -38,7 +41,7 @@ FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-m
 
 @pytest.fixture(autouse=True)
 def same_tensors() -> None:
-    """What torch draws is the same in every run."""
+    """Makes torch draw the same in every run."""
     import torch  # not in the process that only deals the tests out
 
     torch.manual_seed(0)
@@ -77,7 +80,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: to look through it takes half a second, and collections are many."""
+    """Keeps what was imported out of garbage collections: to look through it takes half a second,
+    and collections are many."""
     gc.freeze()
     gc.enable()
 

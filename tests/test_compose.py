@@ -22,6 +22,7 @@ from pdserve.common.config.sources import parse
 KEY = "0123456789abcdef0123456789abcdef"  # what an operator has to fill in
 FOLDER = ROOT / "compose"
 FILES = ["docker-compose.yml", "docker-compose.gpu.yml"]
+HAPROXY = "docker-compose.haproxy.yml"
 NODES = ["prefill", "decode"]
 CONFIGS: dict[str, type] = {
     "router": RouterConfig,
@@ -38,10 +39,17 @@ def knobs() -> dict[str, str]:
     return {name: value for name, _, value in pairs} | {"PDSERVE_CLUSTER_KEY": KEY}
 
 
+class Loader(yaml.SafeLoader):
+    """Knows compose's `!reset`, which takes back what a file before has."""
+
+
+Loader.add_constructor("!reset", lambda loader, node: None)
+
+
 def load(name: str, **changed: str) -> Any:
     values = knobs() | changed
     text = (FOLDER / name).read_text()
-    return yaml.safe_load(VARIABLE.sub(lambda found: values[found[1]], text))
+    return yaml.load(VARIABLE.sub(lambda found: values[found[1]], text), Loader)
 
 
 def merge(base: Any, top: Any) -> Any:
@@ -57,7 +65,7 @@ def cluster(*, gpu: bool = False, **changed: str) -> dict[str, Any]:
 
 
 def config_of(role: str, service: dict[str, Any]) -> Any:
-    """What the role's own parser makes of a service."""
+    """Returns what the role's own parser makes of a service."""
     command, *flags = service["command"]
     assert command == role
     environ = {name: str(value or "") for name, value in service["environment"].items()}
@@ -116,6 +124,32 @@ def test_published_ports_are_the_router_s() -> None:
     inside = [int(port.rpartition(":")[2]) for port in service["ports"]]
     assert inside == [config.server.port, config.server.grpc_port]
     assert config.server.registry_port not in inside
+
+
+def test_haproxy_stands_before_several_routers() -> None:
+    """The same containers, whose ports are HAProxy's now."""
+    services = merge(cluster(), load(HAPROXY))["services"]
+    router, balancer = services["router"], services["balancer"]
+    config = config_of("router", router)
+    assert router["scale"] == 2 and not router["ports"]
+    assert balancer["ports"] == cluster()["services"]["router"]["ports"]
+    assert {*balancer["networks"]} & {*router["networks"]}
+    for name in NODES:  # the name of all routers, which nodes look up
+        assert config_of(name, services[name]).node.router == "router:8002"
+    ours = {key: balancer[key] for key in ("read_only", "cap_drop", "security_opt", "logging")}
+    assert ours == {key: router[key] for key in ours}
+    assert balancer["stop_grace_period"] == router["stop_grace_period"]
+    (mounted,) = [volume.partition(":")[0] for volume in balancer["volumes"]]
+    text = (FOLDER / mounted).read_text()
+    for port in (config.server.port, config.server.grpc_port):
+        assert re.search(rf"^ *bind :{port}\b", text, re.M)
+        assert re.search(rf"^ *server-template router- \d+ router:{port}\b", text, re.M)
+    (timeout,) = {*re.findall(r"timeout (?:client|server) (\d+)s", text)}
+    assert float(timeout) > config.routing.request_timeout
+    if haproxy := shutil.which("haproxy"):
+        command = [haproxy, "-c", "-f", str(FOLDER / mounted)]
+        checked = subprocess.run(command, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize("role", CONFIGS)
@@ -202,7 +236,7 @@ def test_docker_compose_accepts_the_files() -> None:
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("docker has no compose v2 plugin")
     environ = {name: value for name, value in os.environ.items() if name not in knobs()}
-    for more in ([], FILES[1:], ["observability/docker-compose.yml"]):
+    for more in ([], FILES[1:], [HAPROXY], ["observability/docker-compose.yml"]):
         flags = [flag for name in [FILES[0], *more] for flag in ("-f", str(FOLDER / name))]
         command = ["docker", "compose", *flags, "config", "--quiet"]
         for key in (KEY, ""):

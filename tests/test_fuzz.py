@@ -300,7 +300,7 @@ def test_greetings_at_a_shm_sink() -> None:
 @example(msgspec.msgpack.encode(Endpoint("nul\0", 1)))
 def test_tcp_endpoints(endpoint: bytes) -> None:
     def resolve(host: str, *_: Any) -> Any:
-        """What a resolver raises before it asks the network; nothing is asked here."""
+        """Raises what a resolver raises before it asks the network; nothing is asked here."""
         host.encode("idna")
         raise socket.gaierror("not asked")
 

@@ -1,4 +1,4 @@
-"""What is installed: one name in site-packages, with all of it, from which a cluster runs."""
+"""The installed package: one name in site-packages, with all of it, from which a cluster runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cluster import Cluster
 from paths import EXAMPLE, ROOT
 
 FOLDERS = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
-FACE = ("bench", "cli", "client", "demo_model", "offline")  # of `pdserve/` itself
+FACE = ("bench", "cli", "client", "demo_model", "offline", "simulate")  # of `pdserve/` itself
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "models")
 # A venv has no packages of its own; these are found after what is installed in it. Lines of such a
 # file are folders, whose own .pth files (an editable pdserve's) are not read.
@@ -57,7 +57,7 @@ def files_of(wheel: Path) -> dict[str, bytes]:
 
 
 def expected(folders: Sequence[str]) -> set[str]:
-    """What a wheel of these source folders has beneath `pdserve/`."""
+    """Returns what a wheel of these source folders has beneath `pdserve/`."""
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     kinds = {".py", ".pyi", ".cpp", ".h", ".html", ".css", ".js"}
     names = {f"pdserve/{path.relative_to(ROOT)}" for path in paths if path.suffix in kinds}

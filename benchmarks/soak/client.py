@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ import grpc
 
 from benchmarks.soak.asks import Ask
 from pdserve.client.resuming import AsyncResumingClient
+from pdserve.client.resuming_grpc import AsyncResumingStub
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
@@ -91,10 +93,10 @@ class Client:
         url: str,
         channel: grpc.aio.Channel,
         key: Mapping[str, str],
-        resuming: AsyncResumingClient | None = None,
+        resuming: tuple[AsyncResumingClient, AsyncResumingStub] | None = None,
     ) -> None:
-        """`key` is the API key as a header. `resuming`, if given, does what is streamed over
-        HTTP, through whichever router."""
+        """`key` is the API key as a header. `resuming`, if given, asks in its place, over HTTP and
+        over gRPC, through whichever router."""
         self._resuming = resuming
         self._session = session
         self._key = dict(key)
@@ -107,8 +109,11 @@ class Client:
         Raises:
             Lost: an error came instead, or before its end.
         """
-        streamed = self._streamed if self._resuming is None else self._resumed
-        send = {"streamed": streamed, "whole": self._whole, "grpc": self._grpc}[ask.way]
+        send = {"streamed": self._streamed, "whole": self._whole, "grpc": self._grpc}[ask.way]
+        if self._resuming is not None:
+            client, stub = self._resuming
+            over_grpc = ask.way == "grpc"
+            send = partial(_resumed_grpc, stub) if over_grpc else partial(_resumed, client)
         answer = Answer()
         try:
             await send(ask, answer)
@@ -138,18 +143,6 @@ class Client:
                     return
         raise Lost("streamed: it ended without [DONE]", broken=True)
 
-    async def _resumed(self, ask: Ask, answer: Answer) -> None:
-        """Raises Lost, not broken: no router's death excuses it."""
-        assert self._resuming is not None
-        body = {"prompt": ask.prompt, **ask.options, "timeline": True}
-        body["stream_options"] = {"include_usage": True}
-        try:
-            async with aclosing(self._resuming.stream("/v1/completions", body)) as chunks:
-                async for chunk in chunks:
-                    _note(answer, chunk)
-        except (aiohttp.ClientError, OSError) as error:
-            raise Lost(f"resumed: {error!r}") from error
-
     @asynccontextmanager
     async def _post(self, ask: Ask, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         body = {"prompt": ask.prompt, **ask.options, **more}
@@ -161,14 +154,42 @@ class Client:
             yield response
 
     async def _grpc(self, ask: Ask, answer: Answer) -> None:
-        sampling = pb.SamplingParams(**ask.options)
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ask.prompt), sampling=sampling)
-        call = self._stub.Generate(request, metadata=tuple(self._key.items()))
+        call = self._stub.Generate(_request(ask), metadata=tuple(self._key.items()))
         try:
             async for response in call:
                 _note_grpc(answer, response)
         finally:
             call.cancel()
+
+
+async def _resumed(client: AsyncResumingClient, ask: Ask, answer: Answer) -> None:
+    """Raises Lost, not broken: no router's death excuses it."""
+    body = {"prompt": ask.prompt, **ask.options, "timeline": True}
+    try:
+        if ask.way == "whole":
+            _note(answer, await client.complete("/v1/completions", body))
+            return
+        body["stream_options"] = {"include_usage": True}
+        async with aclosing(client.stream("/v1/completions", body)) as chunks:
+            async for chunk in chunks:
+                _note(answer, chunk)
+    except (aiohttp.ClientError, OSError) as error:
+        raise Lost(f"resumed: {error!r}") from error
+
+
+async def _resumed_grpc(stub: AsyncResumingStub, ask: Ask, answer: Answer) -> None:
+    """Raises like `_resumed`."""
+    try:
+        async with aclosing(stub.generate(_request(ask))) as responses:
+            async for response in responses:
+                _note_grpc(answer, response)
+    except grpc.RpcError as error:
+        raise Lost(f"resumed: {error!r}") from error
+
+
+def _request(ask: Ask) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(**ask.options)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ask.prompt), sampling=sampling)
 
 
 def _note(answer: Answer, event: Mapping[str, Any]) -> None:

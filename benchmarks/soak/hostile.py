@@ -62,8 +62,8 @@ async def http(fleet: Fleet, known: bool = True) -> AsyncIterator[aiohttp.Client
 async def calls(
     fleet: Fleet, address: str, trusted: bool = False, name: str = ""
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Of one that has the cluster's secrets, or of a stranger, who may be a client. `name`: whose
-    certificate is expected there, when it is another address's."""
+    """The credentials of one that has the cluster's secrets, or of a stranger, who may be a client.
+    `name`: whose certificate is expected there, when it is another address's."""
     credentials = fleet.credentials(role=trusted)
     options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
     if name:

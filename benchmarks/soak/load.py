@@ -20,6 +20,7 @@ from benchmarks.fleet import LOAD, Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
 from pdserve.client.resuming import AsyncResumingClient
+from pdserve.client.resuming_grpc import AsyncResumingStub
 
 TIMEOUT = 120.0  # seconds after which a request hangs, which is as good as lost
 LAST_LOOK = 1.0  # seconds from then until its client leaves: processes may say what they are at
@@ -166,7 +167,7 @@ async def clients(
     fleet: Fleet, asks: Sequence[Ask], routers: Sequence[str] = ("router",)
 ) -> AsyncIterator[Load]:
     """Clients of a fleet's routers of these names, who have not learnt the answers yet. Those of
-    several, which need a cluster key, lose no stream over HTTP when one dies."""
+    several, which need a cluster key, lose nothing when one dies."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     key = fleet.api_key(LOAD)
@@ -178,8 +179,15 @@ async def clients(
         resuming = None
         if len(routers) > 1:
             token = key.get("authorization", "").removeprefix("Bearer ")
-            client = AsyncResumingClient([*urls.values()], token, TIMEOUT)
-            resuming = await stack.enter_async_context(client)
+            addresses = [f"127.0.0.1:{fleet.routers[name]['grpc']}" for name in routers]
+            resuming = (
+                await stack.enter_async_context(
+                    AsyncResumingClient([*urls.values()], token, TIMEOUT)
+                ),
+                await stack.enter_async_context(
+                    AsyncResumingStub(addresses, token, fleet.credentials(), TIMEOUT)
+                ),
+            )
         made: dict[str, Client] = {}
         for name, url in urls.items():
             grpc_port = fleet.routers[name]["grpc"]

@@ -34,6 +34,12 @@ class ClusterConfig:
     Options of `pdserve up`, and of the roles it starts.
     """
 
+    on: str = option(
+        "host",
+        "where processes run: host: all on this one; ray: each on a host of a Ray cluster that has "
+        "room for all its ranks (--ray-address)",
+        choices=("host", "ray"),
+    )
     prefill: int | None = option(
         None, "number of prefill nodes (default: 1, or 0 with --both)", minimum=0
     )
@@ -88,6 +94,19 @@ class ClusterConfig:
                 f"--prefill {nodes['prefill']}, --decode {nodes['decode']}, --both "
                 f"{nodes['both']}: prefill and decode nodes need each other; start at least one of "
                 "each, or one with --both"
+            )
+        if self.on == "ray":
+            self._check_ray()
+
+    def _check_ray(self) -> None:
+        if self.engine.parallel.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "--on ray places whole nodes, each on one host, so it does not go with "
+                "--distributed-executor-backend ray: start a node over several hosts by itself"
+            )
+        if self.server.host != ServerConfig().host:
+            raise ConfigError(
+                "--on ray does not go with --host: each router listens at the address of its host"
             )
 
     @property

@@ -28,7 +28,13 @@ REASONING_PARSERS = (
     "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "glm47", "granite", "holo2", "kimi_k2",
     "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "seed_oss", "step3",
 )  # fmt: skip
-POLICIES = ("round-robin", "least-load", "power-of-two", "prefix-aware")  # `router.cluster.policy`
+POLICIES = (
+    "round-robin",
+    "least-load",
+    "power-of-two",
+    "prefix-aware",
+    "cost",
+)  # `router.cluster.policy`
 HARMONY, HARMONY_TOOLS = "openai_gptoss", "openai"  # the two names of one format
 AUTO = "auto"  # the parser that the chat template shows
 
@@ -85,6 +91,13 @@ class ServerConfig:
         metavar="KEY",
         secret=True,
     )
+    api_key_weights: str | None = option(
+        None,
+        "weights of the keys of --api-key, in their order, separated by commas: of tokens that "
+        "several keys wait for, a key of weight 2 gets twice what one of weight 1 gets (default: "
+        "all have 1)",
+        metavar="N,N",
+    )
     cache_salt_per_key: bool = option(
         False,
         "share cached prefixes only among requests with the same API key, so that other keys "
@@ -126,6 +139,8 @@ class ServerConfig:
             raise ConfigError(f"--root-path {self.root_path} must look like /path or /path/more")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
+        if self.api_key_weights is not None and not self.api_key:
+            raise ConfigError("--api-key-weights needs --api-key")
         if self.cache_salt_per_key and not self.api_key:
             raise ConfigError("--cache-salt-per-key needs --api-key")
 
@@ -197,7 +212,10 @@ class RoutingConfig:
         metavar="NAME",
     )
     local_prefill_threshold: int = option(
-        0, "prompts with fewer tokens skip the prefill node (0: none)", minimum=0
+        0,
+        "prompts skip the prefill node if the decode node has to compute fewer tokens of them, "
+        "by what is known of its cache (0: none)",
+        minimum=0,
     )
     max_concurrent_requests: int = option(
         256,
@@ -218,6 +236,26 @@ class RoutingConfig:
         "order of a client's waiting requests: first come, first served, or lowest `priority` "
         "first; clients take turns",
         choices=("fcfs", "priority"),
+    )
+    slo_ttft: float = option(
+        0.0,
+        "seconds in which a request gets its first token: one that would not, by what was measured "
+        "lately, is refused with 429; a prompt that takes longer alone gets twice that time; "
+        "`X-SLO-TTFT-Ms` of a request takes precedence (0: no bound)",
+        minimum=0.0,
+    )
+    slo_itl: float = option(
+        0.0,
+        "seconds between two tokens of a choice, on the average: so many choices at most are in "
+        "flight as allow it, by what was measured lately (0: no bound)",
+        minimum=0.0,
+    )
+    prefill_backlog: float | None = option(
+        None,
+        "seconds of prefill that nodes have in hand, by what was measured lately; further prompts "
+        "wait in the router, where weights, priorities and SLOs decide (default: a quarter of "
+        "--slo-ttft, without it no bound)",
+        minimum=0.0,
     )
     queue_timeout: float = option(
         30.0,
@@ -253,6 +291,12 @@ class RoutingConfig:
     breaker_cooldown: float = option(
         5.0, "seconds until an open circuit breaker allows one trial request", minimum=0.0
     )
+
+    @property
+    def prefill_work(self) -> float | None:
+        """The seconds of prefill that nodes have in hand; None: any."""
+        quarter = self.slo_ttft / 4 if self.slo_ttft else None
+        return quarter if self.prefill_backlog is None else self.prefill_backlog
 
     def __post_init__(self) -> None:
         if self.heartbeat_timeout <= self.heartbeat_interval:

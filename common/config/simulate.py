@@ -30,11 +30,13 @@ class SimulateConfig:
     speed: float = option(1.0, "how many times as fast requests come", minimum=0.001)
     block_size: int = option(512, "tokens of a block of the trace's hash_ids", minimum=1)
     kv_cache_tokens: int = option(1_000_000, "tokens that the KV cache of a node holds", minimum=1)
-    slo_ttft: float = option(
-        0.0, "seconds to the first token that count as good (0: any)", minimum=0.0
+    goodput_ttft: float = option(
+        0.0, "seconds to the first token that count as good (0: as --slo-ttft)", minimum=0.0
     )
-    slo_itl: float = option(
-        0.0, "mean seconds between an answer's tokens that count as good (0: any)", minimum=0.0
+    goodput_itl: float = option(
+        0.0,
+        "mean seconds between an answer's tokens that count as good (0: as --slo-itl)",
+        minimum=0.0,
     )
     json: str | None = option(None, "also write the figures to this file", metavar="FILE")
     routing: RoutingConfig = field(default_factory=RoutingConfig)

@@ -18,7 +18,27 @@ from pdserve.common.core.model_spec import (
 )
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+    "max_target_positions",
+    "model_max_length",
+)
+_DEFAULT_CONTEXT = {"bloom": 2048, "falcon": 2048}
+"""Positions of model types whose configs on the Hub may state none."""
+_NUMBERED_FROM_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+"""Model types whose first token has the position after the padding token's id."""
 _TEXT_DEFAULTS = {
     "gemma3_text": (262208, 131072),
     "gemma4_text": (262144, 131072),
@@ -96,12 +116,15 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _exact_context(config: Mapping[str, Any]) -> int:
     """Returns the positions within which a token's rotation does not depend on how long the longest
     sequence of its step is."""
-    longest, settings = _first_int(config, *_CONTEXT), rope_settings(config)
+    stated = {"n_ctx": _DEFAULT_CONTEXT.get(str(config.get("model_type"))), **config}
+    longest, settings = _first_int(stated, *_CONTEXT), rope_settings(config)
     by_layer_type = [each for each in settings.values() if isinstance(each, Mapping)]
     for rope in (settings, *by_layer_type):
         if (rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT:
             original = rope.get(ORIGINAL) or config.get(ORIGINAL) or longest
             longest = min(longest, int(original))
+    if config.get("model_type") in _NUMBERED_FROM_PADDING:
+        longest -= _first_int(config, "pad_token_id") + 1
     return longest
 
 

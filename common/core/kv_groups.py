@@ -144,7 +144,8 @@ def kv_groups(
 def grouped(layers: Sequence[LayerKV | int]) -> tuple[KVGroup, ...]:
     """Returns the groups of a model, full attention first, then windows from long to short, then
     states. They follow from the model alone, so that nodes of every layout number them alike. A
-    layer that is a number keeps nothing: it attends to that layer's KV."""
+    layer that is a number keeps nothing: it attends to that layer's KV, or if that is its own
+    number to none."""
     kinds = {each for each in layers if isinstance(each, LayerKV)}
     return tuple(
         KVGroup(

@@ -176,7 +176,7 @@ class ModelSpec:
             raise ConfigError(f"{flag} does not divide the model's {self.num_heads} heads")
         for group in self.kv_groups:
             heads = group.num_kv_heads
-            if group.state and heads % size:
+            if group.state and heads > 1 and heads % size:
                 raise ConfigError(
                     f"{flag} does not divide the {heads} key heads of the model's linear attention"
                 )

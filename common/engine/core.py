@@ -23,6 +23,7 @@ from pdserve.common.core.request import Choice, GenerateJob
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.engine.messages import ExpertLoad, StepDelta, StepOutput
+from pdserve.common.engine.rates import MeasuredRates
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Finish, Sequence, Status, check_finish
 
@@ -110,6 +111,8 @@ class EngineCore:
         self._max_model_len = max_model_len
         self._in_flight: deque[_StepInFlight] = deque()  # oldest first; steps end in order
         self._last_step = 0
+        self.rates = MeasuredRates()
+        self._ended = 0.0  # when the last step ended; in a pipeline they overlap
         self._step_done: asyncio.Event = asyncio.Event()
         self._work: asyncio.Event = asyncio.Event()
         self._seq_ids = itertools.count()
@@ -256,6 +259,7 @@ class EngineCore:
 
     def _apply(self, step: _StepInFlight, output: StepOutput) -> None:
         ended = monotonic()
+        self._measure(step, ended)
         if output.experts is not None:
             self._listener.routed(output.experts)
         for seq_id, found in output.prompts:
@@ -282,6 +286,13 @@ class EngineCore:
             self._notify(sequence, self._listener.computed)
             if entry.samples and not sequence.cancelled:
                 self._append(sequence, drawn[entry.seq_id], entry.num_drafts)
+
+    def _measure(self, step: _StepInFlight, ended: float) -> None:
+        counts = [len(each.token_ids) for each in step.batch.sequences]
+        chunks = [count for count in counts if count > 1]
+        seconds = ended - max(step.begun, self._ended)
+        self.rates.step(sum(chunks), len(counts) - len(chunks), seconds)
+        self._ended = ended
 
     def _append(self, sequence: Sequence, drawn: list[SampledToken], num_drafts: int) -> None:
         """Appends the drawn tokens up to one that ends the sequence. All but the last were

@@ -47,7 +47,7 @@ class Fit:
     num_cached: int  # blocks of the longest cached prefix
     first: tuple[int, ...]  # first block that its coming queries read
     cached: tuple[list[int], ...]  # cached blocks that they read
-    needed: tuple[int, ...]  # free blocks that it takes, cached ones that nobody holds included
+    needed: tuple[int, ...]  # free blocks that it takes, with cached ones that no sequence holds
 
 
 class KVPool:

@@ -114,6 +114,7 @@ class RankReady:
     weights_bytes: int
     peaks: Peaks
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)
+    cores: tuple[int, ...] = ()  # that it lends: entries of the table --share-cores
 
 
 # ---- calls about LoRA adapters, beside the steps ----

@@ -14,9 +14,9 @@ hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -130,10 +130,11 @@ class DeltaBackend(StepBackend):
     def scan(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> Tensor:
         """Computes a step's tokens from `states` `[blocks, units, numbers]` of a layer, and writes
         the states after them; returns `[T, units · ratio, value_dim]` in the inputs' dtype."""
-        if self._delta_net is None:
-            found = _Scan(inputs, states, context).run()
-        else:
+        if self._delta_net is not None:
             found = self._scan_natively(inputs, states, context)
+        else:
+            found = _outputs(inputs)
+            scan(partial(_rule, inputs), found, states, context)
         return found.flatten(1, 2).to(inputs.mixed.dtype)
 
     def _scan_natively(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> Tensor:
@@ -142,11 +143,10 @@ class DeltaBackend(StepBackend):
         weights, decays, betas = (
             each.contiguous() for each in (inputs.weights, inputs.decays, inputs.betas)
         )
-        tokens, units, _ = mixed.shape
-        out = mixed.new_empty((tokens, units, sizes.ratio, sizes.value_dim), dtype=torch.float32)
+        out = _outputs(inputs)
         self._delta_net(
-            *call_of(mixed), len(context.rows), units, sizes.ratio, sizes.key_dim, sizes.value_dim,
-            sizes.kernel, context.block_size, mixed.data_ptr(), weights.data_ptr(),
+            *call_of(mixed), len(context.rows), mixed.shape[1], sizes.ratio, sizes.key_dim,
+            sizes.value_dim, sizes.kernel, context.block_size, mixed.data_ptr(), weights.data_ptr(),
             decays.data_ptr(), betas.data_ptr(), states.data_ptr(), context.rows.ctypes.data,
             context.counts.ctypes.data, context.starts.ctypes.data, context.tables.ctypes.data,
             context.tables.shape[1], out.data_ptr(),
@@ -154,73 +154,85 @@ class DeltaBackend(StepBackend):
         return out
 
 
-class _Scan:
-    """One layer and step in torch."""
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Computes `n` tokens of each of B sequences: rows in the step `[B, n]`, states before them
+`[B, units, numbers]` → outputs `[B, n, …]`, states after them."""
 
-    def __init__(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> None:
-        self._inputs, self._sizes, self._context = inputs, inputs.sizes, context
-        self._states = states
-        tokens, units, _ = inputs.mixed.shape
-        shape = (tokens, units, self._sizes.ratio, self._sizes.value_dim)
-        self._out = inputs.mixed.new_empty(shape, dtype=torch.float32)
 
-    def run(self) -> Tensor:
-        context = self._context
-        if len(singles := context.singles):
-            self._advance(singles.tolist(), 0, 1)
-        for sequence in np.flatnonzero(context.counts > 1).tolist():
-            for first, end in context.pieces(sequence):
-                self._advance([sequence], first, end)
-        return self._out
+def scan(rule: Rule, out: Tensor, states: Tensor, context: DeltaContext) -> None:
+    """Computes a step's tokens by `rule` into `out` `[T, …]`, from and into `states` `[blocks,
+    units, numbers]` of a layer."""
+    if len(singles := context.singles):
+        _advance(rule, out, states, context, singles.tolist(), 0, 1)
+    for sequence in np.flatnonzero(context.counts > 1).tolist():
+        for first, end in context.pieces(sequence):
+            _advance(rule, out, states, context, [sequence], first, end)
 
-    def _advance(self, sequences: list[int], first: int, end: int) -> None:
-        """Computes tokens `first … end-1` of each, and writes the states after them."""
-        context, device = self._context, self._states.device
-        begun = [int(context.starts[each]) + first > 0 for each in sequences]
-        blocks = [
-            context.block_of(each, first - 1) if has else 0
-            for each, has in zip(sequences, begun, strict=True)
-        ]
-        before = self._states[torch.tensor(blocks, device=device)]
-        before = before.where(torch.tensor(begun, device=device)[:, None, None], 0.0)
-        starts = torch.tensor([int(context.rows[each]) + first for each in sequences])
-        rows = (starts[:, None] + torch.arange(end - first)).to(device)
-        self._out[rows], after = self._rule(rows, before)
-        blocks = [context.block_of(each, end - 1) for each in sequences]
-        self._states[torch.tensor(blocks, device=device)] = after
 
-    def _rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """rows `[B, n]`, before `[B, units, numbers]` → `[B, n, units, ratio, value_dim]`, states
-        after them."""
-        from transformers.models.qwen3_next.modeling_qwen3_next import (  # takes seconds to import
-            torch_chunk_gated_delta_rule,
-            torch_recurrent_gated_delta_rule,
-        )
+def _advance(
+    rule: Rule,
+    out: Tensor,
+    states: Tensor,
+    context: DeltaContext,
+    sequences: list[int],
+    first: int,
+    end: int,
+) -> None:
+    """Computes tokens `first … end-1` of each, and writes the states after them."""
+    device = states.device
+    begun = [int(context.starts[each]) + first > 0 for each in sequences]
+    blocks = [
+        context.block_of(each, first - 1) if has else 0
+        for each, has in zip(sequences, begun, strict=True)
+    ]
+    before = states[torch.tensor(blocks, device=device)]
+    before = before.where(torch.tensor(begun, device=device)[:, None, None], 0.0)
+    starts = torch.tensor([int(context.rows[each]) + first for each in sequences])
+    rows = (starts[:, None] + torch.arange(end - first)).to(device)
+    out[rows], after = rule(rows, before)
+    blocks = [context.block_of(each, end - 1) for each in sequences]
+    states[torch.tensor(blocks, device=device)] = after
 
-        sizes, inputs = self._sizes, self._inputs
-        (batch, length), units = rows.shape, before.shape[1]
-        matrices, past = before.split((sizes.matrices, sizes.numbers - sizes.matrices), dim=-1)
-        past = past.view(batch, units, sizes.kernel - 1, sizes.width).transpose(1, 2)
-        seen = torch.cat((past, inputs.mixed[rows].float()), dim=1)  # [B, n + kernel - 1, units, …]
-        mixed = F.conv1d(
-            seen.flatten(2).transpose(1, 2),
-            inputs.weights.view(-1, 1, sizes.kernel),
-            groups=units * sizes.width,
-        )
-        mixed = F.silu(mixed).transpose(1, 2).unflatten(2, (units, sizes.width))
-        values = sizes.ratio * sizes.value_dim
-        query, key, value = mixed.split((sizes.key_dim, sizes.key_dim, values), dim=-1)
-        rule = torch_recurrent_gated_delta_rule if length == 1 else torch_chunk_gated_delta_rule
-        out, after = rule(
-            query,
-            key,
-            value.reshape(batch, length, -1, sizes.value_dim),
-            g=inputs.decays[rows].flatten(2),
-            beta=inputs.betas[rows].flatten(2),
-            initial_state=matrices.reshape(batch, -1, sizes.key_dim, sizes.value_dim),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )
-        left = seen[:, length:].transpose(1, 2).flatten(2)
-        after = after.reshape(batch, units, sizes.matrices)
-        return out.unflatten(2, (units, sizes.ratio)), torch.cat((after, left), dim=-1)
+
+def _outputs(inputs: DeltaInputs) -> Tensor:
+    """Returns room for a step's outputs, float32 `[T, units, ratio, value_dim]`."""
+    tokens, units, _ = inputs.mixed.shape
+    shape = (tokens, units, inputs.sizes.ratio, inputs.sizes.value_dim)
+    return inputs.mixed.new_empty(shape, dtype=torch.float32)
+
+
+def _rule(inputs: DeltaInputs, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """rows `[B, n]`, before `[B, units, numbers]` → `[B, n, units, ratio, value_dim]`, states
+    after them."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import (  # takes seconds to import
+        torch_chunk_gated_delta_rule,
+        torch_recurrent_gated_delta_rule,
+    )
+
+    sizes = inputs.sizes
+    (batch, length), units = rows.shape, before.shape[1]
+    matrices, past = before.split((sizes.matrices, sizes.numbers - sizes.matrices), dim=-1)
+    past = past.view(batch, units, sizes.kernel - 1, sizes.width).transpose(1, 2)
+    seen = torch.cat((past, inputs.mixed[rows].float()), dim=1)  # [B, n + kernel - 1, units, …]
+    mixed = F.conv1d(
+        seen.flatten(2).transpose(1, 2),
+        inputs.weights.view(-1, 1, sizes.kernel),
+        groups=units * sizes.width,
+    )
+    mixed = F.silu(mixed).transpose(1, 2).unflatten(2, (units, sizes.width))
+    values = sizes.ratio * sizes.value_dim
+    query, key, value = mixed.split((sizes.key_dim, sizes.key_dim, values), dim=-1)
+    rule = torch_recurrent_gated_delta_rule if length == 1 else torch_chunk_gated_delta_rule
+    out, after = rule(
+        query,
+        key,
+        value.reshape(batch, length, -1, sizes.value_dim),
+        g=inputs.decays[rows].flatten(2),
+        beta=inputs.betas[rows].flatten(2),
+        initial_state=matrices.reshape(batch, -1, sizes.key_dim, sizes.value_dim),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    left = seen[:, length:].transpose(1, 2).flatten(2)
+    after = after.reshape(batch, units, sizes.matrices)
+    return out.unflatten(2, (units, sizes.ratio)), torch.cat((after, left), dim=-1)

@@ -1,5 +1,5 @@
-"""What FlashInfer (arXiv:2501.01005) can compute and the workspace it needs, read in the sources of
-versions 0.5.3, 0.6.6 and 0.7.2. Needs neither FlashInfer nor a GPU."""
+"""The shapes that FlashInfer (arXiv:2501.01005) can compute and the workspace it needs, read in the
+sources of versions 0.5.3, 0.6.6 and 0.7.2. Needs neither FlashInfer nor a GPU."""
 
 from __future__ import annotations
 

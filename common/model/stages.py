@@ -25,6 +25,10 @@ class Stage:
     def num_layers(self) -> int:
         return self.end - self.start
 
+    def over(self, places: int) -> Stage:
+        """Returns the stage in layers that count as so many each."""
+        return Stage(self.start // places, self.end // places, self.first, self.last)
+
     @classmethod
     def whole(cls, num_layers: int) -> Stage:
         """Returns the only stage of a model that is not split."""

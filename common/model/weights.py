@@ -5,7 +5,7 @@
     GroupedWeight   [out, in] 4- or 8-bit numbers, and a scale and a zero point per group of inputs
                     of an output channel: AWQ, GPTQ and pack-quantized checkpoints
 
-Native CPU kernels multiply by the first two directly. Otherwise int8 and grouped weights are
+Native CPU kernels multiply by all of them directly. Otherwise int8 and grouped weights are
 dequantized for each product, which costs time but no lasting memory. `common/planning/footprint.py`
 computes the bytes of each format.
 """
@@ -13,7 +13,7 @@ computes the bytes of each format.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -23,9 +23,10 @@ from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import Quantization
+from pdserve.common.model.grouped_matrix import GroupedMatrix
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.kernels.packed import Packer
-from pdserve.common.model.packing import PackedMatrix, pack_nibbles, unpack_nibbles
+from pdserve.common.model.packing import PackedMatrix, pack_nibbles
 from pdserve.common.model.sharding import Shard, Sharding
 
 INT8_MAX = 127
@@ -252,86 +253,64 @@ Table = PlainWeight | Int8Weight
 class GroupedWeight:
     """Weights of AWQ, GPTQ and pack-quantized files: `(number - zero point) * scale`.
 
-    Groups are runs of `group_size` inputs, and a rank has whole groups. Otherwise (ranks split a
-    group, or GPTQ's `desc_act`) `group_of` has the group of each input.
+    Groups are runs of `group_size` inputs. With GPTQ's `desc_act` the checkpoint assigns inputs to
+    groups, for each part: then each has a matrix of its own.
     """
 
     def __init__(
         self, parts: Sequence[MatrixPart], sharding: Sharding, quantization: Quantization
     ) -> None:
         self.parts, self.quantization = parts, quantization
-        self.dtype = sharding.dtype
         columns, inputs = _columns(parts), parts[0].shape[1]
-        rows, count = _rows(parts), columns.stop - columns.start
-        _check_packing(parts, count, quantization.bits)
+        _check_packing(parts, columns.stop - columns.start, quantization.bits)
         self.groups = slice(*quantization.groups(columns.start, columns.stop, inputs))
-        shape = (rows, self.groups.stop - self.groups.start)
-        packed = count // 2 if quantization.bits == 4 else count
-        self.values = sharding.zeros(rows, packed, dtype=torch.uint8)
-        stored = (rows, 0) if quantization.symmetric else shape
-        self.zeros = sharding.zeros(*stored, dtype=torch.uint8)  # as stored: see `zero_offset`
-        self.scales = sharding.zeros(*shape)
-        self.group_of = self._group_of(columns, inputs, sharding.device)
-
-    def _group_of(self, columns: slice, inputs: int, device: torch.device) -> Tensor | None:
-        """Returns int32 `[parts, in]`; with `desc_act` it is loaded from the checkpoint later."""
-        size = self.quantization.group_size or inputs
-        if self.quantization.desc_act:
-            count = columns.stop - columns.start
-            return torch.zeros(len(self.parts), count, dtype=torch.int32, device=device)
-        first, last = self.groups.start * size, self.groups.stop * size
-        if size >= inputs or (first, last) == (columns.start, columns.stop):
-            return None
-        indices = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=device)
-        return (indices // size - self.groups.start).expand(len(self.parts), -1)
+        size = quantization.group_size or inputs
+        group_of = torch.arange(columns.start, columns.stop, device=sharding.device) // size
+        rows = [part.count for part in parts] if quantization.desc_act else [_rows(parts)]
+        count = self.groups.stop - self.groups.start
+        self.matrices = [
+            GroupedMatrix(
+                number, (group_of - self.groups.start).int(), count, sharding, quantization
+            )
+            for number in rows
+        ]
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.dense(), bias)
+        if len(self.matrices) == 1:
+            return self.matrices[0].linear(x, bias)
+        counts = [matrix.rows for matrix in self.matrices]
+        biases = [None] * len(counts) if bias is None else bias.split(counts)
+        pairs = zip(self.matrices, biases, strict=True)
+        return torch.cat([matrix.linear(x, part) for matrix, part in pairs], dim=1)
 
     def dense(self) -> Tensor:
-        if self.quantization.bits == 4:
-            weight = unpack_nibbles(self.values, self.dtype)
-        else:
-            weight = self.values.to(self.dtype)
-        symmetric = self.quantization.symmetric
-        stored = torch.zeros_like(self.scales) if symmetric else self.zeros.to(self.dtype)
-        zeros = stored + self.quantization.zero_offset
-        if self.group_of is None:
-            grouped = weight.view(*self.scales.shape, -1)
-            grouped.sub_(zeros[:, :, None]).mul_(self.scales[:, :, None])
-            return weight
-        counts = [part.count for part in self.parts]
-        per_part = (tensor.split(counts) for tensor in (weight, zeros, self.scales))
-        for rows, zero, scale, index in zip(*per_part, self.group_of, strict=True):
-            rows.sub_(zero.index_select(1, index)).mul_(scale.index_select(1, index))
-        return weight
+        return torch.cat([matrix.dense() for matrix in self.matrices])
 
     def shards(self) -> Iterator[Shard]:
         counts = [part.count for part in self.parts]
-        held = [tensor.split(counts) for tensor in (self.values, self.zeros, self.scales)]
-        targets = zip(*held, strict=True)
-        for index, (part, (values, zeros, scales)) in enumerate(
-            zip(self.parts, targets, strict=True)
-        ):
-            yield from self._shards_of(part, values, zeros, scales)
-            if self.quantization.desc_act and self.group_of is not None:
+        for index, part in enumerate(self.parts):
+            matrix = self.matrices[index if self.quantization.desc_act else 0]
+            first = 0 if self.quantization.desc_act else sum(counts[:index])
+            rows = slice(first, first + part.count)
+            yield from self._shards_of(part, matrix, rows)
+            if self.quantization.desc_act:
                 prefix = "weight_" if self._compressed else ""
                 name = f"{part.name}.{prefix}g_idx"
                 check = partial(self._checked_groups, name)
-                yield Shard(name, part.shape[1:], (part.columns,), self.group_of[index], check)
+                yield Shard(name, part.shape[1:], (part.columns,), matrix.group_of, check)
 
-    def _shards_of(
-        self, part: MatrixPart, values: Tensor, zeros: Tensor, scales: Tensor
-    ) -> Iterator[Shard]:
+    def _shards_of(self, part: MatrixPart, held: GroupedMatrix, rows: slice) -> Iterator[Shard]:
         outputs, inputs = part.shape
         _, groups = self.quantization.groups(0, inputs, inputs)
         matrix = PackedMatrix.of(self.quantization.method, self.quantization.bits)
         to_bytes = pack_nibbles if self.quantization.bits == 4 else Tensor.contiguous
         kept, of_groups = (part.rows, part.columns), (part.rows, self.groups)
         shape = (outputs, groups)
-        yield matrix.shard(part.name, (outputs, inputs), kept, values, to_bytes)
+        values, scales = held.values[rows], held.scales[rows]
+        shard = matrix.shard(part.name, (outputs, inputs), kept, values, to_bytes)
+        yield replace(shard, finish=held.pack)
         if not self.quantization.symmetric:
-            yield matrix.of_zeros().shard(part.name, shape, of_groups, zeros)
+            yield matrix.of_zeros().shard(part.name, shape, of_groups, held.zeros[rows])
         if self._compressed:
             yield Shard(f"{part.name}.weight_scale", shape, of_groups, scales)
         else:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
 from pdserve.common.config.node import AUTO, WorkerNodeConfig
+from pdserve.common.core.block_hash import HASHER
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
@@ -28,7 +29,11 @@ from pdserve.common.node.model_facts import ModelFacts, check_job
 from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
 from pdserve.common.node.replica import Call, Replica, S, T
 from pdserve.common.node.server import NodeServer
-from pdserve.common.node.utilisation import Utilisation, UtilisationCollector
+from pdserve.common.node.utilisation import (
+    LentCoresCollector,
+    Utilisation,
+    UtilisationCollector,
+)
 from pdserve.common.obs.exposition import NODE_NAMES, Exposition
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.obs.process import serve_until_stopped
@@ -211,8 +216,11 @@ class EngineNode(ABC, Generic[S, T]):
         return f"replica {replica}: " if self.config.engine.parallel.data_parallel_size > 1 else ""
 
     async def _start(self) -> None:
+        if self.config.engine.cache.enable_prefix_caching:
+            self.spawn(asyncio.to_thread(HASHER.load))
         export(self.replicas, self.metrics)
         self.metrics.registry.register(UtilisationCollector(self._utilisation))
+        self._export_lent_cores()
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
         self.server.add("KVEvents", pb_grpc.add_KVEventsServicer_to_server, self._kv_events)
@@ -226,6 +234,13 @@ class EngineNode(ABC, Generic[S, T]):
         shown = Exposition(self.metrics.registry, self.facts.name, prefix, NODE_NAMES)
         self.info = self._info()
         await self.server.start(self.info, self.load, shown, self.ready, self.spawn)
+
+    def _export_lent_cores(self) -> None:
+        ranks = [rank for replica in self.replicas for rank in replica.ranks.ready]
+        cores = [core for rank in ranks for core in rank.cores]
+        file = self.config.engine.parallel.share_cores
+        if file and cores:
+            self.metrics.registry.register(LentCoresCollector(file, cores))
 
     async def _serve_adapters(self) -> None:
         await self.adapters.start(

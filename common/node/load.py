@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.common.engine.rates import mean_rates
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.balance import decodes
 from pdserve.common.node.replica import Replica
@@ -45,6 +46,7 @@ def node_load(replicas: Replicas, healthy: bool, reason: str, router: str) -> pb
         reason=reason,
         others=len(others),
         others_tokens=sum(each.num_pending for each in others if not decodes(each)),
+        rates=pb.Rates(**mean_rates([each.engine.rates.now for each in replicas])._asdict()),
     )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
+from pathlib import Path
 from time import monotonic
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.node import ParallelConfig
+from pdserve.common.core.core_table import lent_seconds
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.messages import Peaks
 from pdserve.common.node.model_facts import ModelFacts
@@ -118,6 +121,23 @@ class UtilisationCollector(Collector):
             for engine, value in enumerate(values):
                 found.add_metric((str(engine),), value)
             yield found
+
+
+class LentCoresCollector(Collector):
+    """Exports for how long the entries `cores` of the table `file` (--share-cores) were lent."""
+
+    def __init__(self, file: str, cores: Sequence[int]) -> None:
+        self._file, self._cores = Path(file), cores
+
+    def collect(self) -> Iterator[Metric]:
+        found = CounterMetricFamily(
+            "pdserve_lent_core_seconds",
+            "Time for which other nodes computed on this one's cores while it did not",
+        )
+        with suppress(OSError):  # the file is gone: there is nothing to say
+            seconds = lent_seconds(self._file)
+            found.add_metric((), sum(seconds[core] for core in self._cores))
+        yield found
 
 
 def _gauge(name: str, help: str, values: Sequence[float]) -> Metric:

@@ -33,12 +33,16 @@ TOKEN_SECONDS = (
 REQUEST_SECONDS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 CHOICES = (1, 2, 5, 10, 20)
 TRANSFER_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
 # Alerts look for increases of these, so the counters must exist from the start.
-WATCHED_REQUESTS = ("OK", "CANCELLED", "NO_NODE", "OVERLOADED", "POISON_REQUEST", "QUEUE_TIMEOUT")
+WATCHED_REQUESTS = (
+    "OK", "CANCELLED", "NO_NODE", "OVERLOADED", "POISON_REQUEST", "QUEUE_TIMEOUT",
+    "SLO_ITL", "SLO_TTFT",
+)  # fmt: skip
 WATCHED_TRANSFERS = ("OK", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR", "PEER_LOST")
 WATCHED_EVENT = "stopped/DIGEST_MISMATCH"
 BALANCEDNESS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
@@ -117,6 +121,22 @@ class RouterMetrics(_Metrics):
             "CPU time to compile a grammar that is not in the cache",
             TRANSFER_SECONDS,
         )
+        self.predicted_ttft = self._histogram(
+            "predicted_time_to_first_token_seconds",
+            "Acceptance to first token, as predicted at acceptance",
+            FIRST_TOKEN_SECONDS,
+        )
+        self.ttft_over_predicted = self._histogram(
+            "time_to_first_token_over_predicted",
+            "Acceptance to first token, as a multiple of what was predicted",
+            RATIOS,
+        )
+        self.slo_requests = self._counter(
+            "slo_requests_total",
+            "Requests finished that had an SLO, by which (ttft, itl) and outcome (met, missed); "
+            "refused ones are in requests_total",
+            "slo", "outcome",
+        )  # fmt: skip
         self.migrations = self._counter(
             "request_migrations_total",
             "Migrations of requests to other nodes, by role and error of the failed node",
@@ -156,6 +176,9 @@ class RouterMetrics(_Metrics):
         )
         for reason in ("gap", "unknown_block"):
             self.kv_event_resyncs.labels(reason)
+        for slo in ("ttft", "itl"):
+            for outcome in ("met", "missed"):
+                self.slo_requests.labels(slo, outcome)
         for path in PromptPath:
             self.prompts.labels(path.value)
         for code in WATCHED_REQUESTS:
@@ -189,6 +212,22 @@ class RouterMetrics(_Metrics):
         self.max_tokens.observe(max_tokens)
         self.choices.observe(len(generated))
         self._observe_times(timeline, sum(generated), len(generated))
+
+    def observe_slo(
+        self,
+        predicted: float | None,
+        ttft: float | None,
+        deadline: float,
+        itl: float | None,
+        slo_itl: float | None,
+    ) -> None:
+        """Records what a finished request was promised, and what it got; all in seconds."""
+        if predicted and ttft is not None:
+            self.predicted_ttft.observe(predicted)
+            self.ttft_over_predicted.observe(ttft / predicted)
+        for slo, seconds, bound in (("ttft", ttft, deadline), ("itl", itl, slo_itl or math.inf)):
+            if seconds is not None and bound < math.inf:
+                self.slo_requests.labels(slo, "met" if seconds <= bound else "missed").inc()
 
     def _observe_times(self, line: Timeline, num_tokens: int, num_choices: int) -> None:
         queue = None if line.queued is None else line.queued + line.prefill_queue_seconds

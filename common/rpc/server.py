@@ -114,10 +114,12 @@ class GrpcServer:
             port and not self._shares_port
         ):  # gRPC's own error does not say why the port is unavailable
             bind(host.strip("[]"), port, "gRPC", flag).close()
+        bare = host.strip("[]")
+        address = f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
         try:
             if tls is None:
-                return self.server.add_insecure_port(f"{host}:{port}")
-            return self.server.add_secure_port(f"{host}:{port}", _server_credentials(tls))
+                return self.server.add_insecure_port(address)
+            return self.server.add_secure_port(address, _server_credentials(tls))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
 

@@ -68,8 +68,8 @@ class Buffer:
 
 
 class Buffers(NamedTuple):
-    """What all graphs of a model share: `hidden`, the input of a stage after the first, and the
-    `output`: float32 logits of the last stage, hidden states of the others."""
+    """The buffers that all graphs of a model share: `hidden`, the input of a stage after the first,
+    and the `output`: float32 logits of the last stage, hidden states of the others."""
 
     hidden: Buffer | None
     output: Buffer

@@ -43,7 +43,7 @@ class LentCores:
         try:
             self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             count = sized(self._fd, max(cores, threads))
-            own = lock_entries(self._fd, count, threads)
+            self.own = tuple(lock_entries(self._fd, count, threads))
             self._table = mmap.mmap(self._fd, count * ENTRY_NBYTES)
         except BaseException as error:
             if self._fd >= 0:
@@ -53,12 +53,12 @@ class LentCores:
             raise
         self._memory = ctypes.c_char.from_buffer(self._table)
         self._library = kernels.library
-        owned = np.asarray(own, np.int32)
+        owned = np.asarray(self.own, np.int32)
         self._library.lend_join(
             ctypes.byref(self._memory),
             ctypes.c_int64(count),
             ctypes.c_void_p(owned.ctypes.data),
-            ctypes.c_int64(len(own)),
+            ctypes.c_int64(len(owned)),
         )
 
     @contextmanager

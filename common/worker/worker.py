@@ -214,6 +214,7 @@ class ModelWorker:
             weights_bytes=self.runner.model.weights_bytes,
             peaks=self._peaks,
             extension_info=self.extension.info() if self.extension else b"",
+            cores=self._lent_cores.own if self._lent_cores else (),
         )
         return self._encoder.encode(ready)
 

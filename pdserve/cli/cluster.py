@@ -30,8 +30,8 @@ from pdserve.client.server import client_session
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import (
     BothNodeConfig,
-    EngineConfig,
     NodeConfig,
+    TransferConfig,
     WorkerNodeConfig,
 )
 from pdserve.common.config.options import to_environment, to_flags
@@ -67,15 +67,18 @@ class Cluster:
         """`shares` has one entry per name of `node_names`, in its order."""
         self.config = config
         self._cores = _core_table(shares)
-        self.shares = [_with_cores(each, self._cores) for each in shares]
+        lent = [_with_cores(each, self._cores) for each in shares]
+        self.shares = dict(zip(node_names(config), lent, strict=True))
         self.write = write
         self.programs = programs
         self._auth = _with_key(config.auth)
+        self._registries = ""  # of the routers, for nodes
         self.urls: list[str] = []  # of the routers
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
         self._routers: list[Child] = []
         self._nodes: list[Child] = []
+        self._leaving: set[Child] = set()  # nodes that were told to, and are in no list any more
         self._watchers: list[asyncio.Task[None]] = []
         self._returning: dict[Child, asyncio.Future[None]] = {}  # routers that have died
         self._interrupts = 0
@@ -145,48 +148,68 @@ class Cluster:
             self._cores.close()
 
     async def _start(self) -> None:
-        ports = await self._start_routers()
-        host = connect_host(self.config.server.host)
+        hosts_ports = await self._start_routers()
         scheme = "https" if self.config.server.ssl_certfile else "http"
-        self.urls = [f"{scheme}://{host}:{each['http']}" for each in ports]
-        registries = ",".join(f"{host}:{each['registry']}" for each in ports)
-        for name, node in self._node_configs(registries).items():
-            share = self.shares[len(self._nodes)]
-            command = [*self.programs[role_of(name)], *to_flags(node)]
-            environment = {**share.environment, **to_environment(node)}
-            self._nodes.append(Child(ChildSpec(name, command, environment), self.write))
-            await self._run(self._nodes[-1])
+        self.urls = [f"{scheme}://{host}:{ports['http']}" for host, ports in hosts_ports]
+        self._registries = ",".join(f"{host}:{ports['registry']}" for host, ports in hosts_ports)
+        for name in self.shares:
+            await self._start_node(name)
         await asyncio.gather(*map(self._ready, self.urls))
 
-    async def _start_routers(self) -> list[dict[str, int]]:
-        """Starts the routers and returns their ports, which a restart of them will use again."""
-        files: list[Path] = []
+    async def _start_routers(self) -> list[tuple[str, dict[str, int]]]:
+        """Starts the routers and returns hosts and ports, which a restart of them uses again."""
         for index, name in enumerate(router_names(self.config)):
-            given = self.config.server.ports_file or f"{self._folder.name}/router.json"
-            files.append(Path(f"{given}.{index}" if index else given))
-            files[-1].unlink(missing_ok=True)  # an old one has an older router's ports
-            changes: dict[str, Any] = {"ports_file": str(files[-1])}
+            changes: dict[str, Any] = {"ports_file": self._new_ports_file(index)}
             if index:
                 changes |= {"port": 0, "grpc_port": 0, "registry_port": 0}
-            self._routers.append(Child(self._router_spec(name, **changes), self.write))
+            self._routers.append(self._router(self._router_spec(name, **changes)))
             await self._run(self._routers[-1])
-        ports = [await self._ports(file) for file in files]
-        kept = bool(self.config.server.ports_file)
-        for router, file, each in zip(self._routers, files, ports, strict=True):
+        found = [await self._address(router) for router in self._routers]
+        for index, (router, (_, ports)) in enumerate(zip(self._routers, found, strict=True)):
             router.spec = self._router_spec(
                 router.name,
-                port=each["http"],
-                grpc_port=each["grpc"],
-                registry_port=each["registry"],
-                ports_file=str(file) if kept else None,
+                port=ports["http"],
+                grpc_port=ports["grpc"],
+                registry_port=ports["registry"],
+                ports_file=self._ports_file(index) if self.config.server.ports_file else None,
             )
         self._folder.cleanup()  # already here, so that SIGKILL leaves no folder behind
-        return ports
+        return found
 
-    async def _ports(self, file: Path) -> dict[str, int]:
+    async def _start_node(self, name: str) -> None:
+        share, node = self.shares[name], self._node_config(name)
+        command = [*self.programs[role_of(name)], *to_flags(node)]
+        environment = {**share.environment, **to_environment(node)}
+        self._nodes.append(self._node(ChildSpec(name, command, environment)))
+        await self._run(self._nodes[-1])
+
+    # ---- where processes run: here -----------------------------------------------------------
+
+    def _router(self, spec: ChildSpec) -> Child:
+        return Child(spec, self.write)
+
+    def _node(self, spec: ChildSpec) -> Child:
+        return Child(spec, self.write)
+
+    def _new_ports_file(self, index: int) -> str:
+        """An old one has an older router's ports."""
+        file = self._ports_file(index)
+        Path(file).unlink(missing_ok=True)
+        return file
+
+    def _ports_file(self, index: int) -> str:
+        """The file to which the router of this number writes its ports."""
+        given = self.config.server.ports_file or f"{self._folder.name}/router.json"
+        return f"{given}.{index}" if index else given
+
+    async def _address(self, router: Child) -> tuple[str, dict[str, int]]:
+        """Returns the host and the ports of a router that starts."""
+        file = self._ports_file(self._routers.index(router))
         while (ports := read_ports(file)) is None:
             await asyncio.sleep(POLL_INTERVAL)
-        return ports
+        return connect_host(self.config.server.host), ports
+
+    # ---- options -----------------------------------------------------------------------------
 
     def _router_spec(self, name: str, **changes: Any) -> ChildSpec:
         config = RouterConfig(
@@ -203,30 +226,27 @@ class Cluster:
         command = [*self.programs["router"], *to_flags(config)]
         return ChildSpec(name, command, to_environment(config))
 
-    def _node_configs(self, routers: str) -> dict[str, BothNodeConfig]:
-        names = node_names(self.config)
-        engines = [share.engine for share in self.shares]
-        return {
-            name: self._node_config(number, name, engine, routers)
-            for number, (name, engine) in enumerate(zip(names, engines, strict=True))
-        }
+    def _node_options(self) -> NodeConfig:
+        return NodeConfig(router=self._registries, drain_timeout=self.config.server.drain_timeout)
 
-    def _node_config(
-        self, number: int, name: str, engine: EngineConfig, routers: str
-    ) -> BothNodeConfig:
-        config, replicas = self.config, engine.parallel.data_parallel_size
+    def _node_config(self, name: str) -> BothNodeConfig:
+        config, engine = self.config, self.shares[name].engine
+        number = list(self.shares).index(name)
         parts: dict[str, Any] = {
-            "node": NodeConfig(router=routers, drain_timeout=config.server.drain_timeout),
+            "node": self._node_options(),
             "tls": config.tls,
             "auth": self._auth,
             "engine": engine,
-            "events": config.events.moved(number * replicas),
+            "events": config.events.moved(number * engine.parallel.data_parallel_size),
             "log": config.log,
             "observability": config.observability,
         }
         if role_of(name) == "both":
             return BothNodeConfig(**parts)
-        return WorkerNodeConfig(**parts, transfer=config.transfer)
+        return WorkerNodeConfig(**parts, transfer=self._transfer())
+
+    def _transfer(self) -> TransferConfig:
+        return self.config.transfer
 
     async def _ready(self, url: str) -> None:
         async with own_session(self.config.server) as session:
@@ -248,7 +268,10 @@ class Cluster:
         while True:
             since = monotonic()
             code = await child.wait()
+            if child in self._leaving:
+                return
             if code == 0 and child not in self._routers:
+                self._nodes.remove(child)
                 self.write("up", f"{child.name} has drained and left")
                 return
             if code == 2:
@@ -278,8 +301,9 @@ class Cluster:
             try:
                 await child.start()
                 return
-            except OSError as error:
-                self.write("up", f"{child.name}: {error.strerror}; retry in {backoff:.0f} s")
+            except (OSError, ConfigError) as error:
+                why = error.message if isinstance(error, ConfigError) else error.strerror
+                self.write("up", f"{child.name}: {why}; retry in {backoff:.0f} s")
 
     def _says_when_ready(self, router: Child, ended: float) -> None:
         """Logs when a restarted router, whose predecessor ended at `ended`, has nodes again."""
@@ -300,6 +324,8 @@ class Cluster:
         roles = {role_of(each.name) for each in self._children() if each.running}
         if "router" in roles and ("both" in roles or roles >= {"prefill", "decode"}):
             self.write("up", f"{reason}: it stays down; the others continue")
+            if child in self._nodes:
+                self._nodes.remove(child)
         else:
             self._fail(NodeError(reason))
 

@@ -41,6 +41,7 @@ WORDS = ("the", "a", "of", "in", "is", "it", "on", "as")
 MAX_ROUNDS = 4  # of probes, until every node has had one
 MAX_PROBES = 64  # of one round
 MIN_STREAM = 0.1  # seconds between the first and last token, below which nothing can be said
+STREAMS = 3  # that must all be held back
 BUFFERED = 0.25  # share of that time in which a buffered stream comes
 _KEY = "set PDSERVE_ADMIN_API_KEY or OPENAI_API_KEY to a key of the router"
 _UNBUFFER = "switch off buffering of text/event-stream in the proxy (nginx: proxy_buffering off)"
@@ -265,7 +266,7 @@ def _fault(line: Mapping[str, Any], nodes: Mapping[str, Any]) -> tuple[Verdict, 
     if not line["transfer_bytes"] or not line["kv_connectors"]:
         return FAILED, "no byte of KV moved", "report this"
     if not line["verified_runs"]:
-        seen = "KV moved, and nobody compared its digests"
+        seen = "KV moved, and its digests were not compared"
         return WARNING, seen, "start the decode node with --enable-kv-digests"
     return _connector_fault(line["kv_connectors"], nodes.get(prefill, {}), nodes.get(decode, {}))
 
@@ -318,6 +319,16 @@ def _agreement(probes: Sequence[Probe]) -> Iterator[Finding]:
 
 
 async def _stream(server: Server, most: int) -> Finding:
+    """Asks again for a stream that came all at once: this process may have had no CPU while it
+    came. A proxy holds back each."""
+    for _ in range(STREAMS - 1):
+        found = await _one_stream(server, most)
+        if found.verdict != FAILED:
+            return found
+    return await _one_stream(server, most)
+
+
+async def _one_stream(server: Server, most: int) -> Finding:
     """Compares when events came here with when the router had the tokens. Reads no more than it
     takes to see that they come one by one."""
     body = {

@@ -35,16 +35,19 @@ class NodeShare:
 
 def node_shares(config: ClusterConfig) -> list[NodeShare]:
     """Returns each node's share of this host, in the order of `config.nodes`."""
+    sizes, device = role_sizes(config), config.engine.parallel.device
+    nodes = [sizes[role] for role, count in config.nodes.items() for _ in range(count)]
+    return share_host(config.engine, nodes, gpus=visible_gpus(device), cores=usable_cores())
+
+
+def role_sizes(config: ClusterConfig) -> dict[str, ParallelConfig]:
+    """Returns how each role's nodes are split into ranks."""
     parallel = config.engine.parallel
-    roles = {
+    return {
         "prefill": _parallel(parallel, config.prefill_tp, config.prefill_pp),
         "decode": _parallel(parallel, config.decode_tp, config.decode_pp),
         "both": parallel,
     }
-    nodes = [roles[role] for role, count in config.nodes.items() for _ in range(count)]
-    return share_host(
-        config.engine, nodes, gpus=visible_gpus(parallel.device), cores=usable_cores()
-    )
 
 
 def _parallel(common: ParallelConfig, tp: int | None, pp: int | None) -> ParallelConfig:

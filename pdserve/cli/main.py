@@ -22,6 +22,10 @@ COMMANDS = {
     "Whole clusters": {
         "up": ("pdserve.cli.up:main", "run a router and nodes on this host, with one log"),
         "serve": ("pdserve.cli.up:serve_main", "up with the model first: pdserve serve MODEL"),
+        "scale": (
+            "pdserve.cli.scale:main",
+            "change how many nodes an `up --on ray` has: pdserve scale decode=4",
+        ),
         "demo": ("pdserve.cli.demo:main", "start a cluster, ask a question, show the timeline"),
     },
     "Clients": {

@@ -88,7 +88,13 @@ class LogStream(io.TextIOBase):
 
 def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
     """Returns a cluster, not started, that logs to `console`; SIGINT and SIGTERM interrupt it."""
-    cluster = Cluster(config, node_shares(config), log_writer(config, console))
+    write = log_writer(config, console)
+    if config.on == "ray":
+        from pdserve.cli.ray_cluster import RayCluster  # the extra `ray`
+
+        cluster: Cluster = RayCluster(config, write)
+    else:
+        cluster = Cluster(config, node_shares(config), write)
     dump_stacks_on_signal()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, cluster.interrupt)

@@ -1,19 +1,21 @@
-"""A gRPC client of several routers of one cluster, whose streams outlive the router that serves
+"""gRPC clients of several routers of one cluster, whose streams outlive the router that serves
 them.
 
     with ResumingStub(["10.0.0.1:8001", "10.0.0.9:8001"], api_key) as stub:
         for response in stub.generate(pb.GenerateRequest(text="Once")):
             print(response.text, end="")
 
-The responses are those of one stream that nothing happened to, as `resuming.ResumingClient` has
+The responses are those of one stream that nothing happened to, as the clients of `resuming` have
 them over HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from typing import Self
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, Self
 
 import grpc
 
@@ -23,8 +25,55 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.server import KEEPALIVE
 
-# A router that is gone, full, or about to stop: another one may serve.
-ELSEWHERE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
+# A router that is gone, full, or about to stop (gRPC cancels what comes while a server stops):
+# another one may serve.
+ELSEWHERE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+}
+
+
+class Progress:
+    """Keeps what to ask for next of one stream, and how long that has been in vain; without I/O."""
+
+    def __init__(self, request: pb.GenerateRequest, patience: float) -> None:
+        self.asked = pb.GenerateRequest()
+        self.asked.CopyFrom(request)
+        self.asked.resumable = True
+        self._patience = patience
+        self._since = time.monotonic()
+        self.begin()
+
+    def begin(self) -> None:
+        """Drops what came without an id."""
+        self._held: list[pb.GenerateResponse] = []
+
+    def take(self, response: pb.GenerateResponse) -> list[pb.GenerateResponse]:
+        """Takes a response; returns those that cannot come again."""
+        self._held.append(response)
+        if not response.event_id:
+            return []
+        self.asked.resume.append(response.event_id)
+        self._since = time.monotonic()
+        return self.rest()
+
+    def rest(self) -> list[pb.GenerateResponse]:
+        """Returns what is held."""
+        held, self._held = self._held, []
+        return held
+
+    def failed(self, error: grpc.RpcError, tries: int) -> float:
+        """Returns the seconds to wait before the next try; `tries` is how many routers have been
+        left since this one was asked.
+
+        Raises:
+            grpc.RpcError: `error`, because another try would not help, or too much time has passed.
+        """
+        elsewhere = error.code() in ELSEWHERE  # type: ignore[attr-defined]
+        if not elsewhere or time.monotonic() - self._since > self._patience:
+            raise error
+        return min(PAUSE * (1 + tries), LONGEST_PAUSE)
 
 
 class ResumingStub:
@@ -39,15 +88,8 @@ class ResumingStub:
     ) -> None:
         """`addresses`: HOST:PORT of the routers' --grpc-port. `credentials`: of TLS, if they serve
         it. A stream without a new response for `patience` seconds fails."""
-        if isinstance(addresses, str) or not addresses:
-            raise ConfigError("addresses: give a list of the routers' addresses, one at least")
-        self._channels = [
-            grpc.insecure_channel(each, KEEPALIVE)
-            if credentials is None
-            else grpc.secure_channel(each, credentials, KEEPALIVE)
-            for each in addresses
-        ]
-        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._channels = _channels(grpc, addresses, credentials)
+        self._metadata = _metadata(api_key)
         self._patience = patience
         self._turn = 0
 
@@ -65,39 +107,95 @@ class ResumingStub:
             grpc.RpcError: a router refuses the request, says that it has failed, or none has
                 answered for as long as `patience`.
         """
-        asked = pb.GenerateRequest()
-        asked.CopyFrom(request)
-        asked.resumable = True
-        since = time.monotonic()
+        progress = Progress(request, self._patience)
         while True:
             turn = self._turn
             try:
-                for responses in self._once(turn, asked):
-                    since = time.monotonic()
-                    yield from responses
+                yield from self._once(turn, progress)
                 return
             except grpc.RpcError as error:
-                elsewhere = error.code() in ELSEWHERE  # type: ignore[attr-defined]
-                if not elsewhere or time.monotonic() - since > self._patience:
-                    raise
                 if self._turn == turn:  # else another stream has met this router's death
                     self._turn += 1
-                time.sleep(min(PAUSE * (1 + self._turn - turn), LONGEST_PAUSE))
+                time.sleep(progress.failed(error, self._turn - turn))
 
-    def _once(
-        self, turn: int, asked: pb.GenerateRequest
-    ) -> Iterator[Sequence[pb.GenerateResponse]]:
-        """Yields the responses that cannot come again, and notes their ids in `asked`."""
-        channel = self._channels[turn % len(self._channels)]
-        call = inference_pb2_grpc.InferenceStub(channel).Generate(asked, metadata=self._metadata)
-        held: list[pb.GenerateResponse] = []
+    def _once(self, turn: int, progress: Progress) -> Iterator[pb.GenerateResponse]:
+        stub = inference_pb2_grpc.InferenceStub(self._channels[turn % len(self._channels)])
+        progress.begin()
+        call = stub.Generate(progress.asked, metadata=self._metadata)
         try:
             for response in call:
-                held.append(response)
-                if response.event_id:
-                    asked.resume.append(response.event_id)
-                    yield held
-                    held = []
-            yield held
+                yield from progress.take(response)
+            yield from progress.rest()
         finally:
             call.cancel()
+
+
+class AsyncResumingStub:
+    """For an event loop. Use as a context manager."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        """Takes the arguments of `ResumingStub`."""
+        self._channels = _channels(grpc.aio, addresses, credentials)
+        self._metadata = _metadata(api_key)
+        self._patience = patience
+        self._turn = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def generate(
+        self, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields the responses, and raises, as `ResumingStub.generate` does."""
+        progress = Progress(request, self._patience)
+        while True:
+            turn = self._turn
+            try:
+                async with aclosing(self._once(turn, progress)) as responses:
+                    async for response in responses:
+                        yield response
+                return
+            except grpc.RpcError as error:
+                if self._turn == turn:
+                    self._turn += 1
+                await asyncio.sleep(progress.failed(error, self._turn - turn))
+
+    async def _once(
+        self, turn: int, progress: Progress
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        stub = inference_pb2_grpc.InferenceStub(self._channels[turn % len(self._channels)])
+        progress.begin()
+        call = stub.Generate(progress.asked, metadata=self._metadata)
+        try:
+            async for response in call:
+                for each in progress.take(response):
+                    yield each
+            for each in progress.rest():
+                yield each
+        finally:
+            call.cancel()
+
+
+def _channels(
+    kind: Any, addresses: Sequence[str], credentials: grpc.ChannelCredentials | None
+) -> list[Any]:
+    """Returns a channel for each router, made by `grpc` or by `grpc.aio`."""
+    if isinstance(addresses, str) or not addresses:
+        raise ConfigError("addresses: give a list of the routers' addresses, one at least")
+    if credentials is None:
+        return [kind.insecure_channel(each, KEEPALIVE) for each in addresses]
+    return [kind.secure_channel(each, credentials, KEEPALIVE) for each in addresses]
+
+
+def _metadata(api_key: str | None) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {api_key}")] if api_key else []

@@ -36,8 +36,10 @@ from pdserve.router.cluster.placement import NodeSelector, PlacementRequest
 from pdserve.router.cluster.policy import Policy
 from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex
 from pdserve.router.cluster.registry import Registry
-from pdserve.router.requests.admission import Admission, Batch
-from pdserve.simulate.calibration import Calibration, Times, Work
+from pdserve.router.requests.admission import Admission, Ask
+from pdserve.router.requests.queue_bounds import Batch
+from pdserve.router.requests.slo import SLO
+from pdserve.simulate.calibration import Calibration, Times
 from pdserve.simulate.clock import run_virtually
 from pdserve.simulate.engine import Job, SimulatedEngine
 from pdserve.simulate.outcome import Answered, Outcome
@@ -128,6 +130,7 @@ class SimulatedNode:
             waiting_tokens=sum(each.num_pending for each in scheduler.waiting),
             healthy=True,
             routers=1,
+            rates=pb.Rates(**self.engine.rates.now._asdict()),
         )
 
 
@@ -171,10 +174,13 @@ class Cluster:
             routing.max_queued_requests,
             routing.queue_timeout,
             routing.max_client_share,
+            slo=SLO(routing.slo_ttft or None, routing.slo_itl or None),
+            prefill_backlog=routing.prefill_work,
         )
         self._nodes: dict[Node, SimulatedNode] = {}
         for number, (role, speed) in enumerate(read_layout(setup.layout)):
             self._start_node(number, role, Times(setup.calibration, speed))
+        self._admission.cluster(*view.replicas())
         self._seq_ids = count()
         self._answered: list[Answered] = []
         self._refused: Counter[str] = Counter()
@@ -199,7 +205,7 @@ class Cluster:
         node = next(each for each in self._registry.nodes() if each.id == name)
         pool = KVPool((_GROUP,), (setup.num_blocks,), setup.block_size)
         scheduler = Scheduler(pool, setup.scheduler, (), now=self.now)
-        engine = SimulatedEngine(scheduler, times, self._stepped, self._gap)
+        engine = SimulatedEngine(scheduler, times, self._gap)
         self._nodes[node] = SimulatedNode(node, engine, self._index)
 
     async def _heartbeats(self) -> None:
@@ -223,46 +229,61 @@ class Cluster:
         return self._outcome()
 
     async def _request(self, request_id: str, arrival: Arrival) -> None:
-        arrived = self.now()
-        batch = Batch(arrival.client, arrival.num_tokens)
+        placement = self._placement(request_id, arrival)
+        ask = Ask(
+            tokens=self._selector.least_missing(placement),
+            priority=arrival.priority,
+            batch=Batch(arrival.client, arrival.num_tokens),
+            prompt_tokens=arrival.num_tokens,
+        )
         try:
-            async with self._admission.slot(batch, arrival.num_tokens, 1, arrival.priority):
-                answered = await self._answer(request_id, arrival, arrived)
+            async with self._admission.slot(ask):
+                answered = await self._answer(placement, arrival, ask)
+                ask.generated = arrival.output_tokens
+                if arrival.output_tokens > 1:
+                    decoded = answered.ended - answered.first
+                    ask.itl = decoded / (arrival.output_tokens - 1)
         except PdserveError as error:
             self._refused[error.code] += 1
         else:
             self._answered.append(answered)
 
-    async def _answer(self, request_id: str, arrival: Arrival, arrived: float) -> Answered:
+    async def _answer(self, placement: PlacementRequest, arrival: Arrival, ask: Ask) -> Answered:
         """Returns the figures of a request that has a slot (`router.requests.attempt`)."""
-        placement = self._placement(request_id, arrival)
         node, path = await self._selector.decode(placement)
         if path is PromptPath.TRANSFERRED:
-            first, ended = await self._apart(placement, arrival, node)
+            first, ended = await self._apart(placement, arrival, ask, node)
         else:
             with self._in_flight(placement, node, True) as use:
                 job = self._job(arrival, node)
-                first = await self._prefilled(job, use)
+                first = await self._prefilled(job, use, ask)
                 ended = await job.ended
                 self._nodes[node].engine.release(job)
-        return Answered(arrived, first + self._router_s, ended, arrival.output_tokens)
+        return Answered(ask.arrived, first + self._router_s, ended, arrival.output_tokens)
 
     async def _apart(
-        self, placement: PlacementRequest, arrival: Arrival, decode: Node
+        self, placement: PlacementRequest, arrival: Arrival, ask: Ask, decode: Node
     ) -> tuple[float, float]:
         """Returns when the first token came and when the last."""
         engine = self._nodes[decode].engine
         with self._in_flight(placement, decode, False):
             job = self._job(arrival, decode, remote=True)
             await job.admitted
-            first = job.last = await self._handed_over(placement, arrival, decode, job)
+            first = job.last = await self._handed_over(placement, arrival, ask, job, decode)
+            moved = arrival.num_tokens - (job.sequence.num_cached or 0)
+            engine.rates.handed_over(moved, self.now() - first)
             engine.activate(job)
             ended = await job.ended
             engine.release(job)
         return first, ended
 
     async def _handed_over(
-        self, placement: PlacementRequest, arrival: Arrival, decode: Node, remote: Job
+        self,
+        placement: PlacementRequest,
+        arrival: Arrival,
+        ask: Ask,
+        remote: Job,
+        decode: Node,
     ) -> float:
         """Returns when the first token came, once the decode node has the KV."""
         prefill = await self._selector.prefill(placement, decode)
@@ -271,14 +292,15 @@ class Cluster:
         with self._in_flight(placement, prefill, True) as use:
             stream = Stream(source, self._times, remote.sequence.num_computed, self.now)
             job = self._job(arrival, prefill, on_computed=stream.computed)
-            first = await self._prefilled(job, use)
+            first = await self._prefilled(job, use, ask)
             await asyncio.sleep(stream.landing - self.now())
             source.engine.release(job)
         return first
 
-    async def _prefilled(self, job: Job, use: InFlightLoad) -> float:
+    async def _prefilled(self, job: Job, use: InFlightLoad, ask: Ask) -> float:
         first = await job.first
         use.progressed()
+        self._admission.first_token(ask)
         self._queries += job.sequence.num_prompt_tokens
         self._hits += job.sequence.num_cached or 0
         return first
@@ -316,6 +338,7 @@ class Cluster:
             avoid=(),
             local_prefill=False,
             last_chance=lambda role: False,
+            session=arrival.session,
             waiting=self._patience,
             blocks=lambda size: blocks,
         )
@@ -333,9 +356,6 @@ class Cluster:
         return {place[0]: depth for place, depth in found.items()}  # type: ignore[index]
 
     # ---- figures ----------------------------------------------------------------------------
-
-    def _stepped(self, work: Work, seconds: float) -> None:
-        """Takes no notice."""
 
     def _gap(self, seconds: float, count: int) -> None:
         self._gaps[round(seconds, 6)] += count

@@ -16,6 +16,7 @@ from typing import Any
 
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.engine.messages import StepDelta
+from pdserve.common.engine.rates import MeasuredRates
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence, check_finish
 from pdserve.simulate.calibration import Times, Work
@@ -59,15 +60,14 @@ class SimulatedEngine:
         self,
         scheduler: Scheduler,
         times: Times,
-        on_step: Callable[[Work, float], None],
         on_gap: Callable[[float, int], None],
     ) -> None:
-        """`on_step` hears of each step's work and seconds; `on_gap`, that so many tokens came so
-        many seconds after the one before."""
+        """`on_gap` hears that so many tokens came so many seconds after the one before."""
         self.scheduler = scheduler
         self.computed_tokens = 0  # of prompts
         self._times = times
-        self._on_step, self._on_gap = on_step, on_gap
+        self._on_gap = on_gap
+        self.rates = MeasuredRates()
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[int, Job] = {}
         self._run: _Run | None = None
@@ -126,7 +126,7 @@ class SimulatedEngine:
             grown = Work(sequences=work.sequences, context=work.context + steps * work.sequences)
             seconds = (seconds + self._times.step(grown)) / 2
         now = self._loop.time()
-        self._on_step(work, seconds)
+        self.rates.step(work.chunk_tokens, work.sequences, seconds)
         timer = self._loop.call_at(now + steps * seconds, self._end)
         self._run = _Run(batch, now, seconds, steps, timer)
 

@@ -67,7 +67,10 @@ def run(config: SimulateConfig) -> dict[str, Any]:
         "layout": config.layout,
         "prefill_policy": config.routing.prefill_policy,
         "decode_policy": config.routing.decode_policy,
-        **found.row(config.slo_ttft, config.slo_itl),
+        **found.row(
+            config.goodput_ttft or config.routing.slo_ttft,
+            config.goodput_itl or config.routing.slo_itl,
+        ),
         "cpu_s": round(time.process_time() - began, 1),
     }
 

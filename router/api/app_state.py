@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import InvalidRequest
+from pdserve.common.core.errors import InvalidRequest, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
@@ -25,10 +25,10 @@ from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.api.sampling import make_choices, make_sampling, make_stop
 from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.served_model import ServedModel
-from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.fair_share import FairExecutor
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.pipeline import Pipeline
+from pdserve.router.requests.queue_bounds import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,11 @@ THREADS = 4  # that take bodies at the same time
 MAX_WAITING = 4096  # bodies that wait for a thread
 # Clients choose the names: the log remembers so many of them, of so many characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
+
+
+def stopping() -> Unavailable:
+    """The error for requests while this process ends: another router may serve them."""
+    return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 
 class UnknownFields:

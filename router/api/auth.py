@@ -10,6 +10,7 @@ from pdserve.common.core.errors import ConfigError, PermissionDenied, Unauthenti
 from pdserve.common.core.parameters import PARAMETERS
 
 HEADER = "authorization"
+MAX_WEIGHT = 1e6
 
 
 class APIKeys:
@@ -17,13 +18,20 @@ class APIKeys:
     digests only, so that no key can slip into a log."""
 
     def __init__(
-        self, keys: str | None = None, admin_keys: str | None = None, *, salted: bool = False
+        self,
+        keys: str | None = None,
+        admin_keys: str | None = None,
+        *,
+        salted: bool = False,
+        weights: str | None = None,
     ) -> None:
         """`keys` is `--api-key`: one, or several separated by commas; `admin_keys` is
-        `--admin-api-key`, likewise. `salted`: each key has a prefix cache of its own.
+        `--admin-api-key`, likewise. `salted`: each key has a prefix cache of its own. `weights` is
+        `--api-key-weights`: a number for each of `keys`.
 
         Raises:
-            ConfigError: a key is empty, or is both a client's and an operator's.
+            ConfigError: a key is empty, or is both a client's and an operator's; the weights are
+                not as many as the keys, or one is no positive number.
         """
         self._salted = salted
         self._digests = _digests("--api-key", keys)
@@ -33,6 +41,10 @@ class APIKeys:
                 "--admin-api-key has a key of --api-key: every client with that key would be an "
                 "operator; take another one"
             )
+
+        self.weights = dict(
+            zip(map(_name, self._digests), _weights(weights, len(self._digests)), strict=False)
+        )
 
     def check(self, authorization: str | None) -> None:
         """`authorization` is the value of that header or metadata.
@@ -69,7 +81,7 @@ class APIKeys:
         """The client's name in shares of this server: its key, or without keys its host. For IPv6
         it is the network, as one host may have any number of addresses."""
         if self._digests:
-            return "key " + _digest((authorization or "").partition(" ")[2].strip()).hex()[:16]
+            return _name(_digest((authorization or "").partition(" ")[2].strip()))
         try:
             host = ipaddress.ip_address((address or "").partition("%")[0])
         except ValueError:  # a Unix socket, or a connection that is gone
@@ -95,6 +107,30 @@ def _digests(flag: str, keys: str | None) -> list[bytes]:
     if not all(words):
         raise ConfigError(f"{flag} has an empty key; remove the comma too many")
     return [_digest(key) for key in words]
+
+
+def _weights(given: str | None, most: int) -> list[float]:
+    words = [] if given is None else given.split(",")
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        weights = [0.0]
+    if not all(0.0 < each <= MAX_WEIGHT for each in weights):
+        raise ConfigError(
+            f"--api-key-weights {given} must be numbers above 0 and up to {MAX_WEIGHT:g}, "
+            "separated by commas"
+        )
+    if given is not None and len(weights) != most:
+        raise ConfigError(
+            f"--api-key-weights has {len(weights)} weights and --api-key {most} keys: give one "
+            "for each"
+        )
+    return weights
+
+
+def _name(digest: bytes) -> str:
+    """The name of a key's client."""
+    return "key " + digest.hex()[:16]
 
 
 def _shows(authorization: str | None, digests: list[bytes]) -> bool:

@@ -19,8 +19,8 @@ from pdserve.router.api.parsers.tool_parser import ToolParser
 from pdserve.router.api.preprocess import Preprocessed, as_chat
 from pdserve.router.api.schema import ChatBody
 from pdserve.router.api.tools import NAMED, AnswerPlan
-from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.generation import GenerationRequest, TextDelta
+from pdserve.router.requests.queue_bounds import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,8 @@ def argument_kinds(schema: dict[str, Any]) -> dict[str, ArgumentKind]:
 
 
 def _kind(part: Any, root: dict[str, Any]) -> ArgumentKind:
-    """What values a schema allows. References are followed once: to a part of `root`."""
+    """Returns the values that a schema allows. References are followed once: to a part of
+    `root`."""
     if isinstance(part, dict) and isinstance(name := part.get("$ref"), str):
         place, _, last = name.rpartition("/")
         definitions = root.get(place.removeprefix("#/"))

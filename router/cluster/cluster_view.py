@@ -104,6 +104,18 @@ class ClusterView:
         routers = max((load.routers for load in loads), default=1)
         return sum(load.others for load in loads), max(1, routers)
 
+    def replicas(self) -> tuple[int, int, int]:
+        """The replicas that may compute prompts now, those that may compute answers, and the prompt
+        tokens of other routers that the first ones have yet to compute."""
+        boths = list(self._usable(pb.ROLE_BOTH))
+        decodes = [*self._usable(pb.ROLE_DECODE), *boths]
+        prefills = [*self._usable(pb.ROLE_PREFILL), *boths] or decodes
+        return (
+            sum(node.replicas for node in prefills),
+            sum(node.replicas for node in decodes),
+            sum(node.load.others_tokens for node in prefills),
+        )
+
     # ---- reasons -----------------------------------------------------------------------------
 
     def unusable_reasons(self, role: int) -> Iterator[str]:

@@ -184,13 +184,18 @@ class Refusal:
     port: str
 
 
+OLDER = "other reasons, of which the text is no longer kept"
+
+
 class Refusals:
-    """Counts what nodes were refused for, the last `MAX_REFUSALS` reasons. Anyone who reaches the
-    registry's port can add some, so a reason is text for people, and no more."""
+    """Counts what nodes were refused for, by the last `MAX_REFUSALS` reasons and together those
+    before. Anyone who reaches the registry's port can add some, so a reason is text for people, and
+    no more."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._refusals: dict[str, Refusal] = {}  # in order of the last time
+        self._older: dict[str, Refusal] = {}  # by port
 
     def note(self, reason: str, port: str = "registry") -> None:
         """`port`: "registry", or "clients", which strangers reach."""
@@ -198,12 +203,15 @@ class Refusals:
         refusal.count, refusal.last = refusal.count + 1, self._now()
         self._refusals[reason] = refusal
         if len(self._refusals) > MAX_REFUSALS:
-            del self._refusals[next(iter(self._refusals))]
+            dropped = self._refusals.pop(next(iter(self._refusals)))
+            older = self._older.setdefault(dropped.port, Refusal(0, 0.0, dropped.port))
+            older.count, older.last = older.count + dropped.count, dropped.last
 
     def items(self) -> Iterator[tuple[str, str, int, float]]:
         """Yields (reason, port, how often, seconds since the last time)."""
         now = self._now()
-        for reason, refusal in self._refusals.items():
+        older = ((OLDER, each) for each in self._older.values())
+        for reason, refusal in (*older, *self._refusals.items()):
             yield reason, refusal.port, refusal.count, now - refusal.last
 
 

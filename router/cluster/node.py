@@ -9,6 +9,7 @@ from typing import Any
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.health import AwakeClock, CircuitBreaker
+from pdserve.router.cluster.policy import NOT_MEASURED, Rates
 
 # Errors of calls that a standstill of this router may cause.
 BY_STANDSTILL = frozenset(
@@ -19,6 +20,9 @@ ROLE_NAMES: dict[int, str] = {
     pb.ROLE_DECODE: "decode",
     pb.ROLE_BOTH: "both",
 }
+
+
+MOST_SECONDS = 3600.0  # of a token or a step
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +79,13 @@ class Node:
     def free_blocks(self) -> int:
         """The KV blocks that no sequence holds on the replica that has most, by its report."""
         return self.load.most_free_blocks
+
+    @property
+    def rates(self) -> Rates:
+        """How fast a replica is, by its report; what cannot be counts as not measured."""
+        told = self.load.rates
+        found = Rates(told.prefill, told.step, told.sequence, told.transfer)
+        return found if all(0 <= each < MOST_SECONDS for each in found) else NOT_MEASURED
 
     @property
     def replicas(self) -> int:

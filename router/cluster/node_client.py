@@ -207,7 +207,7 @@ class DecodeCall(NodeCall):
 
     @asynccontextmanager
     async def meanwhile(self) -> AsyncIterator[None]:
-        """What is inside is given up when the job has an outcome."""
+        """Gives up what is inside when the job has an outcome."""
         inside, scope = True, asyncio.timeout(None)
 
         def give_up(_: object) -> None:

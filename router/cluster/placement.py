@@ -46,6 +46,7 @@ class PlacementRequest:
     avoid: Collection[str]  # ids of nodes that have failed it
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
+    session: str = ""  # of its client's; "": none is known
     waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
     views: dict[int, PolicyRequest] = field(
@@ -111,12 +112,18 @@ class RolePolicy:
         """Returns how many of the request's tokens the node must compute, as far as is known."""
         return self._view(request).missing(node)
 
+    def most_cached(self, request: PlacementRequest) -> int:
+        """Returns how many of the request's tokens some node has, as far as is known."""
+        return max(self._view(request).cached.values(), default=0)
+
     def _view(self, request: PlacementRequest) -> PolicyRequest:
         """Returns the request as the policy sees it, the same one for a `PlacementRequest`."""
         view = request.views.get(self.role)
         if view is None:
             match = (lambda: self._cached(request)) if self._match is not None else dict
-            view = PolicyRequest(self._name, request.num_tokens, self._now(), match)
+            view = PolicyRequest(
+                self._name, request.num_tokens, self._now(), match, request.session
+            )
             request.views[self.role] = view
         return view
 
@@ -185,6 +192,11 @@ class NodeSelector:
         """Returns how many of the request's tokens the node must compute, as far as is known."""
         return self._policies[node.info.role].missing(request, node)
 
+    def least_missing(self, request: PlacementRequest) -> int:
+        """Returns how many of the request's tokens some node must compute, as far as is known."""
+        policies = (self._policies[role] for role in (pb.ROLE_PREFILL, pb.ROLE_BOTH))
+        return max(1, request.num_tokens - max(each.most_cached(request) for each in policies))
+
     def _find_prefill(self, request: PlacementRequest, decode: Node) -> tuple[Node | None] | None:
         """Returns what `prefill` returns, alone in a tuple; None: wait."""
         if request.local_prefill:
@@ -243,7 +255,14 @@ class NodeSelector:
             chosen,
             key=lambda node: (node.num_requests / node.replicas, -node.load.most_free_blocks),
         )
-        return node, PromptPath.LOCAL if node.info.role == pb.ROLE_BOTH else path
+        if node.info.role == pb.ROLE_BOTH or self._has_most(request, node):
+            return node, PromptPath.LOCAL
+        return node, path
+
+    def _has_most(self, request: PlacementRequest, decode: Node) -> bool:
+        """Whether a decode node should compute what it does not have, which is the case in the next
+        turn of a chat: it has computed the answer that comes back with the prompt."""
+        return self.missing(request, decode) < self._config.local_prefill_threshold
 
     def _choose(
         self, request: PlacementRequest, decodes: Candidates, boths: Candidates

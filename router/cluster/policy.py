@@ -5,6 +5,7 @@
     least-load     the one with the fewest tokens to prefill, then requests no
     power-of-two   the less loaded of two drawn at random                   no
     prefix-aware   the one where the least is left to do                    yes
+    cost           the one where it costs all requests the fewest seconds   yes
     module:Class   as yours says                                            as yours says
 
 A policy of your own is a subclass of `Policy`, made once for each role of nodes. What it raises, or
@@ -19,13 +20,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from math import exp
-from typing import ClassVar, Protocol
+from statistics import median_low
+from typing import ClassVar, NamedTuple, Protocol
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import resolve
 
 DEFAULT = "least-load"
 GROUP = "pdserve.placement_policies"  # of entry points
+
+
+class Rates(NamedTuple):
+    """Seconds that things take, as `common.engine.rates` measures them; 0: not measured yet."""
+
+    prefill: float = 0.0  # a prompt token
+    step: float = 0.0  # a step that only decodes, besides what each sequence adds
+    sequence: float = 0.0  # what a sequence adds to it
+    transfer: float = 0.0  # that a token's KV was waited for after it was computed elsewhere
+
+
+NOT_MEASURED = Rates()
 
 
 class NodeState(Protocol):
@@ -49,6 +63,10 @@ class NodeState(Protocol):
     def free_blocks(self) -> int:
         """KV blocks that no sequence holds on the replica that has most, by its last report."""
 
+    @property
+    def rates(self) -> Rates:
+        """How fast a replica is, by its last report."""
+
 
 class NodeSet(Protocol):
     """The nodes that fit a request. Sets may have hundreds, so look at a few of them."""
@@ -71,7 +89,9 @@ class PolicyRequest:
         num_tokens: int,
         now: float,
         match: Callable[[], Mapping[NodeState, int]] = dict,
+        session: str = "",
     ) -> None:
+        self.session = session  # of one client's; "": none is known
         self.role = role  # "prefill", "decode" or "both": of the nodes to choose among
         self.num_tokens = num_tokens  # of its prompt
         self.now = now  # seconds, by a clock that only runs forward
@@ -150,7 +170,7 @@ class PrefixAware(Policy):
     The queue counts for less than the prompt's own tokens: what is computed twice costs the whole
     cluster, a wait only this request. It is still a bound. A node whose queue is longer than
     another's by ten times what it has cached gets no more. The last term deals out prompts that
-    nobody has, also where no node ever queues, and takes a hot prefix to a second node before the
+    no node has, also where no node ever queues, and takes a hot prefix to a second node before the
     first one is full. The weights are from benchmarks/bench_placement.py.
 
     Where no prompts are computed (decode nodes), or tokens too (both), requests count first: only
@@ -162,14 +182,13 @@ class PrefixAware(Policy):
     QUEUED, RECENT = 0.1, 0.05
     FADING = 60.0  # seconds in which what was given fades to a third
     SPREAD = 1.25
-    LOOKED_AT = 32  # nodes of each order; of more than this some are left out in turn
 
     def __init__(self) -> None:
         self._given = FadingSums(self.FADING)
         self._last = ""
 
     def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
-        found = self._some(request, nodes)
+        found = some(request, nodes, self._last)
         if request.role != "prefill" and found:
             fewest = min(_requests(node) for node in found)
             found = [node for node in found if _requests(node) <= self.SPREAD * fewest + 1]
@@ -185,17 +204,131 @@ class PrefixAware(Policy):
         self._given.add(node, request.missing(node), request.now)
         self._last = node.id
 
-    def _some(self, request: PolicyRequest, nodes: NodeSet) -> list[NodeState]:
-        """Yields those that have most of the prompt, the least loaded, and the next ones by id."""
-        cached = request.cached
-        have: Iterable[NodeState] = cached
-        if len(cached) > self.LOOKED_AT:
-            have = sorted(cached, key=cached.__getitem__, reverse=True)[: self.LOOKED_AT]
-        least = islice(nodes.by_load(), self.LOOKED_AT)
-        found = dict.fromkeys(node for node in have if node in nodes) | dict.fromkeys(least)
-        if len(found) >= self.LOOKED_AT:
-            found |= dict.fromkeys(islice(nodes.by_id(self._last), self.LOOKED_AT))
-        return list(found)
+
+class Cost(Policy):
+    """Takes the node where the request costs all requests together the fewest seconds:
+
+        queued + own + own × rate × (queued + own) / (1 - busy)    where prompts are computed
+      + transfer + ANSWER × (step + others × what it adds to each)  where answers are
+
+    `own` are the seconds for the tokens that the node has not cached, `queued` those for what it
+    has yet to prefill. The third term is the delay of prompts that come before the node is idle
+    again: that many are expected (an M/G/1 queue) when `rate` come a second and it is `busy` for
+    this share of time. It makes work that is done twice cost more the busier nodes are, deals out
+    new prompts evenly where no node ever queues, and takes a hot prefix to a second node while
+    the first one has room. There are no weights: seconds are measured, by nodes (`Rates`), and
+    `rate` and `busy` by what was placed.
+
+    A session's prompts are expected to find what its last one had, also before the node has said
+    so; that too is weighed against queues.
+    """
+
+    uses_prefixes = True
+
+    FADING = 60.0  # seconds in which what was given fades to a third
+    MOST_BUSY = 0.95
+    ALIKE = 1.5  # rates that differ by less than this factor are of equal nodes
+    ANSWER = 128  # tokens of an answer, where it has to be compared with a transfer
+    UNKNOWN = Rates(1e-4, 0.02, 1e-4, 1e-6)  # until some node has measured
+
+    def __init__(self) -> None:
+        self._given = FadingSums(self.FADING)  # seconds of prefill
+        self._count = FadingSums(self.FADING)  # prompts
+        self._sessions = Sessions()
+        self._last = ""
+
+    def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
+        found = some(request, nodes, self._last)
+        usual = _usual([node.rates for node in found], self.UNKNOWN)
+
+        def cost(node: NodeState) -> tuple[float, float, str]:
+            rates = Rates(*map(self._rate, node.rates, usual))
+            missing = self._sessions.missing(request, node)
+            seconds = 0.0
+            if request.role != "decode":
+                seconds += self._prefill(request, node, missing * rates.prefill, rates.prefill)
+            if request.role != "prefill":
+                seconds += self._decode(node, rates)
+            if request.role == "decode":
+                seconds += missing * rates.transfer
+            return seconds, _requests(node), node.id
+
+        return min(found, key=cost, default=None)
+
+    def _rate(self, own: float, usual: float) -> float:
+        """Returns a node's rate, the usual one unless the node is of another speed."""
+        return own if own and not usual / self.ALIKE < own < usual * self.ALIKE else usual
+
+    def _prefill(
+        self, request: PolicyRequest, node: NodeState, own: float, per_token: float
+    ) -> float:
+        queued = node.num_prefill_tokens * per_token / node.replicas
+        rate = self._count.at(node, request.now) / self.FADING / node.replicas
+        given = self._given.at(node, request.now) / self.FADING / node.replicas
+        idle = 1 - min(self.MOST_BUSY, given)
+        return queued + own + own * rate * (queued + own) / idle
+
+    def _decode(self, node: NodeState, rates: Rates) -> float:
+        others = _requests(node)
+        added = max(rates.sequence, rates.step / 64)
+        return self.ANSWER * (rates.step + added * (2 * others + 1))
+
+    def placed(self, request: PolicyRequest, node: NodeState) -> None:
+        missing = self._sessions.missing(request, node)
+        per_token = node.rates.prefill or self.UNKNOWN.prefill
+        self._given.add(node, missing * per_token, request.now)
+        self._count.add(node, 1, request.now)
+        self._sessions.placed(request, node)
+        self._last = node.id
+
+
+def _usual(measured: list[Rates], unknown: Rates) -> Rates:
+    """Returns the (lower) median of each rate over the nodes that have measured it."""
+    columns = [[each for each in column if each] for column in zip(*measured, strict=True)]
+    medians = [median_low(each) if each else 0.0 for each in columns] or [0.0] * len(unknown)
+    return Rates(*(rate or default for rate, default in zip(medians, unknown, strict=True)))
+
+
+class Sessions:
+    """Which node had a session's last prompt."""
+
+    MOST = 65_536  # those that asked last
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, int]] = {}  # by session: node, tokens
+
+    def missing(self, request: PolicyRequest, node: NodeState) -> int:
+        """Returns how many of its tokens the node does not have, or get from the session."""
+        missing = request.missing(node)
+        if not request.session:
+            return missing
+        where, tokens = self._last.get(request.session, ("", 0))
+        return missing if where != node.id else max(1, min(missing, request.num_tokens - tokens))
+
+    def placed(self, request: PolicyRequest, node: NodeState) -> None:
+        if not request.session:
+            return
+        self._last.pop(request.session, None)
+        self._last[request.session] = node.id, request.num_tokens
+        if len(self._last) > self.MOST:
+            del self._last[next(iter(self._last))]
+
+
+LOOKED_AT = 32  # nodes of each order; of more than this some are left out in turn
+
+
+def some(request: PolicyRequest, nodes: NodeSet, last: str) -> list[NodeState]:
+    """Returns those that have most of the prompt, the least loaded, and the next ones by id, behind
+    the one that was taken last."""
+    cached = request.cached
+    have: Iterable[NodeState] = cached
+    if len(cached) > LOOKED_AT:
+        have = sorted(cached, key=cached.__getitem__, reverse=True)[:LOOKED_AT]
+    least = islice(nodes.by_load(), LOOKED_AT)
+    found = dict.fromkeys(node for node in have if node in nodes) | dict.fromkeys(least)
+    if len(found) >= LOOKED_AT:
+        found |= dict.fromkeys(islice(nodes.by_id(last), LOOKED_AT))
+    return list(found)
 
 
 class FadingSums:
@@ -228,6 +361,7 @@ BUILT_IN: dict[str, type[Policy]] = {
     "least-load": LeastLoad,
     "power-of-two": PowerOfTwo,
     "prefix-aware": PrefixAware,
+    "cost": Cost,
 }
 
 

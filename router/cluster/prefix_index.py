@@ -13,11 +13,12 @@ in many small ones, because a large one stops the router for a second when it gr
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from pdserve.common.core.block_hash import BlockHash, hash_blocks, short_hash
+from pdserve.common.core.block_hash import DIGEST, HASHER, root_hash
 
 MAX_BLOCKS = 10_000_000
 SHARDS = 1024  # a power of two
@@ -34,27 +35,34 @@ class Blocks(Protocol):
 
 
 class PromptBlocks:
-    """The hashes of a prompt's full blocks, made only as far as somebody asks."""
+    """The hashes of a prompt's full blocks, made only as far as somebody asks, once."""
 
     def __init__(
         self, token_ids: Sequence[int], block_size: int, cache_salt: str = "", adapter: str = ""
     ) -> None:
         self._token_ids = token_ids
         self._block_size = block_size
-        self._salt, self._adapter = cache_salt, adapter
-        self._hashes: list[BlockHash] = []
+        self._root = root_hash(cache_salt, adapter)
+        self._digests = bytearray()  # of the first blocks
 
     def __len__(self) -> int:
         return len(self._token_ids) // self._block_size
 
+    @property
+    def num_hashed(self) -> int:
+        return len(self._digests) // DIGEST
+
     def __getitem__(self, index: int) -> int:
         """Returns the hash of block `index`, as KV events name it."""
-        if index >= len(self._hashes):
-            tokens = self._token_ids[: (index + 1) * self._block_size]
-            self._hashes = hash_blocks(
-                tokens, self._block_size, self._hashes, self._salt, self._adapter
-            )
-        return short_hash(self._hashes[index])
+        end = DIGEST * (index + 1)
+        if end > len(self._digests):
+            self._hash_up_to(index + 1)
+        return int.from_bytes(self._digests[end - 8 : end], "big")  # as `short_hash`
+
+    def _hash_up_to(self, count: int) -> None:
+        size, parent = self._block_size, bytes(self._digests[-DIGEST:]) or self._root
+        tokens = array("I", self._token_ids[self.num_hashed * size : count * size]).tobytes()
+        self._digests += HASHER.chain(tokens, 4 * size, parent)
 
 
 class PrefixIndex:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -22,7 +23,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.status import serving as answering
-from pdserve.router.api.app_state import DEFAULT_MAX_TOKENS, INLINE, AppState
+from pdserve.router.api.app_state import DEFAULT_MAX_TOKENS, INLINE, AppState, stopping
 from pdserve.router.api.chat import ChatChoices, make_chat
 from pdserve.router.api.preprocess import BodyBuffer, failed
 from pdserve.router.api.structured import from_structured_outputs
@@ -31,15 +32,19 @@ from pdserve.router.grpc.chat import chat_fields, structured_fields
 from pdserve.router.grpc.door import AUTHORIZATION, client_of, details, message_done, metadata_of
 from pdserve.router.grpc.response import ResponseWriter
 from pdserve.router.grpc.resume import resumable
-from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.generation import GenerationRequest
-from pdserve.router.requests.stages import RequestArrival, arrival_var
+from pdserve.router.requests.queue_bounds import Batch
+from pdserve.router.requests.slo import slo_of
+from pdserve.router.requests.stages import SESSION_ID, RequestArrival, arrival_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
+
+QUIET = 2.0
+_CANCEL_TIMEOUT = 2.0  # seconds that calls get to send the error with which they are cut off
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -48,6 +53,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self, state: AppState, write_timeout: float = 30.0) -> None:
         self._state = state
         self._write_timeout = write_timeout
+        self._in_flight: set[asyncio.Task[Any]] = set()  # of Generate
+        self._cut_off: set[asyncio.Task[Any]] = set()
+        self._called = -inf  # when Generate was last called
+
+    async def quiet(self, timeout: float) -> None:
+        """Waits until nothing has been asked for `QUIET` seconds, or `timeout` is over: balancers
+        take that long to see that this router is not healthy any more."""
+        until = monotonic() + timeout
+        while (wait := min(self._called + QUIET, until) - monotonic()) > 0:
+            await asyncio.sleep(wait)
+
+    async def drain(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds for generations in flight, then ends them; their clients
+        get an error."""
+        if self._in_flight:
+            await asyncio.wait({*self._in_flight}, timeout=timeout)
+        if late := {*self._in_flight}:
+            logger.warning("cut off %d calls in flight", len(late))
+            self._cut_off |= late
+            for task in late:
+                task.cancel()
+            await asyncio.wait(late, timeout=_CANCEL_TIMEOUT)
 
     @property
     def _model(self) -> ServedModel:
@@ -60,6 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             answering(context, details=partial(details, request=outline)),
             self._writing(context) as write,
             self._counted(),
+            self._drained(),
         ):
             if is_plain_id(request.request_id):
                 request_id_var.set(request.request_id)  # errors carry it, too
@@ -69,6 +97,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     wants_timeline=request.timeline,
                     operation="chat" if request.HasField("chat") else "text_completion",
                     traceparent=plain_parent(metadata_of(context, PARENT)),
+                    slo=slo_of(lambda name: metadata_of(context, name.lower())),
+                    session=metadata_of(context, SESSION_ID) or "",
                 )
             )
             client = client_of(self._state.keys, context)
@@ -101,6 +131,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt = ()  # the client has them
         (generation,) = found.generations
         return generation, ResponseWriter(found.drawn.id, generation, choices, prompt, found.ids)
+
+    @asynccontextmanager
+    async def _drained(self) -> AsyncIterator[None]:
+        """Has `drain` wait for this call. Raises Unavailable: it is cut off."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._in_flight.add(task)
+        self._called = monotonic()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self._cut_off:
+                raise
+            task.uncancel()
+            raise stopping() from None
+        finally:
+            self._in_flight.discard(task)
+            self._cut_off.discard(task)
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.http.connection import connection_of
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
-from pdserve.router.api.app_state import AppState
+from pdserve.router.api.app_state import AppState, stopping
 from pdserve.router.api.compat import MessagesBody, ResponsesBody
 from pdserve.router.api.schema import (
     ChatBody,
@@ -32,7 +32,6 @@ from pdserve.router.http.encoding import (
     code_of,
     error_response,
     http_error_response,
-    stopping,
 )
 from pdserve.router.http.info import ADAPTERS
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
@@ -40,7 +39,7 @@ from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of
 from pdserve.router.http.response import TURN
 from pdserve.router.http.together import TOGETHER, Together
 from pdserve.router.requests.generation import Turn
-from pdserve.router.requests.stages import RequestArrival, arrival_var
+from pdserve.router.requests.stages import SESSION_ID, RequestArrival, arrival_var
 from pdserve.router.workers.siblings import Siblings
 
 REQUEST_ID = "X-Request-Id"  # has the id by which a client knows its request
@@ -158,7 +157,8 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
     await asyncio.sleep(0)  # other requests get their turn, as in `connection.answering`
     given = request.headers.get(REQUEST_ID, "")
     parent = plain_parent(request.headers.get(PARENT))
-    arrival_var.set(RequestArrival(traceparent=parent))
+    session = request.headers.get(SESSION_ID, "")
+    arrival_var.set(RequestArrival(traceparent=parent, session=session))
     request_id_var.set(given if is_plain_id(given) else new_request_id("req"))
     return await handler(request)
 

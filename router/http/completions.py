@@ -17,8 +17,8 @@ from pdserve.router.api.schema import CompletionBody
 from pdserve.router.http.logprobs import CompletionLogprobs, prompt_logprobs
 from pdserve.router.http.request import STATE, client_of, preprocess
 from pdserve.router.http.response import OpenAIWriter, respond
-from pdserve.router.requests.admission import Batch
 from pdserve.router.requests.generation import MAX_BURST, TextDelta
+from pdserve.router.requests.queue_bounds import Batch
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pdserve.common.core.errors import PdserveError, RequestTooLarge, Unavailable
+from pdserve.common.core.errors import PdserveError, RequestTooLarge
 from pdserve.common.obs.logging import request_id_var
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,6 @@ def as_typed(error: Exception) -> PdserveError:
         return error
     logger.error("unexpected error", exc_info=error)
     return PdserveError(f"internal error; its log entry is under request id {request_id_var.get()}")
-
-
-def stopping() -> Unavailable:
-    """The error for requests while this process ends: another router may serve them."""
-    return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 
 def _body(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pdserve.router.api.app_state import SMALL, AppState
 from pdserve.router.api.auth import HEADER as AUTHORIZATION
 from pdserve.router.api.preprocess import BodyBuffer, Preprocessed
 from pdserve.router.requests.fair_share import FairShare
+from pdserve.router.requests.slo import slo_of
 from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 TIMELINE_HEADER = "X-PDServe-Timeline"
@@ -135,6 +136,7 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
     if encoding_of(request) not in IDENTITY | COMPRESSED:
         raise web.HTTPUnsupportedMediaType(text="the Content-Encoding must be gzip or deflate")
     client, arrival = client_of(request), arrival_var.get() or RequestArrival()
+    arrival.slo = slo_of(request.headers.get)
     async with request.app[BODIES].reading(request, client) as raw:
         arrival.read = monotonic()
         done = await request.app[STATE].preprocess(kind, raw, client)

@@ -22,9 +22,10 @@ from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
+from pdserve.router.api.app_state import stopping
 from pdserve.router.api.preprocess import Preprocessed
 from pdserve.router.api.schema import GenerationBody
-from pdserve.router.http.encoding import as_typed, error_body, json_response, stopping
+from pdserve.router.http.encoding import as_typed, error_body, json_response
 from pdserve.router.http.event_stream import EventStream
 from pdserve.router.http.logprobs import logprob_of
 from pdserve.router.http.request import STATE

@@ -19,7 +19,7 @@ _encode, _decode = msgspec.json.encode, msgspec.json.decode
 
 
 class Together:
-    """Asks the other workers, and answers them; a router that is one process asks nobody."""
+    """Asks the other workers, and answers them; a router of one process has none to ask."""
 
     def __init__(
         self, state: AppState, registry: Collector, siblings: Siblings | None = None

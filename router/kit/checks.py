@@ -9,7 +9,15 @@ from typing import Any
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
-from pdserve.router.cluster.policy import NodeSet, NodeState, Policy, PolicyRequest, RoundRobin
+from pdserve.router.cluster.policy import (
+    NOT_MEASURED,
+    NodeSet,
+    NodeState,
+    Policy,
+    PolicyRequest,
+    Rates,
+    RoundRobin,
+)
 from pdserve.router.kit.nodes import PlainNode, PlainNodes
 from pdserve.simulate.calibration import linear
 from pdserve.simulate.cluster import ROLES, Setup, simulate
@@ -39,6 +47,7 @@ def _worlds() -> Iterator[tuple[PolicyRequest, PlainNodes]]:
             node.replicas = rng.choice((1, 1, 4))
             node.num_requests = rng.choice((0, 0, rng.randrange(100)))
             node.num_prefill_tokens = rng.choice((0, rng.randrange(10**6)))
+            node.rates = rng.choice((NOT_MEASURED, Rates(1e-4, 0.02, 1e-3, 1e-6), Rates(step=1e9)))
         gone = PlainNode("gone")
         holders = [gone, *nodes[: rng.randrange(len(nodes) + 1)]]
         tokens = rng.choice((1, 100, 10**6))

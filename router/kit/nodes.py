@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pdserve.router.cluster.policy import NOT_MEASURED, Rates
+
 
 @dataclass(eq=False, slots=True)
 class PlainNode:
@@ -15,6 +17,7 @@ class PlainNode:
     replicas: int = 1
     num_requests: int = 0
     num_prefill_tokens: int = 0
+    rates: Rates = NOT_MEASURED
 
 
 class PlainNodes:

@@ -1,108 +1,64 @@
-"""How many requests are served at once, how many may wait, for how long, and whose turn it is."""
+"""How many requests are served at once, how many may wait, for how long, and whose turn it is.
+
+enter ─▶ refused: its SLO cannot be kept, or the queue is full
+  │      waits: `FairShare` says whose turn it is, `Backlog` whether nodes should get more
+  ├────▶ refused: at its turn its SLO cannot be kept any more
+  ▼
+place ─▶ first_token ─▶ leave
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 
 from pdserve.common.core.errors import Overloaded, Unavailable
-from pdserve.router.requests.fair_share import FairShare, longest
+from pdserve.router.requests.fair_share import Ahead, FairShare, Waiter, resolve
+from pdserve.router.requests.forecast import Forecast
+from pdserve.router.requests.queue_bounds import Batch, QueueBound
+from pdserve.router.requests.slo import NO_SLO, SLO
+from pdserve.router.requests.virtual_time import VirtualTime
 
 MIN_PATIENCE = 0.1  # seconds from one look at whether a body proceeds to the next, at least
 RESERVED = 1 / 8  # of the slots, for clients that hold none
 MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 
 
-@dataclass(slots=True, eq=False)
-class Batch:
-    """The prompts of one body. They are admitted together, and each takes a slot of its own."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Ask(Waiter):
+    """One prompt: it asks for a place, waits for it, and holds it."""
 
-    client: str = ""  # whose they are: an API key's name, or an address
-    num_tokens: int = 0  # of all prompts
-    admitted: bool = False
-    refused: bool = False  # after it was admitted, before it had a slot
-    waiting: int = 0  # prompts that wait for a slot,
-    waiting_tokens: int = 0  # and their tokens
-    running: int = 0  # prompts that have a slot
-    left: float = -math.inf  # when one last gave its slot back (the event loop's clock)
-
-    @property
-    def begun(self) -> bool:
-        return bool(self.running) or self.left > -math.inf
-
-    @property
-    def alias(self) -> str:
-        """The client's name for nodes, which need no more of it than that it differs."""
-        return sha256(self.client.encode(errors="surrogateescape")).hexdigest()[:16]
-
-
-Waiting = Mapping[str, dict[Batch, None]]
-"""The batches of each client that have prompts in the queue; a client's newest is its last."""
-
-
-class Line:
-    """How much of one kind waits, by client, and how much may."""
-
-    def __init__(self, what: str, limit: int, share: float, size: Callable[[Batch], int]) -> None:
-        self.what = what
-        self.counts: Counter[str] = Counter()
-        self._limit = limit
-        self._client_limit = math.ceil(limit * share)
-        self._size = size
-
-    def check_own(self, client: str, new: int) -> None:
-        """Raises Overloaded: with `new` more the client would have more than its share."""
-        own = self.counts[client]
-        if own and own + new > self._client_limit:
-            raise self.refusal(own, " of this client")
-
-    def giving_way(self, client: str, new: int, waiting: Waiting, gone: list[Batch]) -> list[Batch]:
-        """Returns the batches to refuse so that the client may wait with `new` more, when `gone`
-        are refused already: those of the clients that have most, the newest first. Batches that
-        have begun stay, and all stay when the client would have no more than an equal part.
-
-        Raises:
-            Overloaded: no other client has more than this one would have.
-        """
-        counts, found = self.counts.copy(), list[Batch]()
-        for each in gone:
-            counts[each.client] -= self._size(each)
-        own, limit = counts[client] + new, self._limit
-        while (total := self._total(counts)) + new > limit and (total or not limit):
-            rivals = (waiting[name] for name in longest(counts, than=own) if name in waiting)
-            batch = next((each for rival in rivals for each in _newest(rival, gone + found)), None)
-            if batch is None:
-                if own <= limit // len(counts | {client: 1}):
-                    return []
-                raise self.refusal(self._total(self.counts))
-            found.append(batch)
-            counts[batch.client] -= self._size(batch)
-        return found
-
-    def refusal(self, count: int | None = None, whose: str = "") -> Overloaded:
-        count = self._total(self.counts) if count is None else count
-        return Overloaded(f"{count} {self.what}{whose} are waiting already", retry_after=1.0)
-
-    def _total(self, counts: Counter[str]) -> int:
-        """A body may be larger than the client's share; of others it takes no more than that."""
-        return sum(min(count, self._client_limit) for count in counts.values())
-
-
-def _newest(batches: dict[Batch, None], gone: list[Batch]) -> Iterator[Batch]:
-    return (each for each in reversed(batches) if not each.begun and each not in gone)
+    batch: Batch = field(default_factory=Batch)
+    prompt_tokens: int = 0  # `tokens` are those to compute
+    slo: SLO = NO_SLO
+    arrived: float = 0.0
+    predicted: float | None = None  # seconds from then to the first token, as was thought then
+    deadline: float = math.inf  # the seconds that were promised
+    granted: float | None = None
+    work: float = 0.0  # tokens until its first one, when it had its place
+    ttft: float | None = None  # seconds from its arrival to its first token, as they were
+    crowd: float = 0.0  # choices of a decode replica then
+    waits: bool = False
+    # ---- whoever holds the place writes these before it leaves
+    generated: int = 0  # tokens, of all its choices
+    itl: float | None = None  # mean seconds between tokens
 
 
 class Admission:
     """A bounded queue in front of a bounded number of slots, fair between clients: one of them
-    holds at most its share of either, the next free slot is for the client with fewest, the last
+    holds at most its share of either, the next free slot is for the client that has been served
+    the fewest tokens for its weight (of prompts, and of answers when they have ended), the last
     ones are for clients that hold none, and when the queue is full the client that has most of it
-    gives way to one that has less."""
+    gives way to one that has less.
+
+    Pure but for `slot`, which waits on the event loop: a simulation calls `enter`, `first_token`
+    and `leave` under a clock of its own.
+    """
 
     def __init__(
         self,
@@ -110,14 +66,33 @@ class Admission:
         max_waiting: int,
         timeout: float,
         max_client_share: float = 1.0,
+        weights: Mapping[str, float] | None = None,
+        slo: SLO = NO_SLO,
+        prefill_backlog: float | None = None,
+        clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
     ) -> None:
-        self._slots = FairShare(max_running, max_client_share, overdraw=True, reserved=RESERVED)
+        """`weights`: by client, as `VirtualTime` has them. `prefill_backlog`: seconds, as `Backlog`
+        has them. `clock`: seconds."""
+        self._time = VirtualTime(weights)
+        self.forecast = Forecast(prefill_backlog)
+        self._slots = FairShare(
+            max_running,
+            max_client_share,
+            overdraw=True,
+            reserved=RESERVED,
+            time=self._time,
+            has_room=self.forecast.backlog.has_room,
+        )
+        self._slo = slo
+        self._clock = clock
         self._running = 0
+        self._elsewhere = 0  # choices, through other routers
         self._timeout = timeout
+        self._trial: Ask | None = None  # a prompt of a size of which nothing is known
         self._waiting: defaultdict[str, dict[Batch, None]] = defaultdict(dict)
         share = max_client_share
-        self._prompts = Line("requests", max_waiting, share, lambda each: each.waiting)
-        self._tokens = Line(
+        self._prompts = QueueBound("requests", max_waiting, share, lambda each: each.waiting)
+        self._tokens = QueueBound(
             "prompt tokens", MAX_WAITING_TOKENS, share, lambda each: each.waiting_tokens
         )
 
@@ -138,44 +113,174 @@ class Admission:
         """So many choices are served through other routers of the same nodes: their slots are
         taken, but for an equal part of all that each router keeps."""
         capacity = self._slots.capacity
+        self._elsewhere = choices
         self._slots.held_elsewhere(min(choices, capacity - math.ceil(capacity / routers)))
+        self._bound()
 
-    @asynccontextmanager
-    async def slot(
-        self,
-        batch: Batch | None = None,
-        num_tokens: int = 0,
-        choices: int = 1,
-        priority: int = 0,
-    ) -> AsyncIterator[None]:
-        """Holds a slot for each choice of one prompt, of `num_tokens`, of a batch, as far as the
-        client's share goes: choices are what nodes compute. Of the client's prompts one of lower
-        `priority` comes first.
+    def cluster(self, prefill_replicas: int, decode_replicas: int, others_tokens: int) -> None:
+        """So many replicas compute prompts and answers; other routers' prompts that they have yet
+        to compute have so many tokens."""
+        self.forecast.backlog.replicas = max(1, prefill_replicas)
+        self.forecast.backlog.others = others_tokens
+        self.forecast.decode_replicas = max(1, decode_replicas)
+        self._slots.grant()
+
+    def newcomer_ttft(self) -> float | None:
+        """Returns the seconds to the first token of a client's first prompt that came now and had
+        as many tokens as the latest; None: that is not known yet."""
+        ask = Ask(tokens=max(1, round(self.forecast.backlog.line.usual)))
+        return self._predict(ask)
+
+    # ---- one prompt ----------------------------------------------------------------------------
+
+    def enter(self, ask: Ask) -> None:
+        """Queues it; `ask.tell` hears of its place, at once if there is one. However it ends, call
+        `leave`.
 
         Raises:
-            Overloaded: the queue is full, or the client's share of it; or it has become full, and
-                the client has most of it. A batch meets this before its first prompt has a slot:
-                a body is admitted as a whole.
-            Unavailable: no prompt of the batch has had a place for as long as one may wait.
+            Overloaded: its SLO cannot be kept. Or the queue is full, or the client's share of it;
+                this, too, is told later if the queue becomes full, and the client has most of it.
+                A batch meets this before its first prompt has a slot: a body is admitted as a
+                whole.
         """
-        batch = Batch(num_tokens=num_tokens) if batch is None else batch
-        choices = min(choices, self._slots.client_limit)
+        batch = ask.batch
+        ask.amount = min(ask.amount, self._slots.client_limit)
+        ask.arrived = self._clock()
+        ask.slo = self._slo.overridden(ask.slo)
         if batch.refused:
             raise self._prompts.refusal()
         if not batch.admitted:
-            self._make_room(batch, choices)
+            self._promise(ask)
+            self._make_room(batch, ask.amount)
             batch.admitted = True
-        with self._queued(batch, num_tokens):
-            await self._acquire(batch, choices, priority)
-        batch.running += 1
-        self._running += 1
+        ask.last_word = partial(self._last_word, ask)
+        ask.tell = partial(self._told, ask, ask.tell)
+        ask.group, ask.waits = batch, True
+        self._count(batch, 1, ask.prompt_tokens)
+        self._slots.enter(batch.client, ask)
+
+    def first_token(self, ask: Ask, learn: bool = True) -> None:
+        """Notes that its first token is here. `learn`: it took as long as it takes."""
+        if ask.granted is None or not self.forecast.backlog.end(ask):
+            return
+        now = self._clock()
+        ask.ttft = now - ask.arrived
+        if learn:
+            self.forecast.backlog.line.add(ask.work, now - ask.granted)
+        ask.crowd = self._crowd()
+        if self._trial is ask:
+            self._trial = None
+        self._slots.grant()
+
+    def leave(self, ask: Ask) -> None:
+        """It waits no more, or gives its place back."""
+        batch, client = ask.batch, ask.batch.client
+        if ask.waits:
+            ask.waits = False
+            self._count(batch, -1, -ask.prompt_tokens)
+            self._slots.leave(client, ask)
+        if self._trial is ask:
+            self._trial = None
+        if ask.granted is None:
+            return
+        now, forecast = self._clock(), self.forecast
+        if ask.itl is not None and ask.crowd:
+            forecast.itl.add((ask.crowd + self._crowd()) / 2, ask.itl)
+            self._bound()
+        forecast.turnover.ended(now - ask.granted)
+        forecast.backlog.end(ask)
+        ask.granted = None
+        self._running -= 1
+        batch.running -= 1
+        batch.left = now
+        self._time.charge(client, ask.generated)
+        self._slots.release(client, ask.amount)
+
+    @asynccontextmanager
+    async def slot(self, ask: Ask) -> AsyncIterator[Ask]:
+        """Holds a slot for each choice (`ask.amount`) of one prompt of a batch, as far as the
+        client's share goes: choices are what nodes compute.
+
+        Raises:
+            Overloaded: as `enter`.
+            Unavailable: no prompt of the batch has had a place for as long as one may wait.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ask.tell = partial(resolve, future)
         try:
-            yield
+            self.enter(ask)
+            await self._wait(ask, future)
+            yield ask
         finally:
-            self._running -= 1
-            batch.running -= 1
-            batch.left = asyncio.get_running_loop().time()
-            self._slots.release(batch.client, choices)
+            self.leave(ask)
+
+    # ---- promises ------------------------------------------------------------------------------
+
+    def _promise(self, ask: Ask) -> None:
+        """Raises Overloaded: its SLO could not be kept."""
+        ask.predicted = predicted = self._predict(ask)
+        if predicted is None or ask.slo.ttft is None:
+            return
+        line = self.forecast.backlog.line
+        ask.deadline = ask.slo.deadline(line.at(ask.tokens))
+        idle = not (self.waiting or self.forecast.backlog or ask.slo.own)
+        late = predicted * (1 + line.doubt)
+        if late > ask.deadline and not idle and not self._may_try(ask):
+            raise ask.slo.ttft_error(late, ask.deadline)
+
+    def _predict(self, ask: Ask) -> float | None:
+        ahead = self._slots.ahead(ask.batch.client, ask) if self.waiting else Ahead()
+        lacking = ahead.amount + ask.amount - (self._slots.available - self._slots.held)
+        return self.forecast.ttft(ask.tokens, ahead, lacking, self._slots.held)
+
+    def _last_word(self, ask: Ask) -> Overloaded | None:
+        """Returns why it is refused at its turn."""
+        if ask.batch.begun:
+            return None
+        line, slo = self.forecast.backlog.line, ask.slo
+        if ask.deadline < math.inf and ask is not self._trial:
+            waited = self._clock() - ask.arrived
+            predicted = waited + line.at(self.forecast.backlog.work(ask.tokens))
+            if predicted > ask.deadline and waited:
+                return slo.ttft_error(predicted, ask.deadline)
+        held = self._slots.held
+        if slo.itl is not None and held:
+            predicted_itl = self.forecast.itl_among(held + ask.amount + self._elsewhere)
+            if predicted_itl is not None and predicted_itl > slo.itl:
+                excess = held + ask.amount - self.forecast.most_choices(slo.itl)
+                return slo.itl_error(predicted_itl, self.forecast.turnover.wait(excess, held))
+        return None
+
+    def _may_try(self, ask: Ask) -> bool:
+        """Whether it is to show how long prompts of its size take: one at a time."""
+        if self._trial is None and not self.forecast.backlog.line.knows(ask.tokens):
+            self._trial = ask
+        return self._trial is ask
+
+    def _bound(self) -> None:
+        """Serves no more choices at once than --slo-itl allows."""
+        if self._slo.itl is not None:
+            most = self.forecast.most_choices(self._slo.itl)
+            self._slots.bound(max(1.0, most - self._elsewhere))
+
+    def _crowd(self) -> float:
+        return (self._slots.held + self._elsewhere) / self.forecast.decode_replicas
+
+    # ---- the queue -----------------------------------------------------------------------------
+
+    def _told(
+        self, ask: Ask, tell: Callable[[Overloaded | None], None], error: Overloaded | None
+    ) -> None:
+        """It has its place, or is refused."""
+        ask.waits = False
+        self._count(ask.batch, -1, -ask.prompt_tokens)
+        if error is None:
+            ask.granted = self._clock()
+            ask.work = self.forecast.backlog.work(ask.tokens)
+            self.forecast.backlog.begin(ask, ask.tokens)
+            ask.batch.running += 1
+            self._running += 1
+        tell(error)
 
     def _make_room(self, batch: Batch, choices: int) -> None:
         client, gone = batch.client, list[Batch]()
@@ -193,19 +298,9 @@ class Admission:
             self._refuse(each, refusal)
 
     def _refuse(self, batch: Batch, refusal: Overloaded) -> None:
-        self._count(batch, -batch.waiting, -batch.waiting_tokens)
         batch.refused = True
         error = partial(Overloaded, refusal.message, retry_after=refusal.retry_after)
         self._slots.refuse(batch.client, batch, error)
-
-    @contextmanager
-    def _queued(self, batch: Batch, num_tokens: int) -> Iterator[None]:
-        self._count(batch, 1, num_tokens)
-        try:
-            yield
-        finally:
-            if not batch.refused:
-                self._count(batch, -1, -num_tokens)
 
     def _count(self, batch: Batch, prompts: int, tokens: int) -> None:
         """So many more of the batch's wait."""
@@ -223,16 +318,22 @@ class Admission:
             if not self._waiting[client]:
                 del self._waiting[client]
 
-    async def _acquire(self, batch: Batch, choices: int, priority: int) -> None:
-        now = asyncio.get_running_loop().time
+    async def _wait(self, ask: Ask, future: asyncio.Future[None]) -> None:
+        """Until it has its place. It may wait until its deadline, or as long as its batch does."""
+        if future.done():
+            return future.result()
+        batch, now = ask.batch, self._clock
+        deadline = math.inf if batch.begun else now() + ask.deadline
         until = now() + self._timeout
         while True:
             try:
-                async with asyncio.timeout_at(until):
-                    return await self._slots.acquire(batch.client, choices, priority, batch)
+                async with asyncio.timeout(min(until, deadline) - now()):
+                    return await asyncio.shield(future)
             except TimeoutError:
                 if batch.running:  # the body proceeds, prompt by prompt
-                    until = now() + max(self._timeout, MIN_PATIENCE)
+                    until, deadline = now() + max(self._timeout, MIN_PATIENCE), math.inf
+                elif now() >= deadline:
+                    raise ask.slo.ttft_error(ask.deadline, ask.deadline) from None
                 elif (until := batch.left + self._timeout) <= now():
                     raise Unavailable(
                         f"no place came free within {self._timeout:g} s",

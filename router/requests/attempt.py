@@ -197,6 +197,8 @@ class Attempt:
     def _landed(self, landed: pb.Landed) -> None:
         stages = self._state.stages
         stages.leave(Phase.PREFILL, to=Phase.STREAM)
+        if self._prefill is not None:
+            self._state.set(prefill_node=self._prefill.id)
         self._take_first(landed.first_token)  # the prefill node's answer may be late
         self._state.landed(landed)
         if not self._state.finished:

@@ -6,7 +6,7 @@ A payload has the tokens of its event, by prompt and choice; the first one also 
 the answer. A client whose router died sends the same request again, to any router with the same
 cluster key, with all ids that it has got, in order, as `resume`. That router begins with these
 tokens, as it would after the death of a decode node, and streams what follows. So no process keeps
-anything of a stream that nobody reads. The MACs are a chain that begins with the request and the
+anything of a stream that is not read. The MACs are a chain that begins with the request and the
 API key: an id of another one, or one that was changed, left out or moved, fits nowhere.
 """
 

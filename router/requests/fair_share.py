@@ -5,23 +5,44 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pdserve.common.core.errors import Overloaded
+from pdserve.router.requests.virtual_time import VirtualTime
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    priority: int  # lower ones come first
-    amount: int
-    group: object  # those of one group are refused together
-    future: asyncio.Future[None]  # resolved when it has it
+    """One piece of work that waits. It is told once: when it has its capacity, or by an error."""
+
+    tell: Callable[[Overloaded | None], None] = lambda _: None
+    has_left: Callable[[], bool] = lambda: False  # it waits no more, and has not said so yet
+    last_word: Callable[[], Overloaded | None] = lambda: None  # at its turn: why it is refused
+    amount: int = 1
+    tokens: int = 1
+    priority: int = 0  # lower ones come first
+    group: object = None  # those of one group are refused together
+    overtaken: int = 0  # tokens of the shorter ones that came later and were put before it
+
+    def lets_pass(self, other: Waiter) -> bool:
+        """Whether `other`, which has come later, comes first: by priority, or because it is
+        shorter and not more than this one's own tokens have passed it so far."""
+        if self.priority != other.priority:
+            return self.priority > other.priority
+        return other.tokens < self.tokens and self.overtaken + other.tokens <= self.tokens
+
+
+class Ahead(NamedTuple):
+    """What is served before a piece that comes now, unless others come later."""
+
+    tokens: int = 0
+    amount: int = 0
 
 
 def longest(waiting: Mapping[str, int], than: int) -> list[str]:
@@ -31,13 +52,16 @@ def longest(waiting: Mapping[str, int], than: int) -> list[str]:
 
 
 class FairShare:
-    """Max-min fair: what comes free goes to the waiting client that holds least, of equals to
-    the one that was served longest ago. Within a client by priority, of equals first come first
-    served.
+    """Gives what comes free to one client after the other: max-min fair, to the one that holds
+    least, of equals to the one that was served longest ago; or, with a `VirtualTime`, to the one
+    that has been served the fewest tokens for its weight. Within a client by priority; of equals
+    first come first served, but shorter ones pass a longer one as far as `Waiter.lets_pass`.
 
-    The queues are bounded by whoever calls `acquire`: with `make_room`, or by a rule of its own
+    The queues are bounded by whoever calls `enter`: with `make_room`, or by a rule of its own
     and `refuse`. In full queues the longest one gives way (longest queue drop, Suter et al.,
     INFOCOM 1998): whoever fills them loses its own newest ones to others.
+
+    Pure but for `acquire`, which waits on the event loop.
     """
 
     def __init__(
@@ -47,19 +71,25 @@ class FairShare:
         *,
         overdraw: bool = False,
         reserved: float = 0.0,
+        time: VirtualTime | None = None,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """`overdraw`: a piece needs no more than the first unit of it to be free, so that none
         has to wait, and others behind it, until there is room for a large one. `reserved`: a share
         of the capacity for clients that hold nothing, as far as one client alone cannot have it;
-        without it several that hold much would leave a newcomer to wait for what they give back."""
+        without it several that hold much would leave a newcomer to wait for what they give back.
+        `has_room`: whether anything may be had now; call `grant` when that changes."""
         self.capacity = capacity
         self._overdraw = overdraw
         self.client_limit = max(1, math.ceil(capacity * max_client_share))
         self._reserved = max(0, min(int(capacity * reserved), capacity - self.client_limit))
+        self.time = time
         self.held = 0
         self._elsewhere = 0
+        self._most = float(capacity)
+        self._has_room = has_room
         self._held_by: Counter[str] = Counter()
-        self._queues: dict[str, deque[Waiter]] = {}  # the client served last is the last one
+        self._queues: dict[str, list[Waiter]] = {}  # the client served last is the last one
         self._lengths: Counter[str] = Counter()  # of the queues
 
     @property
@@ -69,17 +99,42 @@ class FairShare:
 
     def has_room(self, client: str, amount: int = 1) -> bool:
         """Whether `acquire` would return at once."""
-        return not self._queues.get(client) and self._fits(client, amount)
+        return not self._queues.get(client) and self._fits(client, amount) and self._has_room()
 
     @property
     def available(self) -> int:
         """The capacity that is to be had here, held or free."""
-        return self.capacity - self._elsewhere
+        return int(min(self.capacity - self._elsewhere, self._most))
 
     def held_elsewhere(self, amount: int) -> None:
         """So much of the capacity is not to be had here for now."""
         self._elsewhere = amount
-        self._grant()
+        self.grant()
+
+    def bound(self, most: float) -> None:
+        """No more than so much is to be had for now."""
+        self._most = most
+        self.grant()
+
+    def ahead(self, client: str, waiter: Waiter) -> Ahead:
+        """Returns what would be served before it: what comes before it in the client's queue, and
+        of others what starts until then."""
+        own = self._queues.get(client, [])
+        own = own[: self._place(own, waiter)]
+        before = sum(each.tokens for each in own)
+        tokens, amount = before, sum(each.amount for each in own)
+        if self.time is None:
+            return Ahead(tokens, amount)
+        start = self.time.start(client) + before / self.time.weight(client)
+        for name, queue in self._queues.items():
+            if name != client:
+                left = (start - self.time.start(name)) * self.time.weight(name)
+                for each in queue:
+                    if left < 0:
+                        break
+                    left -= each.tokens
+                    tokens, amount = tokens + each.tokens, amount + each.amount
+        return Ahead(tokens, amount)
 
     def make_room(self, client: str, most: int, what: str) -> None:
         """Lets one more of the client's wait, though at most so many do: the client that has most
@@ -95,8 +150,29 @@ class FairShare:
             raise error()
         self._refuse(names[0], [self._queues[names[0]][-1]], error)
 
+    def enter(self, client: str, waiter: Waiter) -> None:
+        """Queues it; it may have what it waits for at once."""
+        queue = self._queues.setdefault(client, [])
+        place = self._place(queue, waiter)
+        for passed in queue[place:]:
+            passed.overtaken += waiter.tokens if passed.priority == waiter.priority else 0
+        queue.insert(place, waiter)
+        self._lengths[client] += 1
+        self.grant()
+
+    def leave(self, client: str, waiter: Waiter) -> None:
+        """It waits no more."""
+        if waiter in self._queues.get(client, ()):
+            self._remove(client, waiter)
+        self.grant()  # it may have stood before others
+
     async def acquire(
-        self, client: str, amount: int = 1, priority: int = 0, group: object = None
+        self,
+        client: str,
+        amount: int = 1,
+        tokens: int = 1,
+        priority: int = 0,
+        group: object = None,
     ) -> None:
         """Waits for `amount` of the capacity, which `release` returns. Cancelled, it holds
         nothing.
@@ -104,20 +180,21 @@ class FairShare:
         Raises:
             Overloaded: it was refused while it waited.
         """
-        future = asyncio.get_running_loop().create_future()
-        waiter = Waiter(priority, amount, group, future)
-        queue = self._queues.setdefault(client, deque())
-        ahead = len(queue)
-        while ahead and queue[ahead - 1].priority > priority:
-            ahead -= 1
-        queue.insert(ahead, waiter)
-        self._lengths[client] += 1
-        self._grant()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = Waiter(
+            tell=partial(resolve, future),
+            has_left=future.done,
+            amount=amount,
+            tokens=tokens,
+            priority=priority,
+            group=group,
+        )
+        self.enter(client, waiter)
         try:
             await future
         except BaseException:
             if future.cancelled():
-                self._leave(client, waiter)
+                self.leave(client, waiter)
             elif future.exception() is None:
                 self.release(client, amount)  # granted in the moment it was cancelled
             raise
@@ -132,59 +209,72 @@ class FairShare:
         self._held_by[client] -= amount
         if not self._held_by[client]:
             del self._held_by[client]
-        self._grant()
+        self.grant()
 
-    # ---- inside ------------------------------------------------------------------------------
-
-    def _fits(self, client: str, amount: int) -> bool:
-        """A client that holds nothing may exceed its limit with one single piece."""
-        own = self._held_by[client]
-        room = own == 0 or own + amount <= self.client_limit
-        needed = 1 if self._overdraw else min(amount, self.capacity)
-        capacity = self.available - (self._reserved if own else 0)
-        return room and self.held + needed <= capacity
-
-    def _grant(self) -> None:
+    def grant(self) -> None:
+        """Gives what is free to those whose turn it is."""
         while (client := self._next()) is not None:
             waiter = self._queues[client][0]
             self._queues[client] = self._queues.pop(client)  # behind the others
             self._remove(client, waiter)
+            if (error := waiter.last_word()) is not None:
+                waiter.tell(error)
+                continue
             self.held += waiter.amount
             self._held_by[client] += waiter.amount
-            waiter.future.set_result(None)
+            if self.time is not None:
+                self.time.serve(client, waiter.tokens)
+            waiter.tell(None)
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    @staticmethod
+    def _place(queue: list[Waiter], waiter: Waiter) -> int:
+        """Returns its index in the client's queue."""
+        place = len(queue)
+        while place and queue[place - 1].lets_pass(waiter):
+            place -= 1
+        return place
+
+    def _fits(self, client: str, amount: int) -> bool:
+        needed = 1 if self._overdraw else min(amount, self.capacity)
+        return self._may_hold(client, amount) and self.held + needed <= self._open_to(client)
+
+    def _may_hold(self, client: str, amount: int) -> bool:
+        """A client that holds nothing may exceed its limit with one single piece."""
+        own = self._held_by[client]
+        return own == 0 or own + amount <= self.client_limit
+
+    def _open_to(self, client: str) -> int:
+        reserved = self._reserved * self.available // self.capacity if self._held_by[client] else 0
+        return self.available - reserved
 
     def _next(self) -> str | None:
         """The client whose turn it is. A large piece waits until it fits: smaller ones of other
         clients do not overtake it for ever."""
         for name in list(self._queues):
-            self._forget_cancelled(name)
+            self._forget_left(name)
         turns = [
             client
             for client, queue in self._queues.items()
-            if self._held_by[client] == 0
-            or self._held_by[client] + queue[0].amount <= self.client_limit
+            if self._may_hold(client, queue[0].amount) and self.held < self._open_to(client)
         ]
-        if not turns:
+        if not turns or not self._has_room():
             return None
-        client = min(turns, key=lambda name: self._held_by[name])
+        client = min(turns, key=self._held_by.__getitem__ if self.time is None else self.time.start)
         return client if self._fits(client, self._queues[client][0].amount) else None
-
-    def _leave(self, client: str, waiter: Waiter) -> None:
-        if waiter in self._queues.get(client, ()):
-            self._remove(client, waiter)
-        self._grant()  # it may have stood before others
 
     def _refuse(
         self, client: str, waiters: Iterable[Waiter], error: Callable[[], Overloaded]
     ) -> None:
         for waiter in waiters:
             self._remove(client, waiter)
-            if not waiter.future.done():
-                waiter.future.set_exception(error())
-        self._grant()
+            if not waiter.has_left():
+                waiter.tell(error())
+        self.grant()
 
-    def _forget_cancelled(self, client: str) -> None:
-        while (queue := self._queues.get(client)) and queue[0].future.done():
+    def _forget_left(self, client: str) -> None:
+        while (queue := self._queues.get(client)) and queue[0].has_left():
             self._remove(client, queue[0])  # its task has not run since
 
     def _remove(self, client: str, waiter: Waiter) -> None:
@@ -193,6 +283,13 @@ class FairShare:
         self._lengths[client] -= 1
         if not queue:
             del self._queues[client], self._lengths[client]
+
+
+def resolve(future: asyncio.Future[None], error: Overloaded | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 class FairExecutor:

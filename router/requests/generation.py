@@ -18,7 +18,7 @@ from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.cluster.adapters import Adapter
-from pdserve.router.requests.admission import Batch
+from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.stages import Stages
 
 MAX_BURST = 32  # generations that begin, or are given up, in one turn of the event loop
@@ -143,9 +143,9 @@ class Outlet:
 
 
 class UpdateQueue:
-    """What one client has still to read, of all its prompts. Their tasks put updates in. While the
-    client's task waits for more, deltas go through its outlet; all else, and what the outlet does
-    not write, it takes: all that is there at once."""
+    """The updates that one client has still to read, of all its prompts. Their tasks put them in.
+    While the client's task waits for more, deltas go through its outlet; all else, and what the
+    outlet does not write, it takes: all that is there at once."""
 
     def __init__(self, outlet: Outlet | None = None) -> None:
         self._outlet = outlet

@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from statistics import fmean
 from time import monotonic
 from typing import Any
 
@@ -45,7 +46,7 @@ from pdserve.router.cluster.node_streams import NodeStreams
 from pdserve.router.cluster.orphans import OrphanFinder
 from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.registry import Registry
-from pdserve.router.requests.admission import Admission
+from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.attempt import Attempt, AttemptFailed
 from pdserve.router.requests.generation import (
     GenerationRequest,
@@ -56,6 +57,7 @@ from pdserve.router.requests.generation import (
     generate,
 )
 from pdserve.router.requests.request_state import RequestState
+from pdserve.router.requests.slo import NO_SLO, SLO
 from pdserve.router.requests.timelines import Timelines
 from pdserve.router.requests.trace import RequestTraces
 
@@ -75,8 +77,9 @@ class Pipeline:
         vocab_size: int = 2**32,
         traces: RequestTraces | None = None,
         adapters: ServedAdapters | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`vocab_size`: rows of the model's embedding."""
+        """`vocab_size`: rows of the model's embedding. `weights`: as `APIKeys.weights`."""
         self._adapters = adapters or ServedAdapters()
         self._traces = traces or RequestTraces(Tracer())
         self._config = config
@@ -100,6 +103,9 @@ class Pipeline:
             config.max_queued_requests,
             config.queue_timeout,
             config.max_client_share,
+            weights,
+            SLO(config.slo_ttft or None, config.slo_itl or None),
+            config.prefill_work,
         )
 
     def generate(
@@ -148,21 +154,36 @@ class Pipeline:
     async def _make(self, state: RequestState) -> None:
         """The whole answer, in as many attempts as it takes."""
         request = state.request
-        async with (
-            self.admission.slot(
-                request.batch, len(request.prompt_token_ids), request.n, request.priority
-            ),
-            state.deadline.running(),
-        ):
-            with self._adapters.running(request.adapter):
-                if request.orphan_key:
-                    await self._adopt(state)
-                while not state.finished:
-                    await state.retries.backoff(state.deadline)
-                    decode, path = await self.placement.decode(state.placement)
-                    state.mark("queued")
-                    with suppress(AttemptFailed):  # the next one makes what is left
-                        await self._attempt(state, decode, path).run()
+        ask = Ask(
+            amount=request.n,
+            tokens=self.placement.least_missing(state.placement),
+            priority=request.priority,
+            batch=request.batch,
+            prompt_tokens=len(request.prompt_token_ids),
+            slo=NO_SLO if state.arrival is None else state.arrival.slo,
+        )
+        async with self.admission.slot(ask), state.deadline.running():
+            state.on_first_token = partial(self._first_token, state, ask)
+            try:
+                with self._adapters.running(request.adapter):
+                    await self._attempts(state)
+            finally:
+                ask.generated = sum(state.generated)
+            ask.itl = fmean(state.token_gaps) if state.token_gaps else None
+            self.metrics.observe_slo(ask.predicted, ask.ttft, ask.deadline, ask.itl, ask.slo.itl)
+
+    def _first_token(self, state: RequestState, ask: Ask) -> None:
+        self.admission.first_token(ask, learn=not state.retries.failures)
+
+    async def _attempts(self, state: RequestState) -> None:
+        if state.request.orphan_key:
+            await self._adopt(state)
+        while not state.finished:
+            await state.retries.backoff(state.deadline)
+            decode, path = await self.placement.decode(state.placement)
+            state.mark("queued")
+            with suppress(AttemptFailed):  # the next one makes what is left
+                await self._attempt(state, decode, path).run()
 
     async def _adopt(self, state: RequestState) -> None:
         """Goes on with what a router that has died left of the request at a decode node, if it
@@ -211,6 +232,11 @@ class Pipeline:
         )  # fmt: skip
         return stats
 
+    def look_around(self) -> None:
+        """Takes into account which nodes there are, and what other routers have placed on them."""
+        self.admission.placed_by_others(*self.view.placed_by_others())
+        self.admission.cluster(*self.view.replicas())
+
     def ready(self) -> tuple[bool, str]:
         """Whether a request could be served now; the reason when not, or what is amiss."""
         return self.view.ready()
@@ -223,7 +249,8 @@ class Pipeline:
         """The nodes and their state, as JSON for people."""
         ready, reason = self.ready()
         admission = self.admission
-        load = {"running": admission.running, "waiting": admission.waiting}
+        load: dict[str, Any] = {"running": admission.running, "waiting": admission.waiting}
         load["places"] = admission.places
+        load["first_token_seconds"] = admission.newcomer_ttft()
         uptime = {"uptime_seconds": round(monotonic() - self._started, 3)}
         return {"ready": ready, "reason": reason, **load, **uptime, **self.view.describe()}

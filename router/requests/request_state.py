@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
@@ -66,6 +67,7 @@ class RequestState:
         self._start = monotonic()
         self.arrival = arrival = arrival_var.get()
         self.timed = arrival is not None and arrival.wants_timeline
+        self.on_first_token: Callable[[], None] = lambda: None
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
         self._timeline: dict[str, Any] = {}  # its fields
@@ -139,6 +141,7 @@ class RequestState:
             last_chance=self.retries.last_chance,
             waiting=self.deadline.waiting,
             blocks=self._blocks,
+            session=self._session,
         )
 
     def _blocks(self, block_size: int) -> PromptBlocks:
@@ -150,6 +153,14 @@ class RequestState:
             )
             self._prompt_blocks[block_size] = blocks
         return blocks
+
+    @property
+    def _session(self) -> str:
+        """The request's session, short, and none of another client's."""
+        if self.arrival is None or not self.arrival.session:
+            return ""
+        name = f"{self.request.batch.alias} {self.arrival.session}"
+        return blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
     @property
     def _adapter(self) -> str:
@@ -317,6 +328,7 @@ class RequestState:
         now = monotonic()
         if "first_token" not in self._timeline:
             self.mark("first_token")
+            self.on_first_token()
         if choice in self._last_token and num_tokens:
             self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
         self._last_token[choice] = now

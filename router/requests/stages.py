@@ -21,6 +21,7 @@ from enum import StrEnum
 from time import monotonic
 
 from pdserve.common.core.request import TimelineStage
+from pdserve.router.requests.slo import NO_SLO, SLO
 
 ROUTER = "router"
 
@@ -47,6 +48,10 @@ _REST = {
 }
 
 
+SESSION_ID = "x-session-id"
+"""Header and metadata key by which clients say which of their requests belong together."""
+
+
 @dataclass(slots=True)
 class RequestArrival:
     """How a request came to the router, in moments of the router's monotonic clock. The door that
@@ -57,6 +62,8 @@ class RequestArrival:
     wants_timeline: bool = False
     operation: str = "text_completion"  # OpenTelemetry's name of it
     traceparent: str = ""  # the client's span
+    slo: SLO = NO_SLO  # as its headers say
+    session: str = ""  # which of the client's requests it belongs to
 
 
 arrival_var: ContextVar[RequestArrival | None] = ContextVar("arrival", default=None)

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.common.obs.exposition import exposed
 
+_NODES = "pdserve_nodes"
 _DEATHS = "pdserve_router_worker_deaths"
 _COUNTS = ("counter", "histogram", "summary")
 # Gauges of which each worker has its part; of others all workers see the same.
@@ -23,12 +24,15 @@ _WORST = ("ready", "_created")  # the least counts: one worker cannot serve; the
 
 def merged_metrics(texts: Iterable[str]) -> bytes:
     """Returns one exposition of several in Prometheus's text format: counters, histograms and
-    parts are added up; of what all workers see, the most counts."""
+    parts are added up; of what all workers see, the most counts. Nodes are as the worker says that
+    knows most: one that two workers have in different states is still one."""
     families: dict[str, Metric] = {}
     for text in texts:
         for metric in text_string_to_metric_families(text):
             if (known := families.get(metric.name)) is None:
                 families[metric.name] = metric
+            elif metric.name == _NODES:
+                families[metric.name] = max(known, metric, key=_total)
             else:
                 known.samples = _merged(known, metric)
     return exposed(_Families(list(families.values())))
@@ -50,8 +54,11 @@ def counts_of_dead(text: str) -> str:
 def num_nodes(text: str) -> int:
     """Returns how many nodes are registered, in whatever state, by an exposition."""
     families = text_string_to_metric_families(text)
-    found = (each for each in families if each.name == "pdserve_nodes")
-    return sum(int(sample.value) for each in found for sample in each.samples)
+    return sum(_total(each) for each in families if each.name == _NODES)
+
+
+def _total(metric: Metric) -> int:
+    return sum(int(sample.value) for sample in metric.samples)
 
 
 class _Families(Collector):
@@ -101,6 +108,10 @@ def merged_clusters(views: Sequence[View]) -> View:
         **first,
         **{name: sum(view[name] for view in views) for name in _LOAD},
         "places": max(view["places"] for view in views),
+        "first_token_seconds": max(
+            (view["first_token_seconds"] for view in views if view["first_token_seconds"]),
+            default=None,
+        ),
         "nodes": _nodes(views),
         "flows": _added(views, "flows", _FLOW),
         "broken_links": list({_pair(link): link for link in _all(views, "broken_links")}.values()),

@@ -444,7 +444,7 @@ async def test_the_capacity_is_found_from_below(knee: float) -> None:
 
 
 async def test_command_finds_the_capacity(server: FakeServer, tmp_path: Path) -> None:
-    """Of a fake that fails at any rate, which no search makes a success."""
+    """The fake fails at any rate, which no search makes a success."""
     server.answer = _error_event
     path = tmp_path / "r.json"
     argv = [
@@ -535,7 +535,7 @@ async def test_c15_default_lengths_fit_the_servers_window(
 async def test_c15_the_first_refusals_reasons_are_shown(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked for is not made smaller."""
+    """The load that is asked for is not made smaller."""
     server.answer, server.window = _at_once, 64
     argv = ["--base-url", server.url, "--model", "fake", "--num-prompts", "2"]
     argv += ["--random-input-len", "80", "--random-output-len", "4"]

@@ -77,7 +77,7 @@ def test_a_model_of_transformers_has_steps_without_parts(
 
 @pytest.mark.slow
 def test_a_model_with_states_has_steps(tmp_path: Path) -> None:
-    """Of which a sequence has few blocks, however long it is."""
+    """A sequence has few blocks of states, however long it is."""
     file = tmp_path / "step.json"
     folder = make_windowed("qwen3-next", tmp_path / "model")
     options = ("--batch=3", "--context=200", "--chunk=100", f"--json={file}")

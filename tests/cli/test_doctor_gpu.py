@@ -1,5 +1,5 @@
-"""What `pdserve doctor --gpu` says of FlashInfer: its answers are made up, and on a CPU it
-computes with a fake."""
+"""`pdserve doctor --gpu` on FlashInfer: its answers are made up, and on a CPU it computes with a
+fake."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ sys.exit(up.main(["--port=0", "--model=/models/tiny", *sys.argv[1:]]))
 
 
 class Lines:
-    """What the children said, in order."""
+    """The lines that the children wrote, in order."""
 
     def __init__(self) -> None:
         self.all: list[tuple[str, str]] = []
@@ -334,7 +334,7 @@ def is_ready(ports: Path) -> bool:
     try:
         url = f"http://127.0.0.1:{json.loads(ports.read_text())['http']}/ready"
         return requests.get(url, timeout=5).status_code == 200
-    except (FileNotFoundError, requests.ConnectionError):
+    except (FileNotFoundError, requests.RequestException):  # it may also be late
         return False
 
 

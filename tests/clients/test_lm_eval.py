@@ -80,7 +80,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def evaluate(server: Server, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What lm-eval has asked and heard, by task."""
+    """Returns what lm-eval has asked and heard, by task."""
     write_tasks(tasks := folder / "tasks")
     given = {
         "model": server.model, "base_url": f"{server.base_url}/completions",

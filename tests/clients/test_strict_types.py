@@ -104,7 +104,7 @@ def ask(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
 
 
 def events(path: str, answer: requests.Response) -> Iterator[dict[str, Any]]:
-    """What the frames of a stream hold; their form is checked on the way."""
+    """Returns what the frames of a stream hold; their form is checked on the way."""
     assert answer.status_code == 200, answer.text
     frames = answer.text.split("\n\n")
     assert frames.pop() == ""

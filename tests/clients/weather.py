@@ -1,4 +1,4 @@
-"""What the tests of tools ask, and what is right: for every client the same."""
+"""The question that the tests of tools ask, and the right answer: for every client the same."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def cluster(folder: Path, options: dict[str, Any]) -> Iterator[WarmCluster]:
 def expected(
     folder: Path, name: str | None, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS
 ) -> str:
-    """Of the model, or of one with an adapter in it."""
+    """Returns the tokens of the model, or of one with an adapter in it."""
     model = MODEL if name is None else merged(folder / name, MODEL, folder / f"merged-{name}")
     return reference.decode(model, reference.greedy(model, prompt, num_tokens))
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.quantized_folder import Scheme, quantize_folder
 from benchmarks.warm_start import alive
 from cluster import ask_until_preempted
 from deaths import MORE_BLOCKS
 from deaths import D as SESSION
+from paths import MODELS
 from thinned import only, slow
 from warm import WarmCluster
 
@@ -31,6 +33,10 @@ PROMPT = [RNG.randrange(3, 500) for _ in range(5 * BLOCK + 7)]
 BESIDE = [[RNG.randrange(3, 500) for _ in range(length)] for length in (1, 9, 40, 70, 100, 130)]
 DRAWN = {"temperature": 1.5, "seed": 11, "top_p": 0.9}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+SCHEMES = {  # of llama-gqa
+    "awq": Scheme("awq", group_size=64),
+    "gptq": Scheme("gptq", bits=8, group_size=64, desc_act=True),
+}
 SETUPS = [
     ("mixtral", "bfloat16"),
     *(
@@ -39,6 +45,7 @@ SETUPS = [
         for dtype in ("float32", "bfloat16")
         if (model, dtype) != ("mixtral", "bfloat16")
     ),
+    *(slow((scheme, dtype)) for scheme in SCHEMES for dtype in ("float32", "bfloat16")),
 ]
 CONFIGURATIONS = {
     "chunks of 16 tokens, blocks of 8, over tcp": (
@@ -84,9 +91,14 @@ def running(setup: tuple[str, str], *roles: str, **options: Any) -> Iterator[War
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
-def setup(request: pytest.FixtureRequest) -> tuple[str, str]:
-    found: tuple[str, str] = request.param
-    return found
+def setup(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str]:
+    model, dtype = request.param
+    if model not in SCHEMES:
+        return model, dtype
+    folder = tmp_path_factory.mktemp("quantized") / model
+    return str(quantize_folder(MODELS / "llama-gqa", folder, SCHEMES[model])), dtype
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +138,7 @@ def test_other_nodes(setup: tuple[str, str], expected: list[str], name: str) -> 
 
 
 def test_after_a_preemption(setup: tuple[str, str], cluster: WarmCluster) -> None:
-    """Of several at once, the last ones lose their blocks and are computed again."""
+    """The last of several at once lose their blocks and are computed again."""
     body = {"prompt": PROMPT[:20], "max_tokens": 90, **DRAWN}
     expected = ask(cluster, **body)
     with running(setup, "both", num_gpu_blocks_override=64) as few:

@@ -1,4 +1,5 @@
-"""What the soak spoils a cluster with does what it says, and its gauges see what they should."""
+"""The tools that the soak spoils a cluster with do what they say, and its gauges see what they
+should."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class On:
 
 
 def said(source: socket.socket, target: socket.socket, data: bytes, patience: float) -> bytes:
-    """What arrives first of what is said; empty: nothing, in this time."""
+    """Returns what arrives first of what is said; empty: nothing, in this time."""
     source.sendall(data)
     target.settimeout(patience)
     try:
@@ -121,7 +122,9 @@ def test_a_relay_spoils_one_edge(place: Place) -> None:
 def test_a_process_may_have_the_pid_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(warm_start._codes, 4242, 0)
     monkeypatch.setattr(os, "fork", lambda: 4242)
-    assert warm_start._start("router", [], "", [], {}) == 4242
+    monkeypatch.setattr(warm_start, "_starters", {})
+    with socket.socket() as starter:
+        assert warm_start._start(starter, "router", [], "", [], {}) == 4242
     assert warm_start._exit_code(4242) is None
     assert signal.SIGCHLD not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

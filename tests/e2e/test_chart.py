@@ -66,7 +66,7 @@ def release(network: Network, folder: Path, values: Any, **secrets: Any) -> Iter
 
 
 def helm_test(kubelet: Kubelet) -> dict[str, str]:
-    """What the doctor found, by subject; it must be content."""
+    """Returns what the doctor found, by subject; it must be content."""
     (pod,) = named(kubelet, "test")
     pod.log.write_text("")
     kubelet.start(pod)

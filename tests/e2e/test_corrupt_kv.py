@@ -144,8 +144,8 @@ def test_without_digests_tokens_are_wrong(cluster: WarmCluster, cases: dict[Prom
 
 @pytest.mark.parametrize("kind", only(GROUPS, ["window"]))
 def test_no_fault_of_a_kv_group_becomes_a_token(kind: str, tmp_path: Path) -> None:
-    """What a model keeps beside full attention, or in its place, is as well guarded, and was
-    spoilt: a node without digests says wrong tokens."""
+    """The state that a model keeps beside full attention, or in its place, is as well guarded, and
+    was spoilt: a node without digests says wrong tokens."""
     model, connector, ranks = GROUPS[kind]
     folder = make_windowed(model, tmp_path)
     cases = answered(folder, [tuple(some_tokens(70 + 9 * i, seed=i)) for i in range(8)])

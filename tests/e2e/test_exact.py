@@ -103,8 +103,8 @@ def test_bad_words_and_allowed_token_ids_are_exact_over_stages(model: str) -> No
 def check_constrained(
     stub: inference_pb2_grpc.InferenceStub, model: Path, prompt: tuple[int, ...]
 ) -> None:
-    """What transformers says if neither the first token nor some pairs of what it said before may
-    come, nor every seventh token."""
+    """Compares the tokens with those of transformers if neither the first token nor some pairs of
+    what it said before may come, nor every seventh token."""
     first, *rest = reference.greedy(model, prompt, NUM_TOKENS)
     # transformers looks at the end of the prompt, too.
     pairs = [pair for pair in itertools.pairwise(rest) if pair[0] != prompt[-1]]

@@ -180,8 +180,8 @@ def sampled(cluster: WarmCluster) -> float:
 
 
 def test_a_stop_string_ends_its_choice_on_the_node(cluster: WarmCluster) -> None:
-    """What nodes draw is what clients are told of, but for what is under way until the node hears
-    of it: little of what a choice would have become."""
+    """The tokens that nodes draw are those that clients are told of, but for what is under way
+    until the node hears of it: little of what a choice would have become."""
     choices, most, drawn = 8, 900, []
     options = {"temperature": 0.9, "seed": 1, "n": choices, "ignore_eos": True, "stop": [" the"]}
     for _ in range(5):  # a router that stands still tells the node late

@@ -26,13 +26,13 @@ STALL = 3.0 * slowness()  # seconds; on a busy machine a step may take some
 
 
 def is_ready(address: str) -> tuple[bool, str]:
-    """What `/ready` says: the status and the reason."""
+    """Returns what `/ready` says: the status and the reason."""
     response = requests.get(f"http://{address}/ready", timeout=10)
     return response.status_code == 200, response.json()["reason"]
 
 
 def serves(address: str) -> bool:
-    """What the standard gRPC health service says."""
+    """Returns what the standard gRPC health service says."""
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="pdserve.v1.Decode")
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)

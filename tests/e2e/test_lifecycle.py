@@ -63,7 +63,7 @@ class LongStream:
         return text_of(iter([self._begin])) + text_of(self._events)
 
     def error(self) -> dict[str, str]:
-        """Of the last event."""
+        """The error of the last event."""
         *_, last = self._events
         error: dict[str, str] = last["error"]
         return error

@@ -183,7 +183,7 @@ def proxy(url: str, broken: bool) -> Iterator[str]:
 
 @contextmanager
 def one_way() -> Iterator[Callable[[], str]]:
-    """What prefill nodes send to decode nodes is lost."""
+    """Drops what prefill nodes send to decode nodes."""
     if why := hosts.unavailable():
         pytest.skip(why)
     key = {"cluster_key": KEY}

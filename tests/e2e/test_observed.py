@@ -1,4 +1,4 @@
-"""What a cluster shows of itself: metrics, and where the time of each request went."""
+"""A cluster shows of itself: metrics, and where the time of each request went."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cluster() -> Iterator[WarmCluster]:
 
 
 def pages(cluster: WarmCluster) -> dict[str, str]:
-    """What every process shows, by role."""
+    """Returns what every process shows, by role."""
     addresses = {node["role"]: f"http://{node['metrics_address']}" for node in cluster.nodes()}
     return {
         role: requests.get(f"{url}/metrics", timeout=10).text

@@ -47,7 +47,7 @@ def _children() -> set[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """Of a model by name, so that what is downloaded is served."""
+    """The model has a name, so that what is downloaded is served."""
     cache, before = tmp_path_factory.mktemp("hub"), _children()
     with pytest.MonkeyPatch.context() as patch, running_hub({NAME: MODEL}) as hub:
         use(hub, cache, patch)
@@ -390,7 +390,7 @@ class Terminal:
         os.close(self._end)
 
     def until(self, text: str) -> str:
-        """What came up to the text, which must come within a while; the rest waits."""
+        """Returns what came up to the text, which must come within a while; the rest waits."""
         while text not in self.seen:
             assert self._is_readable(60), self.seen
             self.seen += os.read(self._end, 65536).decode(errors="replace")

@@ -94,7 +94,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     key = "of-this-test-and-no-other"
-    router = {"queue_timeout": PATIENCE, "cluster_key": key}
+    router = {"queue_timeout": PATIENCE, "breaker_cooldown": 2, "cluster_key": key}
     options = {"kv_lease": 2, "no_enable_prefix_caching": "", "cluster_key": key}
     with networked("llama-gqa", router, **options) as (network, cluster):
         yield Site(network, cluster)
@@ -176,7 +176,7 @@ class Wide:
 
     @contextmanager
     def cut(self, *edges: tuple[str, str]) -> Iterator[None]:
-        """What the first of each edge sends to the second is lost."""
+        """Drops what the first of each edge sends to the second."""
         for source, target in edges:
             self.site.network.drop(self.site.hosts[source], self.site.hosts[target])
         try:

@@ -21,7 +21,7 @@ FEW_BLOCKS = 26
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
-    """Those of different numbers share no block."""
+    """Prompts of different numbers share no block."""
     return (5 + number, *(5 + (number + 7 * i) % 500 for i in range(1, length)))
 
 

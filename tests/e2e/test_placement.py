@@ -115,6 +115,54 @@ def test_many_with_one_beginning_are_shared_by_the_nodes(cluster: WarmCluster) -
     assert len(given) == 2 and max(given.values()) < 3 * min(given.values()), given
 
 
+def test_cost_keeps_conversations_and_sessions_where_they_began() -> None:
+    router = {"prefill_policy": "cost", "decode_policy": "cost"}
+    with WarmCluster(MODEL, prefill=2, decode=2, router=router) as cluster:
+        homes = set()
+        for _ in range(4):
+            prompt = fresh_prompt(12 * SIZE)
+            home, _ = turn(cluster, prompt)
+            assert turn(cluster, prompt + fresh_prompt(SIZE))[0] == home
+            homes.add(home)
+        assert homes
+        for name in ("a", "b", "c\N{LATIN SMALL LETTER E WITH ACUTE}" * 999):
+            before = prefilled(cluster)
+            for _ in range(3):  # they share no block; their client says that they belong together
+                body = {"prompt": fresh_prompt(3 * SIZE), "max_tokens": 2}
+                headers = {"X-Session-Id": name.encode("latin-1")}
+                url = f"{cluster.url}/v1/completions"
+                requests.post(url, json=body, headers=headers, timeout=60).raise_for_status()
+            assert len(prefilled(cluster) - before) == 1
+        said = metrics(cluster)
+        assert said['pdserve_placement_policy_failures_total role="prefill"'] == 0
+
+
+@pytest.mark.parametrize("policy", ["prefix-aware", "cost"])
+def test_the_next_turn_of_a_chat_is_computed_where_the_answer_was(policy: str) -> None:
+    router = {"decode_policy": policy, "local_prefill_threshold": 4 * SIZE}
+    with WarmCluster(MODEL, prefill=1, decode=2, router=router) as cluster:
+        prompt = fresh_prompt(12 * SIZE)
+        for turns in range(3):
+            before, known = prefilled(cluster), known_blocks(cluster, "decode")
+            answer = cluster.complete(prompt, max_tokens=2 * SIZE, **SHOWN)
+            tokens = tuple(answer["choices"][0]["token_ids"])
+            assert tokens == reference.greedy(cluster.model, tuple(prompt), 2 * SIZE)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (turns and (len(prompt) - SIZE - 1) // SIZE * SIZE)
+            assert bool(prefilled(cluster) - before) == (turns == 0)
+            prompt = [*prompt, *tokens, *fresh_prompt(SIZE)]
+            new = (len(prompt) - SIZE - 1) // SIZE - cached // SIZE
+            cluster.wait_for(partial(knows, cluster, known + new))
+
+
+SHOWN = {"return_token_ids": True, "ignore_eos": True}
+
+
+def knows(cluster: WarmCluster, count: float) -> bool:
+    """Whether the router knows so many blocks of decode nodes."""
+    return known_blocks(cluster, "decode") >= count
+
+
 def test_nodes_of_both_roles_keep_their_conversations() -> None:
     router = {"decode_policy": "prefix-aware"}
     with WarmCluster(MODEL, prefill=0, decode=0, router=router) as cluster:
@@ -156,5 +204,5 @@ def test_a_policy_that_is_none_ends_the_router(tmp_path: Path) -> None:
     ]
     ended = run_roles(tmp_path, commands)
     assert [code for code, _ in ended] == [2, 2], ended
-    assert "--prefill-policy: unknown name 'sticky'; choose one of: least-load" in ended[0][1]
+    assert "--prefill-policy: unknown name 'sticky'; choose one of: cost, least-load" in ended[0][1]
     assert "--prefill-policy json:loads is not a subclass of" in ended[1][1]

@@ -37,7 +37,7 @@ def load(folder: Path, quantization: str | None = None) -> CausalLM:
 
 
 def expected(model: CausalLM, folder: Path) -> list[str]:
-    """What this process says, without servers."""
+    """Returns what this process says, without servers."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     with single_threaded_inference():
         tokens = [greedy(model, list(each), NUM_TOKENS, list(range(16))) for each in PROMPTS]

@@ -42,27 +42,38 @@ def check(cluster: WarmCluster) -> None:
         assert answer["choices"][0]["text"] == reference.decode(cluster.model, expected)
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def split_prefill(raylets: Raylets, request: pytest.FixtureRequest) -> Iterator[WarmCluster]:
-    """Each actor imports torch, so `make test` has one on each host."""
-    with WarmCluster(MODEL, 0, 0) as cluster:
-        cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=request.param))
-        cluster.start_node("decode", tensor_parallel_size=2)
+@pytest.fixture(scope="module")
+def split(raylets: Raylets) -> Iterator[WarmCluster]:
+    """A stage of each node is on each host. Each actor imports torch, so a stage has one."""
+    routing = {"queue_timeout": 2, "request_timeout": 10, "heartbeat_timeout": 30}
+    with WarmCluster(MODEL, 0, 0, router=routing) as cluster:
+        cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))
+        cluster.start_node("prefill", **on_ray(raylets))
         cluster.wait_nodes()
         yield cluster
 
 
-def test_prefill_on_two_hosts(split_prefill: WarmCluster) -> None:
-    check(split_prefill)
-    split_prefill.wait_idle()
-    lines = re.findall("^.* INFO    prefill/0 - loading weights: 100 %", split_prefill.log(), re.M)
+def test_both_nodes_on_two_hosts(split: WarmCluster) -> None:
+    check(split)
+    split.wait_idle()
+    lines = re.findall("^.* INFO    prefill/0 - loading weights: 100 %", split.log(), re.M)
     assert len(lines) == 1
 
 
-def test_a_node_on_two_hosts_is_drained(split_prefill: WarmCluster) -> None:
-    (prefill,) = split_prefill.names("prefill")
-    pid = split_prefill.drain(prefill)
-    split_prefill.wait_for(lambda: split_prefill.exit_code(pid) == 0)
+def test_a_node_on_two_hosts_is_drained(split: WarmCluster) -> None:
+    (prefill,) = split.names("prefill")
+    pid = split.drain(prefill)
+    split.wait_for(lambda: split.exit_code(pid) == 0)
+
+
+@pytest.mark.slow
+def test_stages_of_two_ranks() -> None:
+    with Raylets() as raylets, WarmCluster(MODEL, 0, 0) as cluster:
+        cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=2))
+        cluster.start_node("decode", tensor_parallel_size=2)
+        cluster.wait_nodes()
+        check(cluster)
+        cluster.wait_idle()
 
 
 @pytest.mark.slow
@@ -85,24 +96,11 @@ def test_a_host_without_the_model(tmp_path: Path) -> None:
         assert re.search(r"host .* has no folder .*, unless --load-broadcast", cluster.log())
 
 
-@pytest.fixture(scope="module")
-def split_decode(raylets: Raylets) -> Iterator[WarmCluster]:
-    routing = {"queue_timeout": 2, "request_timeout": 10, "heartbeat_timeout": 30}
-    with WarmCluster(MODEL, 0, 0, router=routing) as cluster:
-        cluster.start_node("prefill")
-        cluster.start_node("decode", **on_ray(raylets, kv_host="auto", insecure=""))
-        cluster.wait_nodes()
-        yield cluster
-
-
-def test_decode_on_two_hosts(split_decode: WarmCluster) -> None:
-    check(split_decode)
-    split_decode.wait_idle()
-
-
-def test_a_host_of_a_decode_node_dies(split_decode: WarmCluster, raylets: Raylets) -> None:
+def test_a_host_of_a_decode_node_dies(split: WarmCluster, raylets: Raylets) -> None:
     """The last one: it takes a raylet with it."""
-    cluster = split_decode
+    cluster = split
+    cluster.start_node("prefill")
+    cluster.wait_nodes()
     stream = cluster.stream([1, 2, 3], max_tokens=900, ignore_eos=True)
     assert next(stream)["choices"]
     (decode,) = cluster.names("decode")

@@ -44,7 +44,7 @@ def cluster() -> Iterator[WarmCluster]:
 
 
 def under_load(cluster: WarmCluster, event: Event) -> Tally:
-    """What became of requests that were under way during the event."""
+    """Counts what became of requests that were under way during the event."""
 
     async def run() -> Tally:
         async with clients(cluster, ASKS) as load:
@@ -84,8 +84,8 @@ async def drain(cluster: WarmCluster, name: str) -> None:
 
 
 def test_the_router_is_replaced(cluster: WarmCluster) -> None:
-    """What it was serving is given up, and its nodes find the new one. First, while the decode
-    nodes are those that can be held."""
+    """The requests that it was serving are given up, and its nodes find the new one. First, while
+    the decode nodes are those that can be held."""
     ids = {node["node_id"] for node in cluster.nodes()}
     with cluster.standing_still("decode"):
         interrupted = [call(cluster, kind, 100, 400) for kind in KINDS]
@@ -225,7 +225,7 @@ def test_streams_stay_with_their_version(versions: Versions) -> None:
 
 
 def test_a_version_leaves(versions: Versions) -> None:
-    """What waits on A for a prefill moves to B."""
+    """A request that waits on A for a prefill moves to B."""
 
     async def leave() -> None:
         await used(versions.cluster, "prefill-1", "decode-2")

@@ -150,3 +150,4 @@ def test_what_cannot_be_is_refused_before_anything_is_served(tmp_path: Path) -> 
         ended = run_roles(tmp_path, list(commands.values()))
     for why, (code, log) in zip(commands, ended, strict=True):
         assert code == 2 and why in log, (code, log)
+        assert log.count(" ERROR ") + log.count(": error: ") == 1, log

@@ -174,7 +174,8 @@ STYLES: list[tuple[str, dict[str, Any]]] = [
 
 
 def gathered(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What a client makes of a stream: all of each choice, and what must be the same throughout."""
+    """Returns what a client makes of a stream: all of each choice, and what must be the same
+    throughout."""
     found: dict[str, Any] = {"ids": set(), "usage": None}
     for chunk in chunks:
         found["ids"].add((chunk["id"], chunk["created"]))
@@ -250,7 +251,8 @@ async def test_an_event_id_is_of_one_request_and_key(cluster: WarmCluster) -> No
 
 
 def collected(responses: Iterable[pb.GenerateResponse]) -> dict[Any, Any]:
-    """What a client makes of a stream: all of each choice, and what must be the same throughout."""
+    """Returns what a client makes of a stream: all of each choice, and what must be the same
+    throughout."""
     found: dict[Any, Any] = {"ids": set(), "prompt": [], "usage": []}
     for each in responses:
         found["ids"].add(each.request_id)

@@ -62,7 +62,8 @@ def cluster(certs: Path) -> Iterator[Cluster]:
 
 
 def credentials(folder: Path | None, ca: Path) -> grpc.ChannelCredentials:
-    """Of a client that trusts `ca` and shows the certificate of `folder`, if any."""
+    """Returns the credentials of a client that trusts `ca` and shows the certificate of `folder`,
+    if any."""
     pair = [(folder / name).read_bytes() for name in ("key.pem", "cert.pem")] if folder else []
     return grpc.ssl_channel_credentials((ca / "ca.pem").read_bytes(), *pair)
 
@@ -171,7 +172,7 @@ def test_a_stranger_cannot_register_a_node(cluster: Cluster) -> None:
 
 
 def kv_ports(cluster: Cluster) -> list[int]:
-    """What the decode node listens on beside gRPC and metrics."""
+    """Returns the ports the decode node listens on beside gRPC and metrics."""
     (node,) = cluster.nodes("decode")
     process = cluster.node_process("decode")
     assert process is not None
@@ -223,7 +224,8 @@ def overheard(sock: socket.socket, context: ssl.SSLContext | None, hello: bytes)
 
 
 def serial(port: int, certs: Path) -> str:
-    """Of the certificate that a server shows, to a client that has one itself."""
+    """Returns the serial number of the certificate that a server shows, to a client that has one
+    itself."""
     context = TLS(certs / "cert.pem", certs / "key.pem", certs / "ca.pem").client_context()
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as sock,

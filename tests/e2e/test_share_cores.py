@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.warm_start import alive
+from cluster import node_metrics
 from deaths import MORE_BLOCKS
 from deaths import D as SESSION
 from paths import MODELS
@@ -71,6 +72,8 @@ def test_the_same_bits(cluster: WarmCluster, expected: list[str], table: Path) -
         found = pool.map(lambda i: ask(cluster, i % 4, str(i)) == expected[i % 4], range(16))
         assert all(found)
     assert sum(lent_seconds(table)) > 0
+    lent = [node_metrics(node)["pdserve_lent_core_seconds_total"] for node in cluster.nodes()]
+    assert len(lent) == 2 and sum(lent) > 0
 
 
 def test_a_node_dies_that_may_hold_a_core(cluster: WarmCluster, expected: list[str]) -> None:

@@ -20,7 +20,7 @@ GIVES_UP = 1.0  # seconds after which nodes close the connections of a router th
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    """Of slow nodes, which close the connections of a router that has been frozen."""
+    """The cluster has slow nodes, which close the connections of a router that has been frozen."""
     slow = ("mortal:keepalive", str(GIVES_UP), "benchmarks.hosts:slow_steps", "0.03")
     with WarmCluster("llama-gqa", 0, 0, no_enable_prefix_caching="") as cluster:
         for role in ("prefill", "decode"):

@@ -235,7 +235,7 @@ def test_the_clients_port_takes_no_registration(guarded: WarmCluster) -> None:
 
 
 def kv_port(cluster: WarmCluster) -> int:
-    """What the decode node listens on beside gRPC and metrics."""
+    """Returns the port the decode node listens on beside gRPC and metrics."""
     (node,) = cluster.nodes("decode")
     (name,) = cluster.names("decode")
     known = {int(node[at].rpartition(":")[2]) for at in ("address", "metrics_address")}

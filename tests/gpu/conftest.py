@@ -1,4 +1,4 @@
-"""What needs a GPU: `make test-gpu`. Elsewhere these tests are skipped, and say so."""
+"""Tests that need a GPU: `make test-gpu`. Elsewhere these tests are skipped, and say so."""
 
 from __future__ import annotations
 

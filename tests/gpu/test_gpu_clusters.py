@@ -84,7 +84,7 @@ def test_text_is_that_of_one_node_over_every_connector(wide_model: Path) -> None
 
 
 def text_hash(folder: Path, **flags: Any) -> str:
-    """Of the answers' text alone: ids and times differ."""
+    """Hashes the answers' text alone: ids and times differ."""
     digest = hashlib.sha256()
     with Cluster(folder, **options(dtype="bfloat16", **flags)) as cluster:
         for prompt in prompts(folder)[::3]:

@@ -1,4 +1,4 @@
-"""What runs on a GPU alone, against the same in plain torch."""
+"""The code that runs on a GPU alone, against the same in plain torch."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class FakeServer(BaseHTTPRequestHandler):
 
 @needs_helm
 def test_an_upgrade_keeps_the_keys() -> None:
-    """What is in the cluster stays; what is missing there is made."""
+    """Keys that are in the cluster stay; missing ones are made."""
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as server:
         threading.Thread(target=server.serve_forever).start()
         try:

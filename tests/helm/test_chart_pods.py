@@ -13,7 +13,7 @@ from pdserve.cli.doctor import _parser as doctor_parser
 @needs_helm
 @every_file
 def test_no_pod_may_do_more_than_it_must(name: str) -> None:
-    """What the Pod Security Standard "restricted" asks, and a little more."""
+    """Pods meet the Pod Security Standard "restricted", and a little more."""
     for component, pod in pods(name).items():
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False, component

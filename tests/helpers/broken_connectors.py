@@ -44,7 +44,7 @@ class Tampered(KVConnector):
         super().__init__(replace(context, emit=self.emit), config)
 
     def emit(self, event: Event) -> None:
-        """What subclasses tamper with."""
+        """Emits the event; subclasses tamper with it."""
         self.report(event)
 
     def accept(self, transfer: SinkTransfer) -> None:

@@ -38,7 +38,7 @@ needs_helm = pytest.mark.skipif(not shutil.which("helm"), reason="needs helm: ma
 
 
 def run_helm(*arguments: str, fails: bool = False) -> str:
-    """What it prints; of a failure, its error."""
+    """Returns what it prints; of a failure, its error."""
     done = subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done.stderr if fails else done.stdout
@@ -81,7 +81,7 @@ def ports_of(container: Any) -> dict[str, int]:
 
 
 def config_of(component: str, pod: Any) -> Any:
-    """What the role's own parser makes of the container's arguments and variables."""
+    """Returns what the role's own parser makes of the container's arguments and variables."""
     (made,) = pod["spec"]["containers"]
     known = {"POD_IP": "10.1.2.3", "POD_NAME": "a-0", "NODE_NAME": "b"}
     environ = {}

@@ -45,7 +45,7 @@ def states(tokens: Iterable[int]) -> list[State]:
 
 
 def draw(state: State, last: int, seed: int, position: int, may_end: bool = True) -> int:
-    """What follows `last`, mostly in a loop, of which n-grams know the next token."""
+    """Returns what follows `last`, mostly in a loop, of which n-grams know the next token."""
     chance = crc32(b"%d %d %d" % (state, seed, position))
     token = chance // 8 % VOCAB if chance % 8 == 0 else last % 5 + 1
     return token if may_end or token not in (EOS, STOP) else token + 1
@@ -54,7 +54,7 @@ def draw(state: State, last: int, seed: int, position: int, may_end: bool = True
 def generate(
     prompt: Sequence[int], params: SamplingParams, seed: int, window: int
 ) -> tuple[list[int], FinishReason]:
-    """What a sequence alone draws."""
+    """Returns what a sequence alone draws."""
     tokens = list(prompt)
     output: list[int] = []
     while True:
@@ -83,7 +83,7 @@ class Cache:
         self.blocks.setdefault(number, [WRONG] * BLOCK_SIZE)[position % BLOCK_SIZE] = state
 
     def read(self, table: Sequence[int] | BlockIds, start: int, end: int) -> list[State]:
-        """Of positions start … end-1."""
+        """Returns what is at positions start … end-1."""
         return [
             self.blocks[int(table[position // BLOCK_SIZE])][position % BLOCK_SIZE]
             for position in range(start, end)
@@ -104,7 +104,7 @@ class GroupCaches:
     def check(
         self, tables: Tables, known: Sequence[State], query: int | None = None, ahead: bool = False
     ) -> None:
-        """What the query at `query`, behind the known tokens by default, reads of them is right.
+        """Checks what the query at `query`, behind the known tokens by default, reads of them.
         `ahead`: steps in flight may have computed more, so that a recurrent state has gone on."""
         query = len(known) if query is None else query
         for group, cache, table in zip(self._groups, self.caches, tables, strict=True):
@@ -246,7 +246,8 @@ class ChecksumRanks(StepsAlone):
 
 
 def check_known(entry: StepSequence, sequence: EngineSequence) -> None:
-    """What a rank knows of a sequence is what the engine knows, while their step is in flight."""
+    """Checks that a rank knows of a sequence what the engine knows, while their step is in
+    flight."""
     params, end = sequence.sampling, entry.start + len(entry.token_ids)
     for table, own in zip(entry.block_tables, sequence.block_tables, strict=True):
         known = zip(table, own, strict=False)

@@ -15,7 +15,7 @@ HAS_COMPILER = bool(shutil.which("g++"))
 
 
 class CloseAudit:
-    """Of the processes that run in `environment`. Without a compiler it hears of nothing."""
+    """Audits the processes that run in `environment`. Without a compiler it hears of nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._told = folder / "told"

@@ -28,7 +28,7 @@ SINK_IDS = (4, 9, 2, 7)
 
 
 def keys(words: str) -> tuple[bytes, ...]:
-    """What ranks of a cluster with this key know."""
+    """Returns what ranks of a cluster with this key know."""
     return ClusterKey(words).derive(KEY_PURPOSE) if words else ()
 
 

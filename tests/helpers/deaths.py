@@ -167,8 +167,9 @@ def has_got(pid: int, number: str) -> bool:
 
 
 def at_every_step(steps: Sequence[tuple[str, str, int]], every: int = 1) -> pytest.MarkDecorator:
-    """Of a test that takes step (role, point, how many times it is passed), client and number.
-    `make test` has each `every`-th step once: a node dies there or, at the next, freezes."""
+    """Returns the cases of a test that takes step (role, point, how many times it is passed),
+    client and number. `make test` has each `every`-th step once: a node dies there or, at the next,
+    freezes."""
     cases = [
         pytest.param(step, client, number, id="-".join(map(str, (*step, client.__name__, number))))
         for step, client in zip(steps, cycle(CLIENTS), strict=False)

@@ -31,7 +31,7 @@ class Report:
 
 
 class Defects(logging.Handler):
-    """What a driver did not expect, it logs."""
+    """Keeps what a driver logs because it did not expect it."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

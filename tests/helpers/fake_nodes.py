@@ -145,7 +145,7 @@ class FakeNode:
             yield event
 
     async def _run_decode(self, request: Any, context: Any) -> Any:
-        """What fails before a job is there ends the call; what fails later is the job's end."""
+        """A failure before a job is there ends the call; a later one is the job's end."""
         async with self._job(request.job, context):
             with self.streams.named(request.stream) as stream:
                 await stream.until_open()
@@ -208,6 +208,7 @@ class FakeNode:
             committed = decode.committed[request.ticket.transfer_id]
             if not committed.done():  # by one that has been given up since
                 committed.set_result(first)
+            await self._before(2, context)
             yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=0.001))
 
     async def _decode(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[Any]:
@@ -294,7 +295,7 @@ class FakeCluster:
         return GenerationRequest(f"r{self._number}", tuple(range(3, 3 + num_prompt)), sampling)
 
     async def updates(self, *requests: GenerationRequest) -> AsyncGenerator[Update, None]:
-        """Those of all of them, one by one."""
+        """Yields those of all of them, one by one."""
         async with aclosing(self.pipeline.generate(requests)) as batches:
             async for batch in batches:
                 for _, update in batch:

@@ -93,7 +93,7 @@ def running_hub(repos: Mapping[str, Path], host: str = "127.0.0.1") -> Iterator[
 
 
 def use(hub: Hub, cache: Path, patch: pytest.MonkeyPatch) -> None:
-    """What HF_ENDPOINT and HF_HUB_CACHE say to a process that starts, said to this one."""
+    """Tells this process what HF_ENDPOINT and HF_HUB_CACHE say to one that starts."""
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
     patch.setattr(constants, "ENDPOINT", hub.url)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

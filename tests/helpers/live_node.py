@@ -88,7 +88,7 @@ class Gate:
         executor.step = self.step  # type: ignore[method-assign]
 
     def let(self, steps: float = math.inf) -> None:
-        """What it holds goes on, and so many steps after it."""
+        """Lets what it holds go on, and so many steps after it."""
         self._left = steps
         self.open.set()
 
@@ -117,8 +117,8 @@ Said = JobTokens | pb.DecodeEvent
 async def run_job(
     channel: grpc.aio.Channel, job: GenerateJob, local_prefill: bool = True
 ) -> AsyncGenerator[Said, None]:
-    """What the node says of a job, until its end, on a stream of its own; closing it cancels the
-    job. Raises the node's typed error."""
+    """Yields what the node says of a job, until its end, on a stream of its own; closing it cancels
+    the job. Raises the node's typed error."""
     stub, name = pb_grpc.DecodeStub(channel), secrets.token_hex(8)
     events = stub.Events(pb.EventsRequest(stream=name))
     call = stub.Run(pb.DecodeRequest(job=job_to_pb(job), local_prefill=local_prefill, stream=name))

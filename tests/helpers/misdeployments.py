@@ -13,7 +13,7 @@ APART: Sequence[tuple[str, dict[str, Any]]] = (("prefill", {}), ("decode", {}))
 
 @dataclass(frozen=True)
 class Misdeployment:
-    """What is wrong, and what is said of it; `…` stands for what differs from one run to the next.
+    """A mistake, and what is said of it; `…` stands for what differs from one run to the next.
     `nodes` are roles with options, `router` are the router's. `then` names what the test does once
     they run."""
 
@@ -114,7 +114,7 @@ MISDEPLOYMENTS = (
     ),
     Misdeployment(
         "digests are switched off",
-        "KV moved, and nobody compared its digests",
+        "KV moved, and its digests were not compared",
         nodes=(("prefill", {}), ("decode", {"no_enable_kv_digests": ""})),
         verdict="warning",
     ),

@@ -25,7 +25,7 @@ class Span:
 
 
 def spans_of(message: Any) -> Iterator[Span]:
-    """Those of an ExportTraceServiceRequest."""
+    """Returns the spans of an ExportTraceServiceRequest."""
     for of_process in message.resource_spans:
         service = str(_values(of_process.resource.attributes)["service.name"])
         for scope in of_process.scope_spans:

@@ -1,4 +1,4 @@
-"""What transformers says: the greedy continuation every topology must give."""
+"""The tokens of transformers: the greedy continuation every topology must give."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ def few() -> list[Topology]:
 
 
 def candidates() -> Iterator[Topology]:
-    """Of up to two stages, and experts in two places: more of them are in `in_turn`."""
+    """Yields those of up to two stages, and experts in two places: more of them are in
+    `in_turn`."""
     small = [each for each in LAYOUTS if each.pp <= 2 and each.ep <= 2]
     factors = (MODELS, small, small, CONNECTORS, EXCHANGES, BLOCK_SIZES)
     every = itertools.starmap(Topology, itertools.product(*factors))

@@ -143,7 +143,7 @@ class WarmCluster(Fleet, Service):
 
     @contextmanager
     def standing_still(self, what: str) -> Iterator[None]:
-        """What waits for `hold(what)` is not over before this is left."""
+        """Holds up what waits for `hold(what)` until this is left."""
         self.hold(what).touch()
         try:
             yield

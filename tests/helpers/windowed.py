@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BloomConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
+    Lfm2Config,
     Llama4TextConfig,
     MinistralConfig,
     MistralConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -92,8 +97,31 @@ STATES = {
         linear_key_head_dim=8,
         linear_value_head_dim=16,
     ),
+    "falcon-h1": FalconH1Config(
+        **{**SIZES, "initializer_range": 0.17},
+        mamba_d_ssm=128,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_chunk_size=16,
+    ),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "conv", "full_attention", "conv"]),
+    "nemotron-h": NemotronHConfig(
+        **{**SIZES, "initializer_range": 0.1},
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        head_dim=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+    ),
 }
-"""Three of four layers have a gated delta net."""
+"""Three of four layers have a gated delta net; all have Mamba-2 beside attention; three a short
+convolution; one has Mamba-2, and two see one token alone."""
 
 THROUGH_TRANSFORMERS = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),
@@ -117,6 +145,27 @@ THROUGH_TRANSFORMERS = {
         floor_scale=32,
         num_local_experts=4,
         moe_layers=[1, 3],
+    ),
+    "bart": BartConfig(
+        vocab_size=512,
+        d_model=64,
+        decoder_layers=3,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=96,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        init_std=0.2,
+        eos_token_id=0,
+        forced_eos_token_id=None,
+    ),
+    "bloom": BloomConfig(
+        vocab_size=512,
+        hidden_size=64,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=0,
     ),
     "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4, eos_token_id=0),
 }

@@ -58,7 +58,7 @@ class Runs:
         self._runs[name] = self._pool.submit(run_kit, folder, args)
 
     def outcomes(self, name: str, part: str) -> Outcomes:
-        """Of the checks that have `part` in their name, once they are over."""
+        """Returns those of the checks that have `part` in their name, once they are over."""
         while True:
             ended = self._runs[name].done()
             checks, outcomes = told.read(self._folder / name)

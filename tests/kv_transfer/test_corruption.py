@@ -89,7 +89,7 @@ class Transfer:
 
 class Trials:
     """Between landing and verification of `transfer`: spoils runs where they lie, has the rank
-    verify them, and mends them; `wanted` faults in all."""
+    verify them, and repairs them; `wanted` faults in all."""
 
     def __init__(self, made: Pair, rng: random.Random, transfer: Transfer, wanted: int) -> None:
         self.faults = 0
@@ -111,11 +111,11 @@ class Trials:
     def try_once(self, rank: int, message: bytes, command: Verify) -> None:
         share = self.rng.choice((0.02, 0.5, 0.9, 1.0, 1.0))
         spoilt = [each for each in command.digests if self.rng.random() < share]
-        mend = [self.spoil(rank, each) for each in spoilt]
+        repairs = [self.spoil(rank, each) for each in spoilt]
         reply = reply_of(self.made.sink_node.ranks[rank].handle(message))
         assert reply.error is None
         assert list(reply.digests) == spoilt  # all of them and no other
-        for place, right in mend:
+        for place, right in repairs:
             place.write(right)
         self.faults += len(spoilt)
 
@@ -129,7 +129,7 @@ class Trials:
         return place, right
 
     def strange(self, rank: int, sent: RunDigest, ids: Sequence[int]) -> np.ndarray:
-        """What was in the blocks before; or what other blocks hold, of this transfer and of
+        """Returns what was in the blocks before; or what other blocks hold, of this transfer and of
         one that had landed before."""
         if self.rng.random() < 0.5:
             old = CacheView(self.before[rank], self.made.sink_node.rects[rank])

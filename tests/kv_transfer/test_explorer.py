@@ -73,7 +73,7 @@ def explore(setting: Setting, choices: int, most_runs: int | None = None) -> Rep
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_events_out_of_turn_break_no_promise(name: str) -> None:
-    """Of two, the first: all that one changes, and the beginning of the others."""
+    """Takes the first two hundred: all that change one event, and the beginning of the others."""
     report = explore(SETTINGS[name], choices=2, most_runs=200)
     assert "activated" in report.outcomes and report.runs == 200
 

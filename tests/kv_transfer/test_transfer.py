@@ -212,7 +212,7 @@ async def test_a_waiting_source_learns_that_the_sink_is_done_with_it() -> None:
 
 
 async def test_the_source_aborts() -> None:
-    """What it has sent may be completed by another one, until the lease lapses."""
+    """The part that it has sent may be completed by another one, until the lease lapses."""
     async with pair("tcp") as made:
         ticket, handoff = await start(made)
         handoff.ready(BlockRun(0, 2), SOURCE_IDS[:2])

@@ -1,4 +1,4 @@
-"""What a rank's extension answers on the node's event loop, and what it leaves to a thread."""
+"""A rank's extension answers some calls on the node's event loop, and leaves others to a thread."""
 
 from __future__ import annotations
 

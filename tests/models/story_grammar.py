@@ -47,7 +47,7 @@ NUMBERS = [
 
 @dataclass(frozen=True)
 class Hero:
-    """Who the story is about, with the words that refer to them."""
+    """The person the story is about, with the words that refer to them."""
 
     name: str
     kind: str

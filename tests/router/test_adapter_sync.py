@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_a_client_that_leaves_leaves_no_half(folder: Path) -> None:
-    """What has begun is done; what has not is not begun."""
+    """A change that has begun is done; another one is not begun."""
     sync = Sync(folder)
     clients = [asyncio.create_task(sync.load(name, "a", False)) for name in ("a", "b")]
     await eventually(lambda: len(sync.told) >= 1)

@@ -71,7 +71,7 @@ def head(
 
 
 async def status(reader: asyncio.StreamReader) -> int:
-    """Of the next answer, whose body is read."""
+    """Returns that of the next answer, whose body is read."""
     return (await answer(reader))[0]
 
 
@@ -141,7 +141,7 @@ async def test_a_gzip_bomb_at_a_metrics_port_is_not_inflated() -> None:
 async def test_a_chunked_bomb_is_inflated_up_to_the_limit(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one who has a key."""
+    """The client has a key."""
     inflated = 0
     steps = Inflater.steps
 
@@ -184,7 +184,7 @@ async def test_an_endless_body_is_answered_and_hung_up_on(
 
 
 async def test_after_a_refused_body_nothing_on_the_connection_is_a_request(site: Site) -> None:
-    """What follows in the stream may be a body's bytes that look like one."""
+    """The rest of the stream may be a body's bytes that look like one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     smuggled = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     writer.write(head("POST /nothing", size=10 * MIB) + smuggled)

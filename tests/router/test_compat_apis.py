@@ -325,7 +325,7 @@ async def test_c11_anthropics_clients_know_their_requests(site: Site) -> None:
 
 
 async def test_c11_thoughts_are_as_openais_package_declares(tmp_path: Path) -> None:
-    """What no tiny model says: `tests/clients` has the rest."""
+    """Answers that no tiny model gives: `tests/clients` has the rest."""
     chat = ChatConfig(reasoning_parser="qwen3")
     async with serve(byte_level_folder(tmp_path), chat=chat) as site:
         site.generator.text = "<think>hm</think>hello"

@@ -1,4 +1,4 @@
-"""What clients word as a constraint, and compiling it where a hostile one hurts nobody."""
+"""Constraints as clients word them, and compiling them where a hostile one hurts nobody."""
 
 from __future__ import annotations
 

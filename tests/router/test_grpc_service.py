@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.app_state import AppState
 from pdserve.router.grpc import service as grpc_service
 from pdserve.router.grpc.service import InferenceServicer
+from waiting import eventually
 
 
 @pytest.fixture
@@ -30,10 +32,14 @@ def generator(tmp_path: Path) -> FakeGenerator:
 
 
 @pytest.fixture
-async def stub(generator: FakeGenerator) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+def service(generator: FakeGenerator) -> InferenceServicer:
     model = served_model(generator.tokenizer)
+    return InferenceServicer(AppState(pipeline=generator, served=model))
+
+
+@pytest.fixture
+async def stub(service: InferenceServicer) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     server = grpc.aio.server()
-    service = InferenceServicer(AppState(pipeline=generator, served=model))
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -84,6 +90,46 @@ async def test_details_name_the_field(
     assert (info.reason, info.domain) == (code, "pdserve")
     assert dict(info.metadata) == {"blame": "client", "retryable": "false"}
     assert told(caught.value, RetryInfo) is None
+
+
+async def test_a_drain_waits_for_calls_and_tells_those_it_cuts_off(
+    stub: inference_pb2_grpc.InferenceStub, service: InferenceServicer, generator: FakeGenerator
+) -> None:
+    async def call(tokens: int) -> list[pb.GenerateResponse]:
+        sampling = pb.SamplingParams(max_tokens=tokens)
+        request = pb.GenerateRequest(text="a", sampling=sampling)
+        return [response async for response in stub.Generate(request)]
+
+    generator.delay, generator.text = 0.02, "hello " * 10
+    whole = asyncio.create_task(call(2))
+    await eventually(lambda: generator.open)
+    await service.drain(60)
+    assert (await whole)[-1].usage.completion_tokens == 2
+    late = asyncio.create_task(call(70))
+    await eventually(lambda: generator.open)
+    await service.drain(0.05)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await late
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE and not generator.open
+    assert dict(caught.value.trailing_metadata())["pdserve-error-code"] == "SHUTTING_DOWN"
+    await service.drain(60)  # there is none
+
+
+async def test_a_router_that_was_just_called_waits_for_balancers(
+    stub: inference_pb2_grpc.InferenceStub,
+    service: InferenceServicer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began = monotonic()
+    await service.quiet(60)
+    assert monotonic() - began < 1, "never called"
+    monkeypatch.setattr(grpc_service, "QUIET", 0.2)
+    [response async for response in stub.Generate(pb.GenerateRequest(text="a"))]
+    called = monotonic()
+    await service.quiet(60)
+    assert 0.1 < monotonic() - called < 30
+    monkeypatch.setattr(grpc_service, "QUIET", 60.0)
+    await service.quiet(0.01)  # within its time-out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What surrounds the generations: requests that are none, other origins, names, the description of
-the API, and what a checkpoint's files say of requests."""
+"""All around the generations: requests that are none, other origins, names, the description of the
+API, and what a checkpoint's files say of requests."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def ask(site: Site, says: str, **fields: Any) -> dict[str, Any]:
 
 
 async def prompt_of(site: Site, **fields: Any) -> dict[str, Any]:
-    """What the template was given."""
+    """Returns what the template was given."""
     await ask(site, "ok", **{"max_tokens": 1, **fields})
     tokens = site.generator.requests[-1].prompt_token_ids
     return json.loads(site.tokenizer.decode(tokens))

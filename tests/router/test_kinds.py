@@ -26,7 +26,7 @@ CODES = ("PEER_LOST", "UNREACHABLE", "OUT_OF_MEMORY", "SEQUENCE_FAILED")
 
 
 class PlainRules:
-    """What placement decides, pair by pair."""
+    """The decisions of placement, pair by pair."""
 
     def __init__(self, registry: Registry, policy: str) -> None:
         self.registry, self.now = registry, registry.now
@@ -112,7 +112,7 @@ class PlainRules:
 
 
 class History:
-    """What may happen to a cluster, in any order."""
+    """The events that may happen to a cluster, in any order."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -1,5 +1,5 @@
-"""What a router believes nodes have cached: nothing that they did not say in order, or that cannot
-be."""
+"""A router's belief of what nodes have cached: nothing that they did not say in order, or that
+cannot be."""
 
 from __future__ import annotations
 

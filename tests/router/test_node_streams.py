@@ -126,7 +126,7 @@ def say(writer: JobWriter, position: int = 0) -> None:
 
 
 def kinds(message: pb.StepEvents) -> list[str | None]:
-    """Of all that is in a message."""
+    """Returns the kinds of all that is in a message."""
     return [
         "tokens" if isinstance(each, JobTokens) else each.event().WhichOneof("event")
         for each in decode_events(message.events)

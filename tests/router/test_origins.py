@@ -102,7 +102,7 @@ async def test_a_form_of_another_site_without_an_origin_is_refused(site: Site) -
 
 
 async def test_every_answer_to_a_page_that_may_not_ask_is_without_leave(site: Site) -> None:
-    """Those of requests that do not parse, too."""
+    """Answers to requests that do not parse have them, too."""
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     writer.write(b"GET / HTTP/1.1\r\nOrigin: https://evil.example\r\nno colon\r\n\r\n")
     async with asyncio.timeout(60):

@@ -24,10 +24,13 @@ from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.policy import (
     BUILT_IN,
+    Cost,
     Policy,
     PolicyRequest,
     PowerOfTwo,
     PrefixAware,
+    Rates,
+    Sessions,
     load_policy,
 )
 from pdserve.router.cluster.registry import Registry
@@ -108,6 +111,90 @@ def test_power_of_two_takes_the_less_loaded_of_two() -> None:
     assert chosen.count("n1") == pytest.approx(200, abs=40) and "n2" not in chosen
     assert choose(policy, wants(9), some[:1]) == "n0"
     assert policy.choose(wants(9), PlainNodes([])) is None
+
+
+# ---- cost ----
+
+RATES = Rates(prefill=1e-3, step=0.02, sequence=1e-3, transfer=1e-5)
+
+
+def measured(*loads: int, rates: Rates = RATES) -> list[PlainNode]:
+    found = nodes(*loads)
+    for node in found:
+        node.rates = rates
+    return found
+
+
+def test_a_prompt_costs_what_is_queued_and_what_is_not_cached() -> None:
+    some = measured(0, 500, 0)
+    assert choose(Cost(), wants(1000, {some[1]: 600}), some) == "n1"
+    assert choose(Cost(), wants(1000, {some[1]: 400}), some) in ("n0", "n2")
+    some[1].replicas = 2
+    assert choose(Cost(), wants(1000, {some[1]: 400}), some) == "n1"
+
+
+def test_a_node_that_computes_faster_may_queue_more() -> None:
+    some = measured(1500, 900)
+    some[0].rates = RATES._replace(prefill=5e-4)
+    assert choose(Cost(), wants(1000), some) == "n0"
+    some[0].rates = RATES._replace(prefill=7e-4)
+    assert choose(Cost(), wants(1000), some) == "n1", "no more than the noise of a measurement"
+    some[0].rates = Rates()  # one that has not measured yet is like the others
+    assert choose(Cost(), wants(1000), some) == "n1"
+
+
+def test_work_done_twice_costs_more_on_busy_nodes() -> None:
+    some, policy = measured(700, 0), Cost()
+    ask = partial(wants, 1000, {some[0]: 600})
+    assert choose(policy, ask(), some) == "n1", "idle ones: the wait is longer than what is saved"
+    for turn in range(60):
+        for node in some:
+            policy.placed(wants(800, now=float(turn)), node)
+    assert choose(policy, ask(now=60.0), some) == "n0"
+
+
+def test_cost_deals_out_new_prompts_and_takes_a_hot_one_to_all_nodes() -> None:
+    some, policy = measured(0, 0, 0, 0), Cost()
+    chosen = [choose(policy, wants(1000, now=turn / 100), some) for turn in range(40)]
+    assert [chosen.count(node.id) for node in some] == [10] * 4
+    some, policy = measured(0, 0), Cost()
+    cached = {some[0]: 900}
+    chosen = []
+    for turn in range(30):  # at once: what is placed queues
+        chosen.append(choose(policy, wants(1000, cached, now=turn / 1000), some))
+        some[int(chosen[-1][1:])].num_prefill_tokens += 100 if chosen[-1] == "n0" else 1000
+    assert 1 <= chosen.count("n1") <= 5
+
+
+def test_an_answer_slows_down_those_that_run() -> None:
+    some = measured(0, 0)
+    some[0].num_requests, some[1].num_requests = 3, 8
+    assert choose(Cost(), wants(1000, role="decode"), some) == "n0"
+    assert choose(Cost(), wants(10**6, {some[1]: 999_999}, "decode"), some) == "n1", "a transfer"
+    some[1].rates = RATES._replace(step=0.002, sequence=1e-4)
+    assert choose(Cost(), wants(1000, role="decode"), some) == "n1"
+    some[1].num_prefill_tokens = 10_000
+    assert choose(Cost(), wants(1000, role="both"), some) == "n0"
+
+
+def test_a_session_stays_until_the_queue_is_longer_than_what_is_saved() -> None:
+    some, policy = measured(0, 0), Cost()
+    first = PolicyRequest("prefill", 1000, 0.0, session="s")
+    home = choose(policy, first, some)
+    again = PolicyRequest("prefill", 1100, 1.0, session="s")
+    assert choose(policy, again, some) == home
+    assert choose(policy, PolicyRequest("prefill", 1000, 1.0, session="t"), some) != home
+    some[int(home[1:])].num_prefill_tokens = 9000
+    assert choose(policy, PolicyRequest("prefill", 1200, 2.0, session="s"), some) != home
+
+
+def test_sessions_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sessions, "MOST", 2)
+    sessions, (node,) = Sessions(), nodes(0)
+    for name in "abc":
+        sessions.placed(PolicyRequest("prefill", 100, 0.0, session=name), node)
+    left = [sessions.missing(PolicyRequest("prefill", 100, 0.0, session=n), node) for n in "abc"]
+    assert left == [100, 1, 1]
 
 
 # ---- the kit ----
@@ -198,7 +285,7 @@ def test_the_kit_has_a_command() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nonsense", "choose one of: least-load, power-of-two, prefix-aware, round-robin"),
+        ("nonsense", "choose one of: cost, least-load, power-of-two, prefix-aware, round-robin"),
         ("json:loads", "not a subclass of"),
         ("json:Loads", "has no attribute"),
         ("no.such:Thing", "cannot import"),

@@ -83,9 +83,9 @@ def test_adapters_and_salts_are_apart() -> None:
 def test_a_prompt_is_hashed_only_as_far_as_somebody_has_it() -> None:
     index, tokens = PrefixIndex(), list(range(4000))
     blocks = prompt(tokens)
-    assert index.match(blocks) == {} and len(blocks._hashes) == 1
+    assert index.match(blocks) == {} and blocks.num_hashed == 1
     index.store("a", hashes(tokens)[:100])
-    assert index.match(blocks) == {"a": 100} and len(blocks._hashes) < 200
+    assert index.match(blocks) == {"a": 100} and blocks.num_hashed < 200
 
 
 def test_memory_is_bounded_and_what_came_first_goes_first() -> None:

@@ -366,7 +366,7 @@ async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
 
 
 async def test_the_first_error_of_a_prompt_is_the_answers() -> None:
-    """What came before it is read first; what comes after it is not."""
+    """Events that came before it are read first; later ones are not."""
 
     async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
         put(DELTA)
@@ -430,8 +430,9 @@ async def test_the_prompts_of_a_body_begin_and_end_a_few_at_a_time() -> None:
 
 
 async def test_a_body_of_many_prompts_begins_some_of_them_at_a_time() -> None:
-    """What has begun is a hundred objects each, all of which the garbage collector looks through
-    while the event loop stands still: 1,024 prompts of one body must not be felt by others."""
+    """A request that has begun is a hundred objects, all of which the garbage collector looks
+    through while the event loop stands still: 1,024 prompts of one body must not be felt by
+    others."""
     begun = ended = most = 0
     release = asyncio.Event()
 
@@ -683,6 +684,15 @@ RUDE: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
 WORKED = {"landed again", "more than max_tokens", "the end before the last token"}
 
 
+async def test_a_prefill_node_whose_answer_is_late_is_named(pair: FakeCluster) -> None:
+    over = asyncio.Event()
+    pair["p0"].tells = lambda _: ()
+    pair["p0"].on_token[2] = lambda _: over.wait()
+    line = (await pair.ask()).timeline
+    over.set()
+    assert line.prefill_node == "p0"
+
+
 @pytest.mark.parametrize("rude", RUDE)
 async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude: str) -> None:
     """Its request goes on elsewhere, and its client sees nothing of it. A decode node that makes
@@ -770,7 +780,7 @@ async def test_a_node_that_freezes_while_it_drains_is_left(
 ) -> None:
     """It sends no heartbeats any more, so only its silence towards the router tells."""
     monkeypatch.setattr(probes, "PROBE_TIMEOUT", 1.5)
-    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 5.0}
+    names, beats = ("p0", "d0", "d1"), {"heartbeat_interval": 0.1, "heartbeat_timeout": 3.0}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         async with fake_cluster(tmp_path, names, watched=True, **beats) as cluster:
 

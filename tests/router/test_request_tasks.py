@@ -26,7 +26,7 @@ ROUTER = str(ROOT / "router") + os.sep
 
 
 class Tasks:
-    """Those that the router makes for requests with an id, by the name of their coroutine."""
+    """The tasks that the router makes for requests with an id, by the name of their coroutine."""
 
     def __init__(self) -> None:
         self.made: list[str] = []

@@ -113,7 +113,7 @@ def ask(writer: asyncio.StreamWriter, version: str = "1.1", **fields: Any) -> No
 
 
 async def ends(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the server closes the connection."""
+    """Returns what comes until the server closes the connection."""
     try:
         async with asyncio.timeout(60):
             return await reader.read(-1)

@@ -21,6 +21,7 @@ from pdserve.common.obs.logging import request_id_var
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
+from pdserve.router.requests.admission import Ask
 from pdserve.router.requests.generation import GenerationStats, TextDelta
 from pdserve.router.requests.stages import Phase, RequestArrival, Stages, arrival_var
 from pdserve.router.requests.timelines import MAX_FOUND
@@ -45,7 +46,7 @@ async def pause(context: Any) -> None:
 
 
 def tells(node: FakeNode, field: str, **values: float) -> None:
-    """What the node says of its time in events of this kind."""
+    """Changes what the node says of its time in events of this kind."""
 
     def change(event: Any) -> Iterable[Any]:
         if not isinstance(event, pb.TokenEvent) and event.HasField(field):
@@ -146,7 +147,7 @@ async def test_waiting_for_a_place_is_queue(tmp_path: Path) -> None:
             tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
 
             async def hold() -> None:
-                async with cluster.pipeline.admission.slot():
+                async with cluster.pipeline.admission.slot(Ask()):
                     await asyncio.sleep(DELAY)
 
             holding = asyncio.create_task(hold())
@@ -249,7 +250,7 @@ async def test_what_a_node_that_computes_the_prompt_had_cached_is_told(tmp_path:
 
 
 async def silent(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Of a node that works, and says nothing of it."""
+    """The node works, and says nothing of it."""
     async for _ in events:
         pass
     await asyncio.Event().wait()

@@ -1,4 +1,5 @@
-"""What the processes of one router ask each other, and how their answers become one."""
+"""The questions that the processes of one router ask each other, and how their answers become
+one."""
 
 from __future__ import annotations
 
@@ -71,6 +72,18 @@ def test_of_the_dead_only_what_they_counted_stays() -> None:
         "pdserve_request_success_total", "vllm:ttft_bucket", "vllm:ttft_count", "vllm:ttft_sum"
     }  # fmt: skip
     assert samples(merged_metrics(("", counts_of_dead(""))).decode()) == {}
+
+
+def test_a_node_of_which_workers_think_otherwise_is_one() -> None:
+    def text(**states: int) -> str:
+        lines = [f'pdserve_nodes{{role="decode",state="{s}"}} {n}.0' for s, n in states.items()]
+        return "\n".join(["# TYPE pdserve_nodes gauge", *lines, ""])
+
+    merged = merged_metrics((text(ready=1), text(ready=1, lost=1), text(ready=2))).decode()
+    assert samples(merged) == {
+        ("pdserve_nodes", "decode", "ready"): 1,
+        ("pdserve_nodes", "decode", "lost"): 1,
+    }
 
 
 def test_a_death_is_counted() -> None:
@@ -164,8 +177,8 @@ def view(pid: int, running: int, others: int, **more: Any) -> dict[str, Any]:
     refused = {"reason": "no", "port": "registry", "count": pid, "seconds_ago": 1.0}
     return {
         "pid": pid, "ready": True, "reason": "ok", "running": running, "waiting": 1, "places": 9,
-        "uptime_seconds": 5.0, "nodes": [node], "pairings": [], "flows": [flow],
-        "broken_links": [], "refused": [refused], **more,
+        "uptime_seconds": 5.0, "first_token_seconds": None, "nodes": [node], "pairings": [],
+        "flows": [flow], "broken_links": [], "refused": [refused], **more,
     }  # fmt: skip
 
 

@@ -123,6 +123,16 @@ def test_the_queue_s_limits_refuse() -> None:
     assert (row["requests"], row["refused"], row["good"]) == (10, 6, 0.1)
 
 
+def test_an_slo_refuses_what_would_be_late() -> None:
+    """A prompt takes 0.1 s; they come twice as fast."""
+    arrivals = [Arrival(0.05 * i, 1000, [], output_tokens=2) for i in range(200)]
+    late = run(arrivals, times=linear(10_000))
+    kept = run(arrivals, times=linear(10_000), slo_ttft=1.0)
+    assert set(kept.refused) == {"SLO_TTFT"} and not late.refused
+    assert kept.good(1.0, 0.0) > 3 * late.good(1.0, 0.0)
+    assert kept.good(1.0, 0.0) > 0.9 * len(kept.answered)
+
+
 def test_one_system_prompt_is_shared_by_all_nodes() -> None:
     found = run(shared_prompt(300, 20.0), "3P1D", linear(10_000), "prefix-aware")
     assert found.imbalance < 1.1 and found.hit_ratio > 0.7

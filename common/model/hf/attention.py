@@ -73,10 +73,14 @@ class Style:
     softcap: float | None = None  # scores become `softcap · tanh(score / softcap)` (Gemma 2)
     sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax, without a value
     temperature: Temperature | None = None
+    slopes: tuple[float, ...] | None = None
+    """[heads]: a key adds `slope · its position` to its score (ALiBi)."""
 
 
 class Answers(ABC):
     """Answers the layers' attention while a model runs."""
+
+    positions: Tensor  # [T] of the tokens
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
@@ -85,7 +89,11 @@ class Answers(ABC):
 
     @abstractmethod
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """Computes a layer with a state; returns `[T, value heads, value_dim]`."""
+        """Computes a layer with a delta net; returns `[T, value heads, value_dim]`."""
+
+    @abstractmethod
+    def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
+        """Computes a layer with states of another kind, a `mixers.Mixer`: `[1, T, size]` each."""
 
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:  # noqa: B027  # there may be none
         """Adds what LoRA adapters make of a linear layer's input to its output, in place."""
@@ -125,6 +133,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    slopes: tuple[float, ...] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface: `[1, heads, T, D]` → `[1, T, heads, Dv]`."""
@@ -137,7 +146,7 @@ def attend(
     else:
         mask = Mask(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    style = Style(scale, mask, softcap, s_aux, getattr(module, "temperature", None))
+    style = Style(scale, mask, softcap, s_aux, getattr(module, "temperature", None), slopes)
     return running().attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]
 
 
@@ -177,7 +186,8 @@ class StyledAttention(TorchAttention):
             keys, values = (self.read(plane, group.gather, group.length) for plane in cache)
             queries = q[group.rows].view(len(group.rows), kv_heads, -1, dim)
             sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1)
-            found = _attention(queries, keys, values, group.mask, style, sinks)
+            mask = self._biased(group.mask, group.length, style)
+            found = _attention(queries, keys, values, mask, style, sinks)
             out[group.rows] = found.reshape(len(group.rows), -1, dim)
         for chunk in context.chunks:
             rows = slice(chunk.start, chunk.end)
@@ -189,10 +199,20 @@ class StyledAttention(TorchAttention):
             mask = chunk.mask
             if mask is None:
                 mask = self._mask(torch.arange(chunk.length), chunk.length)
+            if (biased := self._biased(None, chunk.length, style)) is not None:
+                mask = mask + biased[:, :, None]
             sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1, 1)
             found = _attention(queries, keys[:, None], values[:, None], mask, style, sinks)
             out[rows] = found.permute(2, 0, 1, 3).reshape(chunk.end - chunk.start, -1, dim)
         return out[..., :size]
+
+    def _biased(self, mask: Tensor | None, length: int, style: Style) -> Tensor | None:
+        """Adds ALiBi's bias, float32 `[kv_heads, G, length]`, to a mask `[B, 1, 1, length]`."""
+        if style.slopes is None:
+            return mask
+        slopes = torch.tensor(style.slopes, device=self.device).view(self.shape.num_kv_heads, -1, 1)
+        bias = slopes * torch.arange(1 - length, 1, device=self.device)
+        return bias if mask is None else mask + bias
 
 
 def _attention(
@@ -200,7 +220,7 @@ def _attention(
 ) -> Tensor:
     """`[…, Q, D] × […, L, D] → […, Q, D]`; k and v may have leading sizes of 1. `mask` is added to
     the scores."""
-    if style.softcap is None and sinks is None:
+    if style.softcap is None and sinks is None and style.slopes is None:
         shape = (*q.shape[:-2], *k.shape[-2:])
         return F.scaled_dot_product_attention(
             q, k.expand(shape), v.expand(shape), attn_mask=mask, scale=style.scale

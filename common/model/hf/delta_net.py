@@ -13,8 +13,11 @@ from torch import Tensor
 from pdserve.common.model.delta_net import DeltaInputs, DeltaSizes
 from pdserve.common.model.hf.attention import running
 
-MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+MODEL_TYPES = frozenset({"olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Text models whose layers of linear attention are gated delta nets as below."""
+
+
+_ENDS = (("norm", "o_norm"), ("out_proj", "o_proj"))
 
 
 def take_delta_nets(model: Any) -> None:
@@ -41,7 +44,11 @@ def _by_unit(net: Any, mixed: Tensor) -> Tensor:
 
 def _forward(net: Any, hidden_states: Tensor, **_: Any) -> Tensor:
     """`[1, T, hidden]` → `[1, T, hidden]`."""
-    if hasattr(net, "in_proj_qkvz"):  # Qwen3-Next
+    if hasattr(net, "g_proj"):  # OLMo Hybrid
+        products = (net.q_proj, net.k_proj, net.v_proj)
+        mixed = torch.cat([each(hidden_states) for each in products], dim=-1)
+        z, b, a = (each(hidden_states) for each in (net.g_proj, net.b_proj, net.a_proj))
+    elif hasattr(net, "in_proj_qkvz"):  # Qwen3-Next
         projected = net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states)
         *parts, z, b, a = net.fix_query_key_value_ordering(*projected)
         mixed = torch.cat([each.flatten(2) for each in parts], dim=-1)
@@ -49,15 +56,19 @@ def _forward(net: Any, hidden_states: Tensor, **_: Any) -> Tensor:
         mixed, z = net.in_proj_qkv(hidden_states), net.in_proj_z(hidden_states)
         b, a = net.in_proj_b(hidden_states), net.in_proj_a(hidden_states)
     decays = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
+    betas = b.sigmoid().float()
+    if getattr(net, "allow_neg_eigval", False):
+        betas = betas * 2.0
     units = net.num_k_heads
     inputs = DeltaInputs(
         _sizes(net),
         _by_unit(net, mixed[0]),
         decays[0].unflatten(-1, (units, -1)),
-        b[0].sigmoid().float().unflatten(-1, (units, -1)),
+        betas[0].unflatten(-1, (units, -1)),
         net.by_unit,
     )
     found = running().recur(net.layer_idx, inputs)
-    found = net.norm(found.flatten(0, 1), z.reshape(-1, net.head_v_dim))
-    out: Tensor = net.out_proj(found.view(*hidden_states.shape[:2], -1))
+    norm, project = (getattr(net, a, None) or getattr(net, b) for a, b in _ENDS)
+    found = norm(found.flatten(0, 1), z.reshape(-1, net.head_v_dim))
+    out: Tensor = project(found.view(*hidden_states.shape[:2], -1))
     return out

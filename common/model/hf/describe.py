@@ -3,10 +3,10 @@ built without memory and runs once, and each layer's attention says what it keep
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
 from pdserve.common.model.delta_net import DeltaInputs
+from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
-from pdserve.common.model.hf.delta_net import MODEL_TYPES, take_delta_nets
+from pdserve.common.model.hf.delta_net import MODEL_TYPES
 from pdserve.common.model.hf.experts import experts_of
 from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
+from pdserve.common.model.hf.mixers import BESIDE, MIXERS, Mixer
+from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.pipeline import decoder_layers
+from pdserve.common.model.hf.positions import takes_positions
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +42,17 @@ NUM_TOKENS = 3  # of the run
 MAX_REASON = 160  # characters of another library's error
 LAYERS = {
     "conv": "a short convolution, whose state is not supported",
-    "linear_attention": "linear attention or a Mamba mixer: recurrent state is not supported",
-    "hybrid": "attention beside a Mamba mixer: recurrent state is not supported",
-    "hybrid_sliding": "attention beside a Mamba mixer: recurrent state is not supported",
+    "linear_attention": "linear attention or a Mamba mixer of a kind that is not supported",
+    "hybrid": "attention beside a recurrent state, which is not supported",
+    "hybrid_sliding": "attention beside a recurrent state, which is not supported",
     "indexed_attention": "sparse attention with an indexer, whose keys are not supported",
     "minimax_m3_sparse": "attention to selected blocks, which is not supported",
     "compressed_sparse_attention": "attention to compressed tokens, which is not supported",
     "heavily_compressed_attention": "attention to compressed tokens, which is not supported",
 }
 """Why layers of these types of transformers cannot run on the paged cache."""
-_GIVEN_MASKS = {"full_attention": Mask(), "linear_attention": None}
-"""Masks by the type of layer, of classes that would look at the values of a mask."""
+KEEP_NOTHING = ("mlp", "moe")
+"""Types of layers that see one token alone."""
 _NO_INTERFACE = "{} does not use transformers' attention interface"
 
 
@@ -71,15 +75,12 @@ class Call:
 class StateCall:
     """How a layer with a state was computed."""
 
-    inputs: DeltaInputs
-
-    @property
-    def kv(self) -> LayerKV:
-        return LayerKV.of_state(self.inputs.mixed.shape[1], self.inputs.sizes.numbers)
+    kv: LayerKV
 
 
 @dataclass(slots=True)
 class Recorder(Answers):
+    positions: Tensor
     calls: dict[int, Call | StateCall] = field(default_factory=dict)
     linears: set[str] = field(default_factory=set)  # called ones of those that are asked for
     repeated: bool = False
@@ -93,10 +94,19 @@ class Recorder(Answers):
         self.linears.add(linear)
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        self.repeated |= layer in self.calls
-        self.calls[layer] = StateCall(inputs)
         tokens, units, _ = inputs.mixed.shape
+        self._note(layer, LayerKV.of_state(units, inputs.sizes.numbers))
         return inputs.mixed.new_empty(tokens, units * inputs.sizes.ratio, inputs.sizes.value_dim)
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        called = self.linears.copy()
+        self._note(mixer.layer, LayerKV.of_state(1, mixer.numbers(hidden)))
+        self.linears = called  # its own ones see tokens otherwise than a step has them
+        return torch.empty_like(hidden)
+
+    def _note(self, layer: int, kv: LayerKV) -> None:
+        self.repeated |= layer in self.calls
+        self.calls[layer] = StateCall(kv)
 
 
 def model_class(config: Any) -> type[PreTrainedModel]:
@@ -150,9 +160,10 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"transformers has no model type {kind!r}, which config.json names")
     try:
-        found = CONFIG_MAPPING[kind].from_dict(config)
+        known = CONFIG_MAPPING[kind]
+        found = known.from_dict(known._decode_special_floats(config))  # infinity, as it writes
     except Exception as error:  # whatever a config class of transformers checks
-        why = first_line(error)
+        why = first_line(Exception(str(error.__cause__ or error).partition(". Errors:")[0]))
         raise ConfigError(f"transformers cannot read {folder}/config.json: {why}") from error
     return _text_of(found)
 
@@ -173,31 +184,66 @@ def _text_of(config: Any) -> Any:
 
 def build(config: Any, dtype: torch.dtype | None = None) -> Any:
     """Returns the model on the meta device, without memory, to be described."""
+    list_attentions(config)
     config._experts_implementation = "batched_mm"  # without sizes that depend on the data
     with torch.device("meta"):
-        model = (
-            model_class(config)
-            ._from_config(config, attn_implementation=OUTLINE, dtype=dtype)
-            .eval()
+        kind, options = model_class(config), {"attn_implementation": OUTLINE, "dtype": dtype}
+        model = kind._from_config(config, **options).eval()
+    _pass_experts(model)
+    if not adapt(model):
+        raise ConfigError(
+            f"{name_of(config)} takes no positions: it counts the tokens of one sequence, and a "
+            "step has tokens of several"
         )
-        take_delta_nets(model)
-        return model
+    return model
+
+
+def _pass_experts(model: Any) -> None:
+    """Lets mixtures whose code looks at where tokens go return tensors of the right sizes."""
+
+    def experts(x: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(x)
+
+    for net in model.modules():
+        if type(net).__name__ in ("DbrxExperts", "JetMoeMoE", "LongcatFlashExperts"):
+            net.forward = experts
+        elif type(net).__name__ == "JetMoeMoA":  # of queries and outputs
+            net.map = partial(_mapped, net.top_k, net.hidden_size)
+            net.reduce = partial(_reduced, net.input_size)
+
+
+def _mapped(top_k: int, size: int, x: Tensor) -> tuple[Tensor, None, None]:
+    return x.new_empty(*x.shape[:2], top_k, size), None, None
+
+
+def _reduced(size: int, x: Tensor, _: None) -> Tensor:
+    return x.new_empty(*x.shape[:2], size)
 
 
 def run_outline(model: Any) -> Recorder:
     """Runs a model that `build` has made, and returns how its layers attended. Raises whatever a
     class of transformers does."""
-    recorder = Recorder()
+    recorder = Recorder(torch.arange(NUM_TOKENS, device="meta"))
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
-    positions = torch.arange(NUM_TOKENS, device="meta")[None]
+    base = layers_of(model)[1]
+    told = {"position_ids": recorder.positions[None]} if takes_positions(base) else {}
     with answering(recorder):
-        model(
+        base(
             input_ids=tokens,
-            attention_mask=_GIVEN_MASKS if _has_states(model.config) else torch.ones_like(tokens),
-            position_ids=positions,
+            attention_mask=_masks(model.config) or torch.ones_like(tokens),
             use_cache=False,
+            **told,
         )
     return recorder
+
+
+def _masks(config: Any) -> dict[str, Mask | None]:
+    """Returns masks by the type of layer, for classes that would look at the values of a mask."""
+    if not _has_states(config):
+        return {}
+    window = getattr(config, "sliding_window", None)
+    masks = {"full_attention": Mask(), "sliding_attention": Mask(window)}
+    return {**masks, "linear_attention": None, "conv": None}
 
 
 def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
@@ -206,11 +252,11 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     model_class(config)
     name = name_of(config)
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type in LAYERS and not (layer_type == "linear_attention" and _has_states(config)):
+        known = ("hybrid",) if config.model_type in BESIDE else ("conv", "linear_attention")
+        if layer_type in LAYERS and not (layer_type in known and _has_states(config)):
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
     try:
         model = build(config)
-        _check_forward(name, model)
         linears = _linears(model, config)
         let_adapt(linears)
         with torch.inference_mode():
@@ -232,7 +278,6 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     calls = _checked(name, config, recorder)
     stored = _stored(name, folder, overrides)
     outline = Outline.from_folder(folder, overrides)
-    layers = [call.kv for call in calls]
     attends = next((call for call in calls if isinstance(call, Call)), None)
     if attends is None:
         raise ConfigError(f"{name} has no layer with attention, which is not supported")
@@ -254,8 +299,8 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        layer_windows=tuple(each.window for each in layers),
-        layer_kv=tuple(_shared(calls, layers)),
+        layer_windows=tuple(None if each is None else each.kv.window for each in calls),
+        layer_kv=tuple(_shared(calls)),
         dtype=outline.dtype,
         eos_token_ids=outline.eos_token_ids,
         impl="transformers",
@@ -272,7 +317,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
 def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
     """Returns the linear layers within decoder layers, by name."""
     try:
-        layers, _ = decoder_layers(model, int(config.num_hidden_layers))
+        layers, _ = decoder_layers(model, getattr(config, "num_hidden_layers", 0))
     except ConfigError:  # none is known
         return {}
     found = linears_of(model)
@@ -280,42 +325,26 @@ def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
 
 
 def _has_states(config: Any) -> bool:
-    return config.model_type in MODEL_TYPES
+    return config.model_type in MODEL_TYPES or config.model_type in MIXERS
 
 
-def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Returns (name, module) of the class's embedding and layers, without the head."""
-    name = model.base_model_prefix
-    if hasattr(model, name):
-        return name, getattr(model, name)
-    (found,) = (each for each in model.named_children() if isinstance(each[1], PreTrainedModel))
-    return found
-
-
-def _check_forward(name: str, model: PreTrainedModel) -> None:
-    """Raises ConfigError unless the class is told the positions of its tokens."""
-    if "position_ids" not in inspect.signature(layers_of(model)[1].forward).parameters:
-        raise ConfigError(
-            f"{name} takes no positions: it counts the tokens of one sequence, and a step has "
-            "tokens of several"
-        )
-    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
-        raise ConfigError(f"{name} numbers its positions from its padding token on")
-
-
-def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCall]:
-    """Returns the calls in order of layers. Raises ConfigError unless every layer attends once, and
-    in a way that the paged cache can answer."""
-    layers = int(config.num_hidden_layers)
+def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCall | None]:
+    """Returns the calls in order of layers; None: of layers that see one token alone. Raises
+    ConfigError unless every other layer attends once, and in a way that the paged cache can
+    answer."""
+    layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+    if config.model_type in BESIDE:
+        layers *= 2
     if not recorder.calls:
         raise ConfigError(_NO_INTERFACE.format(name))
+    kinds = getattr(config, "layer_types", None) or [""] * layers
     for layer in range(layers):
-        if layer not in recorder.calls:
+        if layer not in recorder.calls and kinds[layer] not in KEEP_NOTHING:
             raise ConfigError(
                 f"{name}: layer {layer} does not use transformers' attention interface"
             )
-    calls = [recorder.calls[layer] for layer in range(layers)]
-    if recorder.repeated or len(recorder.calls) != layers:
+    calls = [recorder.calls.get(layer) for layer in range(layers)]
+    if recorder.repeated or max(recorder.calls) >= layers:
         raise ConfigError(f"{name}: layers that attend more than once a token are not supported")
     for layer, call in enumerate(calls):
         if isinstance(call, Call) and call.style.mask.oddity:
@@ -323,15 +352,18 @@ def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCal
     return calls
 
 
-def _shared(
-    calls: Sequence[Call | StateCall], layers: Sequence[LayerKV]
-) -> Iterator[LayerKV | int]:
-    """Yields what each layer keeps; the first layer that has its keys, if that is another one."""
+def _shared(calls: Sequence[Call | StateCall | None]) -> Iterator[LayerKV | int]:
+    """Yields what each layer keeps; the first layer that has its keys, if that is another one; its
+    own number, if it keeps nothing."""
     owners: dict[int, int] = {}
-    for layer, (call, kv) in enumerate(zip(calls, layers, strict=True)):
+    for layer, call in enumerate(calls):
+        if call is None:
+            yield layer
+            continue
         keys = call.k if isinstance(call, Call) else call
         owner = owners.setdefault(id(keys), layer)
-        yield kv if owner == layer or layers[owner] != kv else owner
+        first = calls[owner]
+        yield call.kv if owner == layer or first is None or first.kv != call.kv else owner
 
 
 def _intermediate_size(config: Any) -> int:

@@ -59,7 +59,8 @@ class Layout:
         if group.size > 1:
             cuts = split(model, group, self.way, self.layers, self.gather_kv, self.spread)
         layers = model.get_submodule(self.layers) if self.layers else ()
-        model.stage_run = StageRun(model, layers, stage, self.tuples)
+        part = stage.over(len(self.heads) // len(layers)) if layers else stage
+        model.stage_run = StageRun(model, layers, part, self.tuples)
         return cuts
 
 
@@ -74,6 +75,13 @@ def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage, experts
         return Layout("", (Heads(),) * spec.num_layers)
     model = fresh()
     name, layers = decoder_layers(model, spec.num_layers)
+    if (places := spec.num_layers // len(layers)) > 1 and (
+        stage.start % places or stage.end % places
+    ):
+        raise ConfigError(
+            f"{spec.architecture}: each layer counts as {places}, so stages must have multiples of "
+            f"{places}: use --pipeline-partition"
+        )
     tuples = 0 if stage.first and stage.last else _tuples(spec, model, layers)
     if size == 1:
         return Layout(name, (Heads(),) * spec.num_layers, tuples=tuples)
@@ -132,6 +140,9 @@ def _heads(
     """Compares how the layers attend, whole and split."""
     found = []
     for layer in range(spec.num_layers):
+        if layer not in whole:
+            found.append(Heads())
+            continue
         has, had = part[layer], whole[layer]
         if isinstance(has, StateCall) or isinstance(had, StateCall):
             found.append(Heads())  # a rank has the inputs of all heads, of which it takes its own

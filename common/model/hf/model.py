@@ -30,21 +30,22 @@ from pdserve.common.model.attention import (
 )
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.decoder import Decoder, places
-from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs
+from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs, scan
 from pdserve.common.model.dequantize import model_view
 from pdserve.common.model.folder import ModelFolder
+from pdserve.common.model.hf.adapt import adapt
 from pdserve.common.model.hf.attention import (
     NAME,
     Answers,
     Style,
     StyledAttention,
-    take_temperatures,
 )
-from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.describe import first_line, model_class, read_config
 from pdserve.common.model.hf.layout import Heads, Layout, choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, part_of
 from pdserve.common.model.hf.loading import Prepare, partial_class
+from pdserve.common.model.hf.mixers import Mixer
+from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.parallel import Cut
 from pdserve.common.model.hf.pipeline import check_stage
 from pdserve.common.model.hf.steps import ClassSteps, Recorded, Steps
@@ -84,8 +85,7 @@ class TransformersModel(Decoder):
         self._parts = {
             name: part_of(name, each, sizes[name], model.cuts) for name, each in linears.items()
         }
-        take_temperatures(model)
-        take_delta_nets(model)
+        adapt(model)
         self._places = places(spec.kv_groups, self.stage)
         self._steps: Steps = ClassSteps(model, linears)
         self.attentions: list[StepBackend] = [
@@ -142,7 +142,8 @@ class TransformersModel(Decoder):
         """Returns the shape of a backend that attends as the layer asks; None if none does."""
         style: Style = node.target.style  # type: ignore[union-attr]
         sizes = {each.meta["shape"][3] for each in node.args[:3]}  # type: ignore[union-attr]
-        odd = any(each is not None for each in (style.softcap, style.sinks, style.temperature))
+        asked = style.softcap, style.sinks, style.temperature, style.slopes
+        odd = any(each is not None for each in asked)
         if odd or sizes != {kv.head_dim} or self.layout.heads[layer] != Heads():
             return None
         return self._shape(kv, style.scale) if self.place(layer)[2] else None
@@ -202,7 +203,7 @@ class _Step(Answers):
         kv_caches: Sequence[Tensor],
         lora: LoRA | None,
     ) -> None:
-        self._model, self._positions, self._lora = model, positions, lora
+        self._model, self.positions, self._lora = model, positions, lora
         self._contexts, self._caches = contexts, kv_caches
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
@@ -215,7 +216,7 @@ class _Step(Answers):
                 None
             ]
         if style.temperature is not None:
-            q = style.temperature.scaled(q, self._positions)
+            q = style.temperature.scaled(q, self.positions)
         cache, context = self._caches[group][index], self._contexts[group]
         ranks, heads = self._model.group, self._model.layout.heads[layer]
         if heads.whole_queries:
@@ -227,6 +228,10 @@ class _Step(Answers):
         if heads.whole_keys:
             mine = slice(*self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size))
             k, v = k[:, mine], v[:, mine]
+        if style.slopes is not None and ranks.size > 1:
+            share = q.shape[1]
+            mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+            style = replace(style, slopes=style.slopes[mine])
         out = attention.attend_styled(q, k, v, style, cache, context, stores)
         return (ranks.all_gather(out, dim=1) if heads.whole_queries else out)[None]
 
@@ -251,7 +256,19 @@ class _Step(Answers):
         start, end = self._model.spec.kv_groups[group].head_range(ranks.rank, ranks.size)
         states = self._caches[group][index][0, :, :, 0]
         out = backend.scan(inputs.of_units(start, end), states, self._contexts[group])
-        return ranks.all_gather(out, dim=1) if ranks.size > 1 else out
+        shared = end - start < self._model.spec.kv_groups[group].num_kv_heads
+        return ranks.all_gather(out, dim=1) if shared else out
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        group, index, _ = self._model.place(mixer.layer)
+        rows, out = hidden[0], torch.empty_like(hidden[0])
+
+        def rule(which: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+            found, after = mixer.run(rows[which], before[:, 0])
+            return found, after[:, None]
+
+        scan(rule, out, self._caches[group][index][0, :, :, 0], self._contexts[group])
+        return out[None]
 
 
 def probe(model: TransformersModel) -> list[Tensor]:
@@ -344,6 +361,7 @@ def _load(
         return dict(model.cuts)
 
     kind = model_class(hf_config)
+    list_attentions(hf_config)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)

@@ -16,16 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import LayerKV
+from pdserve.common.model.hf.adapt import layers_of
+from pdserve.common.model.hf.positions import takes_positions
 from pdserve.common.model.stages import Stage
 
 
 def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
-    """Returns the name of the model's list of decoder layers, and the list. Raises ConfigError."""
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
+    """Returns the name of the model's list of decoder layers, and the list: it has `count`, or half
+    of it where a layer has attention twice, or a state beside it. Raises ConfigError."""
+    lists = [each for each in model.named_modules() if isinstance(each[1], nn.ModuleList)]
+    found = [(name, each) for name, each in lists if len(each) == count]
+    found = found or [(name, each) for name, each in lists if 2 * len(each) == count]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no list of {count} layers to be split")
     return min(found, key=lambda each: each[0].count("."))
@@ -73,7 +74,7 @@ class Watch:
                 self.reason = "its layers need more than the output of the one before"
 
     def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self.tuples = len(output) if isinstance(output, tuple) else 0
+        self.tuples = len(output) if isinstance(output, tuple | list) else 0
 
 
 class _Ended(Exception):
@@ -89,6 +90,7 @@ class StageRun:
 
     def __init__(self, model: Any, layers: Sequence[Any], stage: Stage, tuples: int) -> None:
         self._stage, self._tuples = stage, tuples
+        self._positions = takes_positions(layers_of(model)[1])
         self._inputs: Tensor | None = None
         for index, layer in enumerate(layers):
             if not stage.start <= index < stage.end:
@@ -119,8 +121,10 @@ class StageRun:
         else:
             self._inputs = inputs[None]
             given = {"inputs_embeds": inputs.new_zeros(1, len(inputs), self.embedding_size)}
+        if self._positions:
+            given["position_ids"] = positions[None]
         try:
-            output = base(**given, position_ids=positions[None], use_cache=False)
+            output = base(**given, use_cache=False)
         except _Ended as ended:
             return ended.hidden[0]
         finally:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from pdserve.common.model.hf.adapt import layers_of
 from pdserve.common.model.hf.attention import Answers, answering
 from pdserve.common.model.hf.calls import Norm
-from pdserve.common.model.hf.describe import layers_of
 from pdserve.common.model.hf.experts import experts_of
 from pdserve.common.model.hf.fusions import Groups, fuse, norms_of
 from pdserve.common.model.hf.linears import let_adapt
@@ -60,7 +60,7 @@ class ClassSteps:
         let_adapt(adapted)
         name, self._base = layers_of(model)
         self._run: StageRun = model.stage_run
-        self._given, self._head = _Given(), copy.copy(model)
+        self._given, self._head = _Given(self._base), copy.copy(model)
         self._head._modules = {**model._modules, name: self._given}
 
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
@@ -87,9 +87,16 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Stands in for the layers, whose output is known."""
+    """Stands in for the layers `base`, whose output is known."""
 
     hidden: Tensor
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["base"] = base  # which is no part of it
+
+    def __getattr__(self, name: str) -> Any:  # heads may look at numbers of the layers (Falcon-H1)
+        return getattr(self.__dict__["base"], name)
 
     @property
     def decoder(self) -> _Given:  # OPT calls `model.decoder`
@@ -171,7 +178,7 @@ class Recorded:
         recorder.input("positions", positions)
         recorder.input("step")
         with recorder:
-            return self._steps.forward(inputs, positions, RecordedAnswers(recorder))
+            return self._steps.forward(inputs, positions, RecordedAnswers(recorder, positions))
 
     def _run_head(self, recorder: Recorder, count: int) -> Tensor:
         hidden = self._hidden(count)

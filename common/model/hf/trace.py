@@ -175,8 +175,8 @@ class RecordedRanks:
 
 
 class RecordedAnswers(Answers):
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, positions: Tensor) -> None:
+        self._recorder, self.positions = recorder, positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -186,6 +186,9 @@ class RecordedAnswers(Answers):
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         raise Untraceable(f"layer {layer} has a state")
+
+    def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
+        raise Untraceable(f"layer {mixer.layer} has a state")
 
 
 @contextmanager

@@ -37,6 +37,9 @@ SIGNATURES = {
     "linear": "IIIPIPPPP",
     "pack_rows": "IIIP",
     "unpack_rows": "IIIPPP",
+    "grouped_linear": "IPIPPP",
+    "pack_grouped": "IIIPP",
+    "unpack_grouped": "IIIPPP",
 }
 _TYPES: dict[str, Any] = {"P": c_void_p, "I": c_int64, "D": c_double}
 

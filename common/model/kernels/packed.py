@@ -1,8 +1,10 @@
-"""Packs matrices of linear layers in place, in the order in which `linear.cpp` reads them."""
+"""Packs matrices of linear layers in place, in the order in which `linear.cpp` and `grouped.cpp`
+read them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -12,6 +14,25 @@ MAX_INT8_INPUTS = 1 << 16  # above this, sums of products could exceed 32 bits
 FLIPPED = 0x80808080  # packed int8 values are stored with 128 added
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Grouped(Structure):
+    """Describes a packed matrix of numbers in groups of inputs: `Grouped` of `grouped.cpp`. Its
+    pointers are to tensors that the caller keeps."""
+
+    _fields_ = (
+        ("bits", c_int64),
+        ("rows", c_int64),
+        ("inputs", c_int64),
+        ("run", c_int64),
+        ("groups", c_int64),
+        ("words", c_void_p),
+        ("order", c_void_p),
+        ("groups_of_runs", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("zero", c_double),
+    )
 
 
 class Packer:
@@ -28,6 +49,9 @@ class Packer:
         self._linear = function("linear")
         self._pack = function("pack_rows")
         self._unpack = function("unpack_rows")
+        self._grouped_linear = function("grouped_linear")
+        self._pack_grouped = function("pack_grouped")
+        self._unpack_grouped = function("unpack_grouped")
 
     def takes(self, matrix: Tensor) -> bool:
         """Returns whether `matrix` `[..., out, in]` can be packed and is then faster."""
@@ -84,8 +108,36 @@ class Packer:
         out = x.new_empty(len(x), len(matrix)) if out is None else out
         self._linear(
             _DTYPES[x.dtype], torch.get_num_threads(), len(x), *matrix.shape, x.data_ptr(),
-            x.stride(0), matrix.data_ptr(), None if scales is None else scales.data_ptr(),
-            None if bias is None else bias.data_ptr(), out.data_ptr(),
+            x.stride(0), matrix.data_ptr(), _pointer(scales), _pointer(bias), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def pack_grouped(self, numbers: Tensor, bits: int, order: Tensor | None) -> None:
+        """Packs uint8 `[out, bytes]` in place, with inputs in int32 `order`. 4-bit numbers are as
+        `pack_nibbles` leaves them; rows are a multiple of ROWS."""
+        rows, inputs = len(numbers), numbers.shape[1] * 8 // bits
+        self._pack_grouped(
+            0, torch.get_num_threads(), rows, inputs, bits, _pointer(order), numbers.data_ptr()
+        )
+
+    def unpack_grouped(self, numbers: Tensor, bits: int, order: Tensor | None) -> Tensor:
+        """Returns what `pack_grouped` was given."""
+        rows, inputs, out = len(numbers), numbers.shape[1] * 8 // bits, torch.empty_like(numbers)
+        self._unpack_grouped(
+            0, torch.get_num_threads(), rows, inputs, bits, _pointer(order), numbers.data_ptr(),
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def grouped_linear(self, x: Tensor, matrix: Grouped, bias: Tensor | None) -> Tensor:
+        """Multiplies `x` `[T, in]` by a packed matrix of groups; returns `[T, out]`. In bfloat16
+        each token's inputs of a run are rounded: to 8 bits for 4-bit numbers, to 16 for 8-bit
+        ones."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        out = x.new_empty(len(x), matrix.rows)
+        self._grouped_linear(
+            _DTYPES[x.dtype], torch.get_num_threads(), len(x), x.data_ptr(), x.stride(0),
+            byref(matrix), _pointer(bias), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -101,3 +153,7 @@ def _words(matrix: Tensor) -> int:
 
 def _flip(matrix: Tensor) -> int:
     return FLIPPED if matrix.dtype == torch.int8 else 0
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -65,9 +65,17 @@ INLINE Vec load(const float* p) {
 }
 
 INLINE Vec load(const BFloat16* p) {
-    HalfVec bits;
-    memcpy(&bits, p, sizeof bits);
-    return bit_cast<Vec>(__builtin_convertvector(bits, BitVec) << 16);
+#if defined(__AVX512F__)
+    const __m256i halves = _mm256_loadu_si256((const __m256i*)p);
+    const BitVec bits = (BitVec)_mm512_maskz_cvtepu16_epi32(0xffff, halves);
+#elif defined(__AVX2__)
+    const BitVec bits = (BitVec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+    HalfVec halves;
+    memcpy(&halves, p, sizeof halves);
+    const BitVec bits = __builtin_convertvector(halves, BitVec);
+#endif
+    return bit_cast<Vec>(bits << 16);
 }
 
 INLINE void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }

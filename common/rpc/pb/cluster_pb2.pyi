@@ -69,7 +69,7 @@ class NodeInfo(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., takes_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks", "others", "others_tokens", "routers")
+    __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks", "others", "others_tokens", "routers", "rates")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class NodeLoad(_message.Message):
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     free_blocks: int
@@ -92,7 +93,20 @@ class NodeLoad(_message.Message):
     others: int
     others_tokens: int
     routers: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., healthy: _Optional[bool] = ..., reason: _Optional[str] = ..., most_free_blocks: _Optional[int] = ..., others: _Optional[int] = ..., others_tokens: _Optional[int] = ..., routers: _Optional[int] = ...) -> None: ...
+    rates: Rates
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., healthy: _Optional[bool] = ..., reason: _Optional[str] = ..., most_free_blocks: _Optional[int] = ..., others: _Optional[int] = ..., others_tokens: _Optional[int] = ..., routers: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
+
+class Rates(_message.Message):
+    __slots__ = ("prefill", "step", "sequence", "transfer")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    prefill: float
+    step: float
+    sequence: float
+    transfer: float
+    def __init__(self, prefill: _Optional[float] = ..., step: _Optional[float] = ..., sequence: _Optional[float] = ..., transfer: _Optional[float] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("node", "load", "time_s")

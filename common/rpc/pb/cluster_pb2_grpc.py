@@ -299,7 +299,7 @@ class KVEventsServicer:
     """
 
     def Subscribe(self, request, context):
-        """What comes into the prefix cache and leaves it, from a snapshot on. A router that misses a
+        """Tells what comes into the prefix cache and leaves it, after a snapshot. A router that misses a
         message subscribes again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -5,10 +5,10 @@
         <|constrain|>json<|message|>{…}<|call|>                         a call
     <|start|>assistant<|channel|>final<|message|>…<|return|>            content
 
-The prompt ends with the `<|start|>assistant` of the first one. Commentary to nobody is content, as
-it is meant for the user. Source: the guide to the format at developers.openai.com/cookbook. The
-package openai-harmony isn't used: it downloads the vocabulary when it starts, and the answer's text
-is here already, by the checkpoint's own tokenizer.
+The prompt ends with the `<|start|>assistant` of the first one. Commentary without a recipient is
+content, as it is meant for the user. Source: the guide to the format at
+developers.openai.com/cookbook. The package openai-harmony isn't used: it downloads the vocabulary
+when it starts, and the answer's text is here already, by the checkpoint's own tokenizer.
 """
 
 from __future__ import annotations

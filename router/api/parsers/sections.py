@@ -119,7 +119,8 @@ class NamedCallParser(SectionParser):
             yield from self.reader.literal(marker)
 
     def name_and_id(self, written: str) -> tuple[str, str | None]:
-        """What the model wrote in the name's place as a name and, if it has one, the call's id."""
+        """Reads what the model wrote in the name's place as a name and, if it has one, the call's
+        id."""
         return written, None
 
 

@@ -50,7 +50,8 @@ BUILTIN = {
 
 
 class ArgumentKind(StrEnum):
-    """What a tool's schema says of an argument, for formats that write all of them as text."""
+    """The part of a tool's schema that says something of an argument, for formats that write all of
+    them as text."""
 
     TEXT = "text"
     TEXT_OR_NULL = "text_or_null"

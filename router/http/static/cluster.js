@@ -1,6 +1,6 @@
 // The cluster: a card for each node, arrows for KV transfers, and a log of changes.
 
-import { $, bytes, drawn, duration, element, percent } from "./dom.js";
+import { $, bytes, drawn, duration, element, percent, seconds } from "./dom.js";
 
 const RECENT = 120; // seconds in which a refusal counts
 const MAX_EVENTS = 50, MAX_ARROWS = 64, MAX_LABELS = 12;
@@ -23,6 +23,8 @@ export function showCluster(cluster) {
   $("nodes-ready").textContent = `${up} of ${nodes.length}`;
   $("running").textContent = running;
   $("waiting").textContent = waiting;
+  const firstToken = cluster.first_token_seconds;
+  $("first-token").textContent = firstToken == null ? "–" : seconds(firstToken);
   $("uptime").textContent = cluster.uptime_seconds == null ? "–" : duration(cluster.uptime_seconds);
   $("model").textContent = nodes[0]?.model ?? "";
   const first = cards.size === 0;

@@ -1,4 +1,5 @@
-"""What a container may use: made-up cgroup trees of both versions, and a real one."""
+"""The cores and the memory that a container may use: made-up cgroup trees of both versions, and a
+real one."""
 
 from __future__ import annotations
 

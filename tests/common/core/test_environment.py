@@ -1,4 +1,4 @@
-"""What processes inherit of the one they work for: no secrets; and how modules are loaded."""
+"""Processes inherit no secrets; and how modules are loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(environment: str) -> None:
-    """Of a process that runs, as its kernel shows it."""
+    """Checks the environment of a process that runs, as its kernel shows it."""
     assert VALUE not in environment
     assert not [name for name in SECRETS if f"{name}=" in environment]
     assert "NCCL_SOCKET_IFNAME=eth0" in environment

@@ -92,7 +92,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders 
 def test_what_lies_below_a_folder_of_others_is_not_executed(
     tmp_path: Path, toy: Library, owned: bool
 ) -> None:
-    """Who may rename a folder on the way puts his own code in its place."""
+    """A user who may rename a folder on the way puts his own code in its place."""
     cache = tmp_path / "one" / "two" / "three"
     cache.mkdir(parents=True)
     prepared(cache, toy, 13)

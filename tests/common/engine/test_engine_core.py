@@ -66,7 +66,7 @@ class SlowExecutor(StepsAlone):
 
 
 class Log:
-    """What the engine told its listener."""
+    """Records what the engine told its listener."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[object, ...]] = []

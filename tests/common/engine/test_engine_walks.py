@@ -29,6 +29,7 @@ from pdserve.common.engine.speculation import Speculator
 WINDOW, NUM_BLOCKS, MAX_NUM_SEQS = 40, 13, 5
 MAX_TOKENS = 24  # of a step
 CLIENTS = 40
+PATIENCE = 15  # seconds: on quiet cores a walk takes a fraction of one
 
 
 def speculator(guessing: str, drafts: BlockPool) -> Speculator | None:
@@ -155,8 +156,8 @@ class Walk:
         await self._leave(sequence, how)
 
     async def _leave(self, sequence: Sequence, how: str) -> None:
-        """What a step touches is not freed before its end, nobody hears of a stopped sequence, and
-        what is held stays as it is."""
+        """The blocks that a step touches are not freed before its end, a stopped sequence is not
+        reported, and what is held stays as it is."""
         heard = len(self.told[sequence.seq_id])
         if sequence.seq_id in self.ranks.touched:
             with pytest.raises(RuntimeError, match="stopped before"):
@@ -237,7 +238,7 @@ async def test_a_sequence_with_a_state_gets_the_tokens_it_would_get_alone(
 
 async def _walk(stages: int, guessing: str, kept: tuple[int | str | None, ...], seed: int) -> None:
     walk = Walk(f"{stages} {guessing} {seed}", stages, guessing, kept)
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
         engine = group.create_task(walk.engine.run())
         clients = [group.create_task(walk.client()) for _ in range(CLIENTS)]
         await asyncio.wait(clients)

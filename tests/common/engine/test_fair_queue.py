@@ -38,7 +38,7 @@ class Engine:
         return sequence
 
     def step(self) -> list[Sequence]:
-        """Those that it took something of."""
+        """Returns the sequences that it took something of."""
         self.scheduler.admit()
         batch = self.scheduler.schedule()
         assert batch is not None
@@ -119,7 +119,7 @@ def test_neither_prompts_nor_those_that_decode_are_kept_out_of_full_steps(seqs: 
 
 
 def test_a_client_s_many_prompts_wait_their_turns_beside_another_s():
-    """Of one length, each of four steps: 40 of one client, then one of another."""
+    """All have one length, each of four steps: 40 of one client, then one of another."""
     engine = Engine(seqs=64, tokens=64)
     many = [engine.ask("greedy", prompt=256) for _ in range(40)]
     engine.step()

@@ -68,7 +68,7 @@ class Step:
 
     @property
     def batch(self) -> AttentionBatch:
-        """What is before a window may be of another sequence by now."""
+        """The blocks before a window may be another sequence's by now."""
         queries, starts = zip(*self.sequences, strict=True)
         firsts = [self.first_block(start) for start in starts]
         return AttentionBatch(
@@ -96,7 +96,7 @@ class Step:
         return self.random(tokens, self.shape.num_heads, self.shape.head_dim, seed=99)
 
     def cache(self) -> Tensor:
-        """Of one layer, what the step finds: NaN where nobody has written."""
+        """Returns what the step finds of one layer: NaN where nobody has written."""
         count, heads = sum(map(len, self.tables)), self.shape.num_kv_heads
         size = (1, 2, count, heads, self.block_size, self.shape.head_dim)
         cache = torch.full(size, float("nan"), dtype=self.dtype)

@@ -44,7 +44,7 @@ LLAMA = MODELS / "llama-gqa"
 
 
 def logits(model: CausalLM, parts: list[list[int]], lora: LoRA | None) -> list[torch.Tensor]:
-    """Of all tokens of prompts that are in one step."""
+    """Returns the logits of all tokens of prompts that are in one step."""
     lengths = [len(part) for part in parts]
     tables = [list(range(8 * i, 8 * i + 8)) for i in range(len(parts))]
     batch = AttentionBatch(lengths, [0] * len(parts), tables, BLOCK_SIZE)

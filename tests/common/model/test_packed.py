@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 
 from paths import MODELS
-from pdserve.common.core.quantization import Quantization
-from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.kernels.native import NativeKernels
-from pdserve.common.model.kernels.ops import Kernels, TorchKernels
+from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.model.kernels.packed import MAX_INT8_INPUTS, Packer
 from pdserve.common.model.moe import MoE
-from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-from pdserve.common.model.weights import Int8Weight, MatrixPart, WeightMatrix, make_weight
+from pdserve.common.model.weights import WeightMatrix
 from thinned import only
-from tiny_engine import CPU, load, new_cache, some_tokens, step
+from tiny_engine import load, new_cache, some_tokens, step
 
 pytestmark = [
     pytest.mark.usefixtures("inference"),
@@ -219,21 +216,6 @@ def test_a_matrix_of_any_number_of_rows_is_packed_with_zeros_behind(
         found, product = matrix.linear(x, bias), x @ plain.t()
     assert found is not None and found.is_contiguous()
     torch.testing.assert_close(found, product + bias, rtol=0.02, atol=0.05)
-
-
-def int8_weight(matrix: Tensor, kernels: Kernels) -> Int8Weight:
-    kind = Quantization("int8", 8)
-    sharding = Sharding(GroupCoordinator(), CPU, matrix.dtype, quantization=kind, kernels=kernels)
-    rows, inputs = matrix.shape
-    part = MatrixPart("a", (rows, inputs), slice(0, rows), slice(0, inputs))
-    weight = make_weight([part], sharding)
-    shards = list(weight.shards())
-    for shard in shards:
-        shard.target.copy_(shard.convert(matrix))
-    for shard in shards:
-        shard.finish()
-    assert isinstance(weight, Int8Weight)
-    return weight
 
 
 # ---- whole models ----

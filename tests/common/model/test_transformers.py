@@ -10,7 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BambaConfig,
+    BloomConfig,
+    Phi3Config,
+    RobertaConfig,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.cli.main import main
@@ -21,30 +28,39 @@ from pdserve.common.core.generic_spec import _TEXT_DEFAULTS, read_outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import Decoder
+from pdserve.common.model.hf.describe import read_config
+from pdserve.common.model.hf.layout import choose_layout
 from pdserve.common.model.hf.model import TransformersModel
 from pdserve.common.model.hf.parallel import OutlineRanks
 from pdserve.common.model.hf.pipeline import Watch, check_stage
 from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
-from sweep import logits, one
+from sweep import CASES, logits, one, tiny
 from windowed import THROUGH_TRANSFORMERS
 
 EVERY_TIME = (
+    "bart",  # positions of a decoder that counts its tokens
+    "bloom",  # ALiBi
     "cohere2",
     "deepseek_v3",
+    "falcon",  # attention of its own
+    "falcon_h1",  # Mamba-2 beside attention
     "gemma2",  # soft caps
     "gemma3",  # without its tower
     "gemma4_text",  # heads of two sizes, layers that share KV
     "glm4_moe",
     "gpt2",
     "gpt_oss",  # sinks
+    "lfm2",  # short convolutions
     "llama4_text",  # chunks
     "mistral",
     "mistral3",  # natively, without its tower
+    "nemotron_h",  # Mamba-2, and layers that keep nothing
     "olmo3",
     "opt",  # no rope
     "phi3",
+    "roberta",  # positions from the padding token on
 )
 SPLIT = ("glm4_moe", "gpt2", "gpt_oss")  # by a plan, without one, whole experts
 
@@ -262,11 +278,53 @@ def test_rope_that_depends_on_the_longest_sequence_ends_at_the_original_context(
     assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 128
 
 
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    BambaConfig(attn_layer_indices=[1], num_hidden_layers=2).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert [group.state for group in read_spec(tmp_path, "auto", {}).kv_groups] == [False, True]
+
+
+def test_positions_that_padding_takes_are_not_the_context_s(tmp_path: Path) -> None:
+    RobertaConfig(max_position_embeddings=514, is_decoder=True).save_pretrained(tmp_path)
+    assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 512
+
+
+def test_a_context_that_the_config_does_not_state(tmp_path: Path) -> None:
+    BloomConfig().save_pretrained(tmp_path)
+    assert read_outline(tmp_path, "auto", {}).max_position_embeddings == 2048
+    assert CONFIG_MAPPING["falcon"]().max_position_embeddings == 2048
+
+
+def test_a_layer_that_counts_twice_is_not_cut(tmp_path: Path) -> None:
+    tiny(CONFIG_MAPPING["falcon_h1"]).save_pretrained(tmp_path)
+    spec, config = read_spec(tmp_path, "auto", {}), read_config(tmp_path, {})
+    assert spec.num_layers == 8
+    with pytest.raises(ConfigError, match="multiples of 2: use --pipeline-partition"):
+        choose_layout(spec, config, 1, Stage(0, 3, last=False))
+
+
+FALCONS = {
+    "multi-query": {"multi_query": True, "new_decoder_architecture": False},
+    "as many keys": {"multi_query": False, "new_decoder_architecture": False},
+    "groups": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("heads", FALCONS.values(), ids=FALCONS)
+def test_heads_of_falcon(heads: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "falcon", heads)
+    assert one("falcon", split=False)["result"] == "exact"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "nothing"}, "no model type 'nothing'"),
         ({"vocab_size": None}, "vocab_size"),
+        (
+            {"model_type": "bamba", "time_step_limit": [0.0, "inf"]},
+            "cannot read .*'time_step_limit'",
+        ),
         ({"vision_config": {"hidden_size": 8}}, "images or audio"),
         ({"layer_types": ["conv"] + ["full_attention"] * 3}, "layer 0 is a short convolution"),
     ],

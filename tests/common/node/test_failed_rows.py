@@ -34,7 +34,7 @@ FORCED = replace(PARAMS, logit_bias={TOKEN: 100.0})
 async def node(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[tuple[DecodeNode, grpc.aio.Channel]]:
-    """Of a poisoned model."""
+    """Runs a node of a poisoned model."""
     folder = live_node.MODEL.with_name(request.param)
     monkeypatch.setattr(live_node, "MODEL", poisoned(folder, tmp_path / "model"))
     async with decode_node() as (node, _, _), grpc.aio.insecure_channel(node.address) as channel:

@@ -42,7 +42,7 @@ SIZE = 4
 
 
 class Mirror:
-    """What a taker believes is cached."""
+    """The blocks that a taker believes are cached."""
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()

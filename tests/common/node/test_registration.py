@@ -82,7 +82,7 @@ async def serving(
 
 
 def load(router: str) -> pb.NodeLoad:
-    """What is told to each router differs."""
+    """Each router is told something else."""
     return pb.NodeLoad(reason=router)
 
 
@@ -140,7 +140,8 @@ async def test_a_router_that_hangs_or_is_away_is_no_trouble_for_the_others(
 async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those that it names now; one that it does not name any more is kept while it answers."""
+    """A node registers with those that a router names now; one that it does not name any more is
+    kept while it answers."""
     monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.5)
     monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
     host = HOSTS[0]

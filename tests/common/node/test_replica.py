@@ -19,6 +19,7 @@ from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import WorkerSpec
+from pdserve.common.engine.rates import MeasuredRates
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node import ranks
@@ -104,11 +105,15 @@ def test_each_router_hears_what_the_others_have_placed() -> None:
     remote.router = "router-b"
     it.admit()
     compute(it, mine, 8)
-    replicas: Any = [SimpleNamespace(scheduler=it)]
+    rates = MeasuredRates()
+    for _ in range(20):
+        rates.step(100, 0, 0.5)
+    replicas: Any = [SimpleNamespace(scheduler=it, engine=SimpleNamespace(rates=rates))]
 
     def others(router: str) -> tuple[int, int]:
         load = node_load(replicas, True, "ok", router)
         assert load.running + load.waiting == 3
+        assert load.rates.prefill == 0.005
         return load.others, load.others_tokens
 
     assert others("router-a") == (2, 7), "what comes from another node is not computed here"
@@ -174,7 +179,7 @@ def test_ranks_of_a_cpu_node_leave_memory(
 
 
 def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
-    """Of a rank whose blocks of 16 tokens have 1 KiB."""
+    """Returns the room of a rank whose blocks of 16 tokens have 1 KiB."""
     unused: Any = None
     engine = EngineConfig(parallel=parallel)
     model: Any = SimpleNamespace(spec=SimpleNamespace(kv_groups=(KVGroup((0,), 1, 8),)))
@@ -183,7 +188,7 @@ def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
 
 
 def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 MiB a tenth holds 10,240 blocks, half 51,200; one sequence comes before the tenth."""
+    """A tenth of 100 MiB holds 10,240 blocks, half 51,200; one sequence comes before the tenth."""
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 500 * 10**6)
     assert room_on_cpu(ParallelConfig()) == 50 * 10**6
     monkeypatch.setattr(kv_cache, "memory_left", lambda: 100 * 2**20)

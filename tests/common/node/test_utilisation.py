@@ -1,4 +1,4 @@
-"""What a node says of how much of its ranks it uses: arithmetic, with times that tests make up."""
+"""A node says how much of its ranks it uses: arithmetic, with times that tests make up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ STEP = StepShape.of([(30, 1)] * 4, sampled=4)
 
 
 def made(stages: int = 1) -> tuple[Utilisation, StepShape, Clock]:
-    """Of ranks of which one would compute STEP in a tenth of a second, and read it in a fifth."""
+    """Returns that of ranks of which one would compute STEP in a tenth of a second, and read it in
+    a fifth."""
     total, done, clock = COST.total(STEP), StepShape(), Clock()
     peaks = Peaks(flops=total.flops * 10, bandwidth=total.bytes * 5)
     return Utilisation(done, COST, stages, peaks, clock), done, clock

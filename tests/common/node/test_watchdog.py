@@ -219,7 +219,7 @@ async def test_calls_to_a_decode_node_tell_whether_it_is_there() -> None:
 
 
 async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int, str, float]:
-    """What the node says of itself, everywhere: gRPC health, /ready, heartbeat, metric."""
+    """Returns what the node says of itself, everywhere: gRPC health, /ready, heartbeat, metric."""
     check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     url = f"http://127.0.0.1:{node.server._metrics.port}/ready"  # type: ignore[union-attr]
     async with aiohttp.ClientSession() as session, session.get(url) as response:

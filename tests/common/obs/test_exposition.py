@@ -38,7 +38,8 @@ def test_every_series_has_the_model_s_name_and_every_metric_a_prefix(prefix: str
 
 
 def test_what_has_a_name_in_vllm_exists() -> None:
-    """Those of collectors are looked for where they are scraped (`tests/e2e/test_observed.py`)."""
+    """The names of collectors are looked for where they are scraped
+    (`tests/e2e/test_observed.py`)."""
     own = {metric.name.removeprefix("pdserve_") for metric in RouterMetrics().registry.collect()}
     collected = {"num_requests_running", "num_requests_waiting", "lora_requests_info"}
     assert ROUTER_NAMES.keys() - own == collected

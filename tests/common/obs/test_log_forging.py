@@ -1,5 +1,5 @@
-"""What others say cannot forge a line of the log, move a terminal's cursor, or carry this process's
-inner errors to clients."""
+"""Text from others cannot forge a line of the log, move a terminal's cursor, or carry this
+process's inner errors to clients."""
 
 from __future__ import annotations
 

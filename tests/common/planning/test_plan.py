@@ -76,7 +76,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def qwen_plan(qwen: Path, **options: Any) -> RolePlan:
-    """Of a decode node on 24 GiB cards."""
+    """Returns the plan of a decode node on 24 GiB cards."""
     fixed: dict[str, Any] = {"model": str(qwen), "gpu_memory": "24GiB", "max_model_len": 16384}
     return plan(PlanConfig(**{**fixed, **options}))[1]
 
@@ -188,7 +188,7 @@ def test_weights_are_those_of_a_model(dtype: str) -> None:
 
 
 def assert_weights(spec: ModelSpec, tp: int, dtype: str, ep: int = 1) -> None:
-    """Of rank 0."""
+    """Compares those of rank 0."""
     group: Any = SimpleNamespace(rank=0, size=tp)
     owners: Any = SimpleNamespace(rank=0, size=ep)
     sharding = Sharding(group, CPU, getattr(torch, dtype), Replicated(owners))
@@ -325,7 +325,7 @@ def peak_of_step(
 async def test_blocks_are_those_of_a_node(
     name: str, parallel: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a pipeline's stages the one with the most layers decides."""
+    """The stage of a pipeline with the most layers decides."""
     caplog.set_level("INFO")
     fixed = {"max_model_len": 256, "kv_cache_memory": "3000KiB", "dtype": "float32"}
     config = PlanConfig(model=str(MODELS / name), gpu_memory="4GiB", **fixed, **parallel)
@@ -376,7 +376,7 @@ async def test_groups_are_those_of_a_node(
 
 
 async def start_node(engine: EngineConfig, max_model_len: int = 256) -> list[RankReady]:
-    """What its ranks report once their caches are allocated."""
+    """Returns what its ranks report once their caches are allocated."""
     parallel = replace(engine.parallel, device="cpu", cpu_threads=1)
     model = replace(engine.model, max_model_len=max_model_len)
     executor = make_executor(

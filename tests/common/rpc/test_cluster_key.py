@@ -1,4 +1,4 @@
-"""Who may make which call between the roles: tokens of the cluster key, roles in certificates."""
+"""The calls that each role may make: tokens of the cluster key, roles in certificates."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -88,6 +89,18 @@ async def test_pings_are_never_too_many() -> None:
 def test_calls_may_wait_for_a_busy_event_loop_for_an_hour() -> None:
     """gRPC cancels without a word what has waited for longer: as if its client had left."""
     assert dict(rpc_server._OPTIONS)["grpc.server_max_unrequested_time_in_server"] >= 3600
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_it_binds_to_an_address_with_colons(host: str) -> None:
+    server, channels = GrpcServer(), Channels()
+    port = server.bind(host, 0)
+    await server.start()
+    async with asyncio.timeout(60):
+        await channels.get(f"[::1]:{port}").channel_ready()
+    await channels.close()
+    await server.stop(0)
 
 
 async def test_a_peer_that_restarts_is_found_at_once() -> None:

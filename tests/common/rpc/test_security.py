@@ -1,4 +1,4 @@
-"""Who may speak to whom: TLS between the roles, API keys, strangers at the KV port."""
+"""The peers that are let in: TLS between the roles, API keys, strangers at the KV port."""
 
 from __future__ import annotations
 
@@ -518,7 +518,8 @@ def test_a_sink_that_does_not_greet_back_is_given_up(
 def test_connections_are_bounded_and_a_lack_of_threads_leaves_the_port_open(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of sources that have said who they are; `test_connectors_guarded.py` has the others."""
+    """Connections of sources that have said who they are; `test_connectors_guarded.py` has the
+    others."""
     monkeypatch.setattr(server, "MAX_PIPES", 2)
     monkeypatch.setattr(server, "MAX_STRANGERS", 1)
     sink, start = rank(), threading.Thread.start

@@ -1,4 +1,4 @@
-"""What may come before a text that is held to a grammar, or instead of it."""
+"""The text that may come before one that is held to a grammar, or instead of it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SHARE, WEIGHTS, STEP = 0.45, 16 * GIB, 2 * GIB
 
 
 def kv_bytes(memory: GpuMemory, utilization: float = SHARE) -> int:
-    """What `available_bytes` leaves for KV; the step's peak is given."""
+    """Returns what `available_bytes` leaves for KV; the step's peak is given."""
     engine, unused = EngineConfig(cache=CacheConfig(gpu_memory_utilization=utilization)), None
     model: Any = SimpleNamespace(spec=ModelSpec.from_folder(MODELS / "qwen3"), dtype=torch.bfloat16)
     shapes: Any = unused

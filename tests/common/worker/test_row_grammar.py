@@ -83,7 +83,7 @@ def test_one_that_could_not_be_compiled_is_tried_again(tokens: GrammarTokens) ->
 
 
 def test_what_nobody_waits_for_is_not_compiled(tokens: GrammarTokens) -> None:
-    """Of clients that have left: there is one thread for all."""
+    """The grammars are of clients that have left: there is one thread for all."""
     at_work, go, compiled = Event(), Event(), []
 
     class Watched(Grammars):
@@ -194,7 +194,8 @@ def test_rows_that_cannot_be_deferred_are_waited_for(
 def test_a_long_output_is_replayed_in_pieces(
     grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of before a preemption, or of another node: its tokens may take a millisecond each."""
+    """The output is of before a preemption, or of another node: its tokens may take a millisecond
+    each."""
     time = itertools.count(0.0, 0.4 * rank_grammar.REPLAY)
     monkeypatch.setattr(rank_grammar, "thread_time", lambda: next(time))
     mine, short = ready(grammars, "(ab)*"), ready(grammars, "(ab)*")

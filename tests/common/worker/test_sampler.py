@@ -79,7 +79,7 @@ def reference(case: Case, nudge: float = 0.0) -> int | None:
 
 
 def likely(scores: list[float], best: float, p: SamplingParams, nudge: float) -> list[float]:
-    """What every token may be drawn with; rows need not sum to 1."""
+    """Returns what every token may be drawn with; rows need not sum to 1."""
     weights = [math.exp((x - best) / p.temperature) for x in scores]
     if 0 < p.top_k < len(scores):
         least = sorted(scores, reverse=True)[p.top_k - 1]
@@ -214,7 +214,7 @@ def make_params(rng: random.Random, vocab: int) -> SamplingParams:
 
 
 def outcomes(cases: list[Case]) -> list[int | None]:
-    """What the sampler makes of a batch; None: the row failed."""
+    """Returns what the sampler makes of a batch; None: the row failed."""
 
     def banned(case: Case) -> tuple[int, ...]:
         words = BadWords(case.params.bad_words_token_ids)
@@ -327,8 +327,8 @@ def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
 @pytest.mark.parametrize("params", [{"logprobs": -1}, {"frequency_penalty": 1.0}], ids=str)
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any], place: int) -> None:
-    """Of whatever kind: here a value that a node would not let through, and counts of another
-    vocabulary."""
+    """An exception of any kind does: here a value that a node would not let through, and counts of
+    another vocabulary."""
     counts = TokenCounts.of((), (), 5)
     rows = [StepSequence(1, (5,), 7, (0,), SamplingParams(temperature=0.0))] * 5
     rows[place] = replace(rows[0], sampling=SamplingParams(**params), counts=counts)

@@ -1,4 +1,4 @@
-"""What must never happen."""
+"""The promises of the hand-off: what must never happen."""
 
 from __future__ import annotations
 

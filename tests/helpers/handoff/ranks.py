@@ -71,14 +71,14 @@ class SinkRank:
         self.content, self.landed = write, True
 
     def wrong(self, digests: tuple[RunDigest, ...]) -> tuple[RunDigest, ...]:
-        """Of what the source says it sent, that which is not here."""
+        """Returns those of what the source says it sent that differ from what is here."""
         mine = self.content and self.content.digest(self.place)
         return tuple(each for each in digests if each != mine)
 
 
 @dataclass
 class SourceRank:
-    """What a source has of one KV group."""
+    """The KV that a source has of one KV group."""
 
     name: str
     sinks: tuple[Place, ...]

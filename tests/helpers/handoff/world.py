@@ -264,7 +264,7 @@ class World:
             raise Violation(Promise.SUCCESS, f"blocks {self.given}")
 
     def fingerprint(self, options: list[Option]) -> tuple[Any, ...]:
-        """What all that follows depends on; `options` are those that there are."""
+        """Returns all that what follows depends on; `options` are those that there are."""
         return (
             *((option.label, option.late) for option in options),
             *(astuple(rank) for rank in (*self.ranks, *self.source_ranks.values())),

@@ -1,0 +1,147 @@
+"""A matrix of 4- or 8-bit numbers in memory, with a scale and a zero point per group of inputs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.common.core.quantization import Quantization
+from pdserve.common.model.kernels.packed import ROWS, Grouped
+from pdserve.common.model.packing import unpack_nibbles
+from pdserve.common.model.sharding import Sharding
+
+MAX_RUN = 128  # inputs that are rounded together; more are less precise
+
+
+class Runs(NamedTuple):
+    """The inputs in the order of their groups, cut into runs of one group."""
+
+    length: int
+    groups: Tensor  # int32 [runs]
+    order: Tensor | None  # int32 [in]; None: as they are
+
+    @classmethod
+    def of(cls, group_of: Tensor, bits: int) -> Runs | None:
+        """Returns the longest that are equally long, and of whole words of `bits` each; None if
+        there are none."""
+        order = group_of.argsort(stable=True)
+        groups = group_of[order]
+        counts = groups.unique_consecutive(return_counts=True)[1].tolist()
+        word, whole = 32 // bits, gcd(*counts)
+        lengths = [length for length in range(word, MAX_RUN + 1, word) if whole % length == 0]
+        if not lengths:
+            return None
+        as_they_are = bool((group_of.diff() >= 0).all())
+        of_runs = groups[:: lengths[-1]].contiguous()
+        return cls(lengths[-1], of_runs, None if as_they_are else order.int())
+
+
+class GroupedMatrix:
+    """A matrix `[out, in]`: `(number - zero point) * scale`.
+
+    `values`, `zeros` and `scales` are in row-major order while they are loaded. `pack` then
+    reorders them in place if the kernels multiply by them as they are; otherwise each product makes
+    the matrix in the dtype.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        group_of: Tensor,
+        groups: int,
+        sharding: Sharding,
+        quantization: Quantization,
+    ) -> None:
+        """`group_of`: int32 `[in]`; `desc_act` overwrites it while loading."""
+        self.rows, self.group_of, self.quantization = rows, group_of, quantization
+        self._packer = sharding.kernels.packer
+        held = rows if self._packer is None else -(-rows // ROWS) * ROWS
+        inputs, stored = len(group_of), 0 if self.quantization.symmetric else groups
+        self.values = sharding.zeros(held, inputs * self.bits // 8, dtype=torch.uint8)
+        self.zeros = sharding.zeros(held, stored, dtype=torch.uint8)  # less `zero_offset`
+        self.scales = sharding.zeros(held, groups)
+        self._runs: Runs | None = None
+        self._described: Grouped | None = None  # once packed
+
+    @property
+    def bits(self) -> int:
+        return self.quantization.bits
+
+    @property
+    def packed(self) -> bool:
+        return self._described is not None
+
+    def pack(self) -> None:
+        """Packs the matrix, once, after it was loaded."""
+        packer = self._packer
+        if self.packed or packer is None or not packer.multiplies(self.scales.dtype):
+            return
+        self._runs = runs = Runs.of(self.group_of, self.bits)
+        if runs is None or self.values.device.type != "cpu":
+            return
+        packer.pack_grouped(self.values, self.bits, runs.order)
+        self.scales.copy_(_interleaved(self.scales))
+        self.zeros.copy_(_interleaved(self.zeros))
+        self._described = Grouped(
+            bits=self.bits,
+            rows=self.rows,
+            inputs=len(self.group_of),
+            run=runs.length,
+            groups=self.scales.shape[1],
+            words=self.values.data_ptr(),
+            order=None if runs.order is None else runs.order.data_ptr(),
+            groups_of_runs=runs.groups.data_ptr(),
+            scales=self.scales.data_ptr(),
+            zeros=None if self.quantization.symmetric else self.zeros.data_ptr(),
+            zero=self.quantization.zero_offset,
+        )
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Computes `[T, in] → [T, out]`."""
+        if self._described is None or self._packer is None:
+            return F.linear(x, self.dense(), bias)
+        return self._packer.grouped_linear(x, self._described, bias)
+
+    def dense(self) -> Tensor:
+        """Returns `[out, in]` in the dtype."""
+        values, stored, scales = (each[: self.rows] for each in self._in_order())
+        dtype = scales.dtype
+        weight = unpack_nibbles(values, dtype) if self.bits == 4 else values.to(dtype)
+        zeros = torch.zeros_like(scales) if self.quantization.symmetric else stored.to(dtype)
+        zeros = zeros + self.quantization.zero_offset
+        if self._even:
+            weight.view(*scales.shape, -1).sub_(zeros[:, :, None]).mul_(scales[:, :, None])
+            return weight
+        zeros, scales = (each.index_select(1, self.group_of) for each in (zeros, scales))
+        return weight.sub_(zeros).mul_(scales)
+
+    @cached_property
+    def _even(self) -> bool:
+        """Whether groups are in order and equally large. Called when weights are loaded."""
+        size = -(-len(self.group_of) // self.scales.shape[1])
+        even = torch.arange(len(self.group_of), device=self.group_of.device) // size
+        return torch.equal(self.group_of, even.int())
+
+    def _in_order(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns values, zeros and scales in row-major order."""
+        if self._described is None or self._packer is None or self._runs is None:
+            return self.values, self.zeros, self.scales
+        values = self._packer.unpack_grouped(self.values, self.bits, self._runs.order)
+        return values, _row_major(self.zeros), _row_major(self.scales)
+
+
+def _interleaved(tensor: Tensor) -> Tensor:
+    """Returns `[out, groups]` with its numbers in the order `[out / ROWS, groups, ROWS]`."""
+    rows, groups = tensor.shape
+    return tensor.view(rows // ROWS, ROWS, groups).transpose(1, 2).reshape(rows, groups)
+
+
+def _row_major(tensor: Tensor) -> Tensor:
+    """Reverses `_interleaved`."""
+    rows, groups = tensor.shape
+    return tensor.view(rows // ROWS, groups, ROWS).transpose(1, 2).reshape(rows, groups)

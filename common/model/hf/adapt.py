@@ -1,0 +1,33 @@
+"""Has a class of transformers leave to the step what its own code does for one sequence alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from pdserve.common.model.hf.attention import take_temperatures
+from pdserve.common.model.hf.delta_net import take_delta_nets
+from pdserve.common.model.hf.mixers import take_mixers
+from pdserve.common.model.hf.own_attention import take_attention
+from pdserve.common.model.hf.positions import take_positions
+
+
+def adapt(model: Any) -> bool:
+    """Changes a model whose weights are loaded, or that has none. Returns whether it needs no
+    positions but those that it is told."""
+    take_temperatures(model)
+    take_delta_nets(model)
+    take_mixers(model)
+    has_bias = take_attention(model)
+    return take_positions(model, layers_of(model)[1]) or has_bias
+
+
+def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """Returns (name, module) of the class's embedding and layers, without the head."""
+    name = model.base_model_prefix
+    if hasattr(model, name):
+        return name, getattr(model, name)
+    (found,) = (each for each in model.named_children() if isinstance(each[1], PreTrainedModel))
+    return found

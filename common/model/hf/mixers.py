@@ -1,0 +1,158 @@
+"""Runs layers of transformers that keep a state (Mamba, short convolutions, delta attention …) by
+their class's own code: some tokens of one sequence at a time, or one of several.
+
+The class's code reads and writes states in transformers' cache, in the place of which it is given
+one that has the states of these sequences alone. All of a layer's states lie in one row of the KV
+group, float32, and every tensor-parallel rank computes and keeps all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdserve.common.model.hf.attention import running
+
+MIXERS = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lara_mini": "LaraMiniGatedDeltaNet",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",
+    "minimax": "MiniMaxLightningAttention",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+}
+"""The class of such layers, by model type."""
+BESIDE = {"falcon_h1": "FalconH1Attention"}
+"""The class of attention that layers have beside such a one: it counts as a layer before it."""
+FROM_NOTHING = ("JambaMambaMixer",)
+"""Those whose code computes several tokens from no state alone."""
+
+
+class States:
+    """Stands for transformers' cache: the states of a layer for B sequences, `[B, …]` each."""
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}
+        self.recurrent: dict[int, Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent.get(state_idx)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
+    ) -> Tensor:
+        """Returns what the convolution sees of `[B, channels, n]`, with inputs before them."""
+        past = self.conv.get(state_idx)
+        if past is None:
+            past = inputs.new_zeros(*inputs.shape[:-1], conv_kernel_size)
+        seen = torch.cat((past, inputs), dim=-1)
+        self.conv[state_idx] = seen[..., -past.shape[-1] :]
+        return seen
+
+    def update_recurrent_state(
+        self, states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.recurrent[state_idx] = states
+        return states
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.recurrent.get(0)
+
+    def set_linear_cache(self, layer_idx: int, states: Tensor) -> None:
+        self.recurrent[0] = states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # then a single token's convolution is as that of several
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a sequence's states."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Mixer:
+    """Such a layer."""
+
+    def __init__(self, net: Any) -> None:
+        self.layer: int = net.layer_idx
+        self._from_nothing = type(net).__name__ in FROM_NOTHING
+        self.pair = type(net).__name__ == "MiniMaxLightningAttention"  # is what it returns
+        self._own = net.forward
+        self._parts: dict[tuple[str, int], _Part] = {}
+
+    def numbers(self, hidden: Tensor) -> int:
+        """Returns the numbers of a sequence's states, for hidden states like `[B, n, size]`."""
+        if not self._parts:
+            states = States()
+            self._call(hidden[:1, :1], states)
+            self._parts = {
+                (kind, index): _Part(found[index].shape[1:], found[index].dtype)
+                for kind, found in _kinds(states).items()
+                for index in sorted(found)
+            }
+        return sum(prod(part.shape) for part in self._parts.values())
+
+    def run(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden `[B, n, size]`, before float32 `[B, numbers]` → `[B, n, size]`, states after."""
+        assert before.shape[1] == self.numbers(hidden)
+        if self._from_nothing and hidden.shape[1] > 1 and before.any():
+            outs = []
+            for token in hidden.split(1, dim=1):
+                found, before = self.run(token, before)
+                outs.append(found)
+            return torch.cat(outs, dim=1), before
+        states, start = States(), 0
+        for (kind, index), part in self._parts.items():
+            end = start + prod(part.shape)
+            found = before[:, start:end].reshape(-1, *part.shape)
+            _kinds(states)[kind][index] = found.to(part.dtype)
+            start = end
+        out = self._call(hidden, states)
+        after = [_kinds(states)[kind][index] for kind, index in self._parts]
+        return out, torch.cat([each.flatten(1).float() for each in after], dim=1)
+
+    def _call(self, hidden: Tensor, states: States) -> Tensor:
+        unused = {"position_embeddings": None, "attention_mask": None} if self.pair else {}
+        found = self._own(hidden, cache=states, **unused)
+        out: Tensor = found[0] if self.pair else found
+        return out
+
+
+def _kinds(states: States) -> Mapping[str, dict[int, Tensor]]:
+    return {"conv": states.conv, "recurrent": states.recurrent}
+
+
+def take_mixers(model: Any) -> None:
+    """Has these layers leave their states to the step."""
+    kind = model.config.model_type
+    for net in list(model.modules()):
+        if type(net).__name__ == BESIDE.get(kind):
+            net.layer_idx *= 2
+        if type(net).__name__ != MIXERS.get(kind):
+            continue
+        if kind in BESIDE:
+            net.layer_idx = 2 * net.layer_idx + 1
+        net.forward = partial(_forward, Mixer(net))
+
+
+def _forward(mixer: Mixer, hidden_states: Tensor, **_: Any) -> Any:
+    out = running().mix(mixer, hidden_states)
+    return (out, None) if mixer.pair else out

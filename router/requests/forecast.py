@@ -1,0 +1,154 @@
+"""Predictions from what was measured lately: when a first token comes, and how fast later ones
+follow. Pure: plain numbers, no clock."""
+
+from __future__ import annotations
+
+from pdserve.router.requests.fair_share import Ahead
+
+LEAST = 5  # samples before anything is predicted
+FADING = 0.98  # what a sample counts for after the next one
+FORGETTING = 0.999  # what the largest x counts for after the next sample
+BEYOND = 2.0  # times the largest x that was seen lately: nothing is known of larger ones
+MOST_DOUBT = 0.25  # more would refuse what can be kept: traces of very unequal prompts
+IN_HAND = 2  # prompts that a replica always has: one is computed, the next one is there
+
+
+class Line:
+    """The straight line `fixed + slope * x` through the latest samples, least squares; neither is
+    ever less than 0."""
+
+    def __init__(self) -> None:
+        self.fixed = self.slope = 0.0
+        self.doubt = 0.0  # how far off the latest samples were, as a share, on the average
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._count = 0
+        self._largest = 0.0
+
+    @property
+    def usual(self) -> float:
+        """The latest x on the average."""
+        return self._x / self._n if self._n else 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._count >= LEAST
+
+    def knows(self, x: float) -> bool:
+        """Whether samples of about that size were seen lately."""
+        return self.known and x <= BEYOND * self._largest
+
+    def at(self, x: float) -> float:
+        return self.fixed + self.slope * x
+
+    def add(self, x: float, y: float) -> None:
+        if self.known and (predicted := self.at(x)):
+            self.doubt += (min(MOST_DOUBT, abs(y - predicted) / predicted) - self.doubt) / 8
+        self._count += 1
+        self._largest = max(x, self._largest * FORGETTING)
+        self._n = self._n * FADING + 1
+        self._x = self._x * FADING + x
+        self._y = self._y * FADING + y
+        self._xx = self._xx * FADING + x * x
+        self._xy = self._xy * FADING + x * y
+        self._fit()
+
+    def _fit(self) -> None:
+        x, y = self.usual, self._y / self._n
+        variance = self._xx / self._n - x * x
+        if variance > 0.01 * x * x:  # else they are all alike, and say nothing of a slope
+            self.slope = max(0.0, (self._xy / self._n - x * y) / variance)
+            self.fixed = y - self.slope * x
+        if variance <= 0.01 * x * x or self.fixed < 0:
+            self.slope = self._xy / self._xx if self._xx else 0.0
+            self.fixed = 0.0 if self._xx else y
+
+
+class Backlog:
+    """The prompts that nodes have in hand, and how long a further one takes.
+
+    Nodes give half of a step to shorter prompts (`common/engine/fair_queue.share_budget`), so one
+    in hand delays another by no more tokens than that one has itself.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds`: of work that nodes may have; None: any."""
+        self.line = Line()  # tokens → seconds
+        self.replicas = 1  # that compute prompts
+        self.others = 0  # tokens, of other routers
+        self._seconds = seconds
+        self._in_hand: dict[object, int] = {}
+        self._tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._in_hand or self.others)
+
+    def begin(self, key: object, tokens: int) -> None:
+        self._in_hand[key] = tokens
+        self._tokens += tokens
+
+    def end(self, key: object) -> bool:
+        """Returns whether it was in hand."""
+        tokens = self._in_hand.pop(key, None)
+        self._tokens -= tokens or 0
+        return tokens is not None
+
+    def has_room(self) -> bool:
+        """Whether the nodes should get another prompt now."""
+        if self._seconds is None or len(self._in_hand) < IN_HAND * self.replicas:
+            return True
+        work = (self._tokens + self.others) / self.replicas
+        return not self.line.known or self.line.slope * work < self._seconds
+
+    def work(self, tokens: int, ahead: int = 0) -> float:
+        """Returns the tokens that are computed until a prompt's first one, `ahead` of it others'
+        that wait."""
+        before = sum(min(each, tokens) for each in self._in_hand.values())
+        return tokens + (before + self.others + ahead) / self.replicas
+
+
+class Turnover:
+    """How fast places come free."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0  # that a place is held, on the average of the latest
+
+    def ended(self, seconds: float) -> None:
+        self._seconds += (seconds - self._seconds) / 16 if self._seconds else seconds
+
+    def wait(self, places: float, held: int) -> float:
+        """Returns the seconds until so many places of those held are free."""
+        return places * self._seconds / held if places > 0 and held else 0.0
+
+
+class Forecast:
+    """All that is predicted of one router's requests."""
+
+    def __init__(self, prefill_backlog: float | None = None) -> None:
+        """`prefill_backlog`: as `Backlog` has it."""
+        self.backlog = Backlog(prefill_backlog)
+        self.turnover = Turnover()
+        self.itl = Line()  # choices of a decode replica → seconds between tokens
+        self.decode_replicas = 1
+
+    def ttft(self, tokens: int, ahead: Ahead, lacking: int, held: int) -> float | None:
+        """Returns the seconds to the first token of a prompt behind what is ahead of it in the
+        queue, when it and that lack so many places. None: nothing is known of such prompts."""
+        line = self.backlog.line
+        work = self.backlog.work(tokens, ahead.tokens)
+        if not line.known:
+            return None
+        queued = self.turnover.wait(lacking, held) + line.at(tokens)
+        return max(line.at(work), queued)
+
+    def most_choices(self, itl: float) -> float:
+        """Returns how many choices the decode nodes may have so that tokens come in time. Without
+        a reason against more, as many as may be."""
+        if not self.itl.known or not self.itl.slope:
+            return float("inf")
+        most = (itl - self.itl.fixed) / self.itl.slope
+        return max(1.0, most) * self.decode_replicas
+
+    def itl_among(self, choices: int) -> float | None:
+        """Returns the seconds between tokens when the nodes have so many choices."""
+        crowd = choices / self.decode_replicas
+        return self.itl.at(crowd) if self.itl.knows(crowd) else None

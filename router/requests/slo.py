@@ -1,0 +1,80 @@
+"""Latencies that a request is promised, or else refused at once. Pure: plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.common.core.errors import InvalidRequest, Overloaded
+
+TTFT_HEADER, TPOT_HEADER = "X-SLO-TTFT-Ms", "X-SLO-TPOT-Ms"  # llm-d's names
+MOST_MS = 1e9
+STRETCH = 2.0  # times that a prompt takes alone: the least that --slo-ttft promises
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What one request is promised, in seconds; None: nothing."""
+
+    ttft: float | None = None
+    itl: float | None = None
+    own: bool = False  # the request itself says `ttft`: it is kept to the letter
+
+    def overridden(self, other: SLO) -> SLO:
+        """Returns these, or those of a request where it says its own."""
+        if other.ttft is None and other.itl is None:
+            return self
+        ttft = self.ttft if other.ttft is None else other.ttft
+        itl = self.itl if other.itl is None else other.itl
+        return SLO(ttft, itl, other.ttft is not None)
+
+    def deadline(self, alone: float) -> float:
+        """Returns the seconds to the first token that are kept, for a prompt that takes `alone`
+        seconds when nothing else is there. By --slo-ttft no prompt is too long to be served."""
+        if self.ttft is None:
+            return math.inf
+        return self.ttft if self.own else max(self.ttft, STRETCH * alone)
+
+    def ttft_error(self, predicted: float, deadline: float) -> Overloaded:
+        return Overloaded(
+            f"the first token would come in {predicted:.3g} s, later than the {deadline:.3g} s of "
+            "its SLO",
+            code="SLO_TTFT",
+            retry_after=max(1.0, predicted - deadline),
+        )
+
+    def itl_error(self, predicted: float, retry_after: float) -> Overloaded:
+        return Overloaded(
+            f"a token would come every {predicted:.3g} s, less often than every {self.itl:.3g} s, "
+            "its SLO",
+            code="SLO_ITL",
+            retry_after=max(1.0, retry_after),
+        )
+
+
+NO_SLO = SLO()
+
+
+def slo_of(header: Callable[[str], str | None]) -> SLO:
+    """Returns what a request's headers, or metadata, say.
+
+    Raises:
+        InvalidRequest: one is no number of milliseconds.
+    """
+    ttft, itl = _seconds(header, TTFT_HEADER), _seconds(header, TPOT_HEADER)
+    return NO_SLO if ttft is None and itl is None else SLO(ttft, itl, ttft is not None)
+
+
+def _seconds(header: Callable[[str], str | None], name: str) -> float | None:
+    if (text := header(name)) is None:
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds <= MOST_MS:
+        raise InvalidRequest(
+            f"{name} must be a number of milliseconds above 0 and up to {MOST_MS:.0e}", param=name
+        )
+    return milliseconds / 1000

@@ -1,0 +1,57 @@
+"""HAProxy before the routers of a cluster, by the configuration in `compose/`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+
+import pytest
+
+from benchmarks.fleet import free_port
+from cluster import ended
+from paths import ROOT
+from warm import WarmCluster
+
+CONFIG = ROOT / "compose/haproxy.cfg"
+DOORS = {"8000": "http", "8001": "grpc"}  # a port in the configuration: which one of a router it is
+TEMPLATE = re.compile(r"server-template (\S+) \d+ router:(\d+)(.*)")
+
+
+@contextmanager
+def balanced(cluster: WarmCluster) -> Iterator[WarmCluster]:
+    """The cluster, asked through HAProxy; skips the test where there is none."""
+    program = shutil.which("haproxy")
+    if program is None:
+        pytest.skip("haproxy is not installed")
+    ports = {**cluster.ports, "http": free_port(), "grpc": free_port()}
+    file = cluster.home.path / "haproxy.cfg"
+    file.write_text(_config(cluster, ports))
+    process = cluster.home.start([program, "-db", "-f", str(file)], cluster.log_path)
+    behind = copy(cluster)
+    behind.ports, behind.routers = ports, {"router": ports}
+    try:
+        cluster.wait_for(lambda: behind.get("/ready").ok)
+        yield behind
+    finally:
+        process.terminate()
+        ended(process)
+
+
+def _config(cluster: WarmCluster, ports: dict[str, int]) -> str:
+    """The one of `compose/`, with the addresses of this cluster."""
+
+    def servers(found: re.Match[str]) -> str:
+        prefix, door, rest = found.groups()
+        return "\n    ".join(
+            f"server {prefix}{number} 127.0.0.1:{each[DOORS[door]]}"
+            + rest.replace("check port 8000", f"check port {each['http']}")
+            for number, each in enumerate(cluster.routers.values())
+        )
+
+    text = TEMPLATE.sub(servers, CONFIG.read_text())
+    for port, door in DOORS.items():
+        text = text.replace(f"bind :{port}", f"bind 127.0.0.1:{ports[door]}")
+    return text
