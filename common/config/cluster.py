@@ -162,6 +162,7 @@ class PlanConfig:
     hf_overrides: dict[str, Any] = same_option(ModelConfig, "hf_overrides")
     rope_scaling: dict[str, Any] = same_option(ModelConfig, "rope_scaling")
     rope_theta: float | None = same_option(ModelConfig, "rope_theta")
+    model_impl: str = same_option(ModelConfig, "model_impl")
     dtype: str = same_option(ModelConfig, "dtype", "compute and KV dtype; auto: the checkpoint's")
     quantization: str | None = option(
         None,

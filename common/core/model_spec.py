@@ -58,6 +58,7 @@ class ModelSpec:
     towers: bool = False  # whether the checkpoint has others beside this text model
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
     num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
+    num_experts: int = 0  # in a layer of a model of transformers
     linears: tuple[tuple[str, int, int], ...] = ()
     """Names, outputs and inputs of the linear layers of a model of transformers."""
     layer_kv: tuple[LayerKV | int, ...] = ()
@@ -190,10 +191,15 @@ class ModelSpec:
     def validate_expert_parallel(self, tp: int, ep: int) -> None:
         """Raises ConfigError if the model's experts cannot be spread over `ep` of the `tp` ranks of
         a stage, or `ep` > 1 and it has none."""
-        if ep > 1:
-            self._check_native(f"--expert-parallel-size {ep}")
         if self.moe is not None:
             self.moe.validate(tp, ep)
+        elif ep > 1 and self.num_experts:
+            if ep != tp or self.num_experts % ep:
+                raise ConfigError(
+                    f"--expert-parallel-size {ep}: {self.architecture} runs through transformers, "
+                    f"where it must be --tensor-parallel-size {tp} and divide the model's "
+                    f"{self.num_experts} experts"
+                )
         elif ep > 1:
             raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
 

@@ -13,6 +13,7 @@ from pdserve.common.core.model_spec import ModelSpec, check_folder, read_json
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.loader import OnProgress, load_model
+from pdserve.common.model.rank_weights import WeightsOf
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 
@@ -49,6 +50,17 @@ def _describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     from pdserve.common.model.hf.describe import describe  # transformers takes seconds to import
 
     return describe(folder, overrides)
+
+
+def read_weights_of(
+    spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]
+) -> WeightsOf | None:
+    """Returns what ranks hold of a checkpoint, if it is one that runs through transformers."""
+    if spec.impl == "native":
+        return None
+    from pdserve.common.model.hf.outline import weights_of
+
+    return weights_of(spec, folder, overrides)
 
 
 def load_decoder(

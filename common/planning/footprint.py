@@ -15,6 +15,7 @@ from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.moe_spec import MoESpec
+from pdserve.common.model.rank_weights import RankWeights, WeightsOf
 from pdserve.common.model.stages import Stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -55,6 +56,7 @@ class Footprint:
     tp: int = 1
     ep: int = 1  # ranks of `tp` over which experts are spread
     kv_cache_dtype: str = KV_AUTO
+    weights_of: WeightsOf | None = None  # of a model of transformers; without it the whole's count
 
     @property
     def item(self) -> int:
@@ -74,7 +76,7 @@ class Footprint:
     def weights(self, stage: Stage) -> int:
         spec, rows = self.spec, self._vocab_rows()
         if spec.impl != "native":
-            return spec.num_parameters * self.item
+            return self._held_weights(stage)
         total = sum(map(self._layer_weights, range(stage.start, stage.end)))
         if stage.first:
             in_dtype = rows * spec.hidden_size * self.item
@@ -83,6 +85,19 @@ class Footprint:
             total += spec.hidden_size * self.item
             total += 0 if spec.tie_word_embeddings and stage.first else self.head_bytes()
         return total
+
+    def _held(self, stage: Stage) -> RankWeights:
+        if self.weights_of is None:
+            return RankWeights(self.spec.num_parameters * self.item, (), ())
+        return self.weights_of(self.dtype, self.tp, self.ep, stage)
+
+    def _held_weights(self, stage: Stage) -> int:
+        held = self._held(stage)
+        if self.spec.quantization is None:
+            return held.nbytes
+        matrices = [*chain.from_iterable(held.linears), *held.experts]
+        saved = sum(rows * columns * (self.item - 1) for rows, columns in matrices)
+        return held.nbytes - saved + sum(rows for rows, _ in matrices) * self.item
 
     def _vocab_rows(self) -> int:
         return -(-self.spec.vocab_size // self.tp)
@@ -198,14 +213,22 @@ class Footprint:
         """Bytes of `count` LoRA adapters of `rank`, which have a pair of matrices per linear layer
         (`common/model/lora.py`), plus the activations they add to a step of `tokens`: a copy of a
         layer's input and the products with it."""
-        widths = sum(
+        step = tokens * (self.spec.hidden_size + 3 * rank)
+        return (count * rank * self._adapted(stage) + step) * self.item
+
+    def _adapted(self, stage: Stage) -> int:
+        """Returns the numbers that an adapter of rank 1 has."""
+        if self.spec.impl != "native":
+            return sum(
+                (sum(rows for rows, _ in group) + group[0][1]) * len(group)
+                for group in self._held(stage).linears
+            )
+        return sum(
             (each.rows + each.columns) * each.parts
             for layer in range(stage.start, stage.end)
             for each in self.matrices(layer)
             if not each.plain
         )
-        step = tokens * (self.spec.hidden_size + 3 * rank)
-        return (count * rank * widths + step) * self.item
 
     # ---- KV ----
 

@@ -6,8 +6,9 @@ Plain arithmetic: loads nothing and needs no GPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from operator import mul
 from typing import Any
 
@@ -15,6 +16,7 @@ from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS
+from pdserve.common.model.rank_weights import WeightsOf
 from pdserve.common.model.stages import Stage, stages_of
 from pdserve.common.planning.footprint import Footprint, overhead
 from pdserve.common.planning.kv_budget import (
@@ -36,6 +38,7 @@ class NodeSetup:
     engine: EngineConfig
     max_model_len: int
     gpu_memory: int  # bytes of each GPU
+    weights_of: WeightsOf | None = None  # of a model of transformers
 
     @property
     def tp(self) -> int:
@@ -60,12 +63,15 @@ class NodeSetup:
 
     @property
     def footprint(self) -> Footprint:
-        return Footprint(self.spec, self.dtype, self.tp, self.ep, self.kv_cache_dtype)
+        return replace(self.whole, tp=self.tp, ep=self.ep)
 
     @property
     def whole(self) -> Footprint:
         """The footprint of the whole model on one rank."""
-        return Footprint(self.spec, self.dtype, kv_cache_dtype=self.kv_cache_dtype)
+        kv_cache_dtype, weights_of = self.kv_cache_dtype, self.weights_of
+        return Footprint(
+            self.spec, self.dtype, kv_cache_dtype=kv_cache_dtype, weights_of=weights_of
+        )
 
     def stages(self) -> tuple[Stage, ...]:
         return stages_of(self.spec, self.engine.parallel)
@@ -76,7 +82,8 @@ class NodeSetup:
         self.spec.check_kv_cache_dtype(self.kv_cache_dtype)
         self.spec.validate_tensor_parallel(self.tp)
         self.spec.validate_expert_parallel(self.tp, self.ep)
-        self.stages()
+        for stage in self.stages():
+            self.footprint.weights(stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +278,19 @@ def _fixes(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
     yield from _first(_more_tp(setup))
     yield from _first(_more_pp(setup))
     if setup.spec.quantization is None:
-        for name in QUANTIZATIONS:
-            changed = replace(setup, spec=setup.spec.quantized(name))
-            yield from _first([(f"--quantization {name}", changed)])
+        yield from chain.from_iterable(_first([each]) for each in _quantized(setup))
     if setup.engine.cache.kv_cache_memory is not None:
         cache = replace(setup.engine.cache, kv_cache_memory=None)
         changed = replace(setup, engine=replace(setup.engine, cache=cache))
         yield from _first([("leave out --kv-cache-memory", changed)])
     if tokens := rank.num_blocks * setup.engine.cache.block_size:
         yield from _first([(f"--max-model-len {tokens}", replace(setup, max_model_len=tokens))])
+
+
+def _quantized(setup: NodeSetup) -> Iterator[tuple[str, NodeSetup]]:
+    for name in QUANTIZATIONS:
+        with suppress(ConfigError):
+            yield f"--quantization {name}", replace(setup, spec=setup.spec.quantized(name))
 
 
 def _first(changes: Iterable[tuple[str, NodeSetup]]) -> Iterator[str]:

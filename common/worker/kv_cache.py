@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from operator import mul
+from pathlib import Path
 
 import psutil
 import torch
@@ -23,6 +24,7 @@ from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.device import dtype_name
+from pdserve.common.model.implementation import read_weights_of
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.planning.kv_budget import (
     blocks_per_sequence,
@@ -214,7 +216,11 @@ def available_bytes(
     if config.lora.enable_lora:  # they are loaded later
         parallel, dtype = config.parallel, dtype_name(model.dtype)
         tp, ep = parallel.tensor_parallel_size, parallel.expert_parallel_size
-        others += adapter_bytes(Footprint(model.spec, dtype, tp, ep), config, model.stage)
+        weights_of = read_weights_of(
+            model.spec, Path(config.model.model or ""), config.model.overrides
+        )
+        footprint = Footprint(model.spec, dtype, tp, ep, weights_of=weights_of)
+        others += adapter_bytes(footprint, config, model.stage)
     return gpu_cache_bytes(memory.total, config.cache.gpu_memory_utilization, others, peak)
 
 

@@ -27,10 +27,12 @@ from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.planning.kv_budget import format_bytes, parse_bytes
+from pdserve.common.planning.planned_model import PlannedModel
 from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
 from pdserve.demo_model.embedded import resolve_model
 from pdserve.demo_model.gguf_folder import is_gguf
 
+CONFIG = "config.json"
 ROLES = ("prefill", "decode")
 FOOTNOTES = """\
 ¹ estimated peak of a step with --max-num-batched-tokens tokens and --max-num-seqs samples
@@ -73,8 +75,11 @@ def plan(config: PlanConfig) -> list[RolePlan]:
         ConfigError: the model is not supported, an option is missing, or a node would refuse
             these options whatever its memory.
     """
-    spec = _read_spec(_model_config(config))
-    return [plan_role(role, setup(config, spec, role)) for role in ROLES]
+    model = _read_model(_model_config(config))
+    setups = {role: setup(config, model.spec, role) for role in ROLES}
+    return [
+        plan_role(role, replace(each, weights_of=model.weights_of)) for role, each in setups.items()
+    ]
 
 
 def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
@@ -143,6 +148,7 @@ def _engine(config: PlanConfig, parallel: ParallelConfig) -> EngineConfig:
 def _model_config(config: PlanConfig) -> ModelConfig:
     return ModelConfig(
         model=config.model,
+        model_impl=config.model_impl,
         dtype=config.dtype,
         hf_overrides=config.hf_overrides,
         rope_scaling=config.rope_scaling,
@@ -150,10 +156,12 @@ def _model_config(config: PlanConfig) -> ModelConfig:
     )
 
 
-def _read_spec(config: ModelConfig) -> ModelSpec:
+def _read_model(config: ModelConfig) -> PlannedModel:
     path = Path(config.model or "")
-    read = ModelSpec.from_file if path.is_file() else ModelSpec.from_folder
-    return read(path, config.overrides)
+    if path.is_file() and path.name != CONFIG:
+        return PlannedModel(ModelSpec.from_file(path, config.overrides))
+    folder = path.parent if path.is_file() else path
+    return PlannedModel.from_folder(folder, config.model_impl, config.overrides)
 
 
 # ---- tables ----

@@ -18,7 +18,7 @@ from typing import Any
 from pdserve.common.config.options import changed
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.config.sources import parse
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.host import cpu_name
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
@@ -32,6 +32,7 @@ ONE_OF_EACH: dict[str, Any] = {
     "log_level": "warning",
     "peak_tflops": 1.0,  # not measured, since only metrics need it
     "peak_bandwidth": 1.0,
+    "share_cores": "off",  # an idle peer's cores would be there only while one node computes
 }
 STEPS = 8  # decode steps of a measurement
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
@@ -127,7 +128,7 @@ class _Asks:
         if cached not in self._known:
             self._known[cached] = self._draw(cached)
             if cached:
-                self._generate(self._known[cached], 1, 1)
+                self._generate(self._known[cached], 1, 2)
         return self._generate([*self._known[cached], *self._draw(tokens)], choices, max_tokens)
 
     def _draw(self, count: int) -> list[int]:
@@ -135,7 +136,10 @@ class _Asks:
 
     def _generate(self, prompt: list[int], choices: int, max_tokens: int) -> RequestOutput:
         params = SamplingParams(n=choices, max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        return self._llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+        (output,) = self._llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        if output.timeline["migrations"] or output.timeline["transferred"] is None:
+            raise NodeError("a node failed while it was measured; see the log above")
+        return output
 
 
 def _line(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

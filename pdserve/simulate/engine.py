@@ -133,13 +133,15 @@ class SimulatedEngine:
     def _steps_alike(self, work: Work) -> int:
         """Returns how many steps are like this one, and takes the blocks for them."""
         running = self.scheduler.running
-        if self.scheduler.waiting or work.sequences < len(running):
+        if work.sequences < len(running):
             return 1
         left = min(each.sampling.max_tokens - each.num_output_tokens for each in running)
         steps = min(left, MOST_STEPS)
         pool = self.scheduler.pool
-        alike = all(pool.grow(each, each.num_tokens + steps - 1) for each in running)
-        return steps if alike else 1
+        size = pool.block_size
+        if 2 * len(running) * -(-steps // size) > pool.num_free:
+            return 1
+        return steps if all(pool.grow(each, each.num_tokens + steps - 1) for each in running) else 1
 
     def _end(self) -> None:
         run, self._run = self._run, None

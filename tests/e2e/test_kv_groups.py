@@ -71,7 +71,7 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
         slow("lfm2", "shm", TP1, PP2),
         slow("gemma4", "tcp", TP2, TP1),
         slow("llama4", "tcp", TP2, PP2),
-        slow("gpt-oss", "shm", TP2, PP2),
+        slow("gpt-oss", "shm", {**TP2, "expert_parallel_size": 2}, PP2),
         slow("gpt2", "tcp", PP2, TP2),
         slow("bart", "tcp", TP2, PP2),
         slow("bloom", "shm", PP2, TP2),

@@ -115,6 +115,24 @@ def test_steps_that_are_computed_as_one_change_nothing(monkeypatch: pytest.Monke
         assert sum(n for _, n in found.gaps) == sum(e.output_tokens - 1 for e in arrivals)
 
 
+def test_sequences_that_outgrow_the_memory_are_preempted_and_end() -> None:
+    policies = {role: load_policy("least-load", "policy") for role in ROLES.values()}
+    steps = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2000)
+    setup = Setup("1P1D", linear(10_000), policies, RoutingConfig(), steps, num_blocks=20)
+    found = simulate(setup, [Arrival(i / 10, 500, [], output_tokens=3000) for i in range(8)])
+    assert len(found.answered) == 8
+    assert sum(count for _, count in found.gaps) == 8 * 2999
+
+
+def test_the_next_turn_is_computed_by_the_node_that_has_most_of_it() -> None:
+    blocks = [hash_of(number) for number in range(4)]
+    turns = [Arrival(30.0 * i, (2 + i) * 512, blocks[: 2 + i], output_tokens=2) for i in range(3)]
+    found = run(turns, policy="prefix-aware", local_prefill_threshold=600)
+    waits = [each.ended - each.first for each in sorted(found.answered, key=lambda e: e.arrived)]
+    assert waits[0] > 0.6, "a transfer and a step"
+    assert waits[1:] == pytest.approx([0.1, 0.1])
+
+
 def test_the_queue_s_limits_refuse() -> None:
     arrivals = [Arrival(0.0, 1000, []) for _ in range(10)]
     found = run(arrivals, max_concurrent_requests=1, max_queued_requests=3, max_client_share=1)
@@ -178,6 +196,7 @@ class TimedLLM:
             "finished": landed + (params.max_tokens - 1) * params.n / 100,
             "transfer_bytes": 12 * new,
             "decode_cached_tokens": known,
+            "migrations": 0,
         }
         return [SimpleNamespace(timeline=timeline, prompt_token_ids=tokens)]
 

@@ -29,6 +29,7 @@ from pdserve.common.model.delta_net import DeltaInputs
 from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
 from pdserve.common.model.hf.delta_net import MODEL_TYPES
+from pdserve.common.model.hf.experts import experts_of
 from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
 from pdserve.common.model.hf.mixers import BESIDE, MIXERS, Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
@@ -181,12 +182,13 @@ def _text_of(config: Any) -> Any:
     return text
 
 
-def build(config: Any) -> Any:
+def build(config: Any, dtype: torch.dtype | None = None) -> Any:
     """Returns the model on the meta device, without memory, to be described."""
     list_attentions(config)
     config._experts_implementation = "batched_mm"  # without sizes that depend on the data
     with torch.device("meta"):
-        model = model_class(config)._from_config(config, attn_implementation=OUTLINE).eval()
+        kind, options = model_class(config), {"attn_implementation": OUTLINE, "dtype": dtype}
+        model = kind._from_config(config, **options).eval()
     _pass_experts(model)
     if not adapt(model):
         raise ConfigError(
@@ -307,6 +309,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         linears=tuple(
             (name, *size_of(each)) for name, each in linears.items() if name in recorder.linears
         ),
+        num_experts=max((each.num_experts for each in experts_of(model)), default=0),
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 

@@ -17,11 +17,13 @@ from pdserve.common.model.hf.describe import Call, StateCall, build, first_line,
 from pdserve.common.model.hf.parallel import (
     GATHERED,
     PLANNED,
+    Cut,
     OutlineRanks,
+    Ranks,
     Unsplittable,
     split,
 )
-from pdserve.common.model.hf.pipeline import Watch, decoder_layers
+from pdserve.common.model.hf.pipeline import StageRun, Watch, decoder_layers
 from pdserve.common.model.stages import Stage
 
 NOT_AS_PLANNED = {"gemma3n", "gemma3n_text"}
@@ -48,11 +50,23 @@ class Layout:
     way: str = PLANNED  # of `split`
     gather_kv: bool = False
     tuples: int = 0  # the length of what layers return, if that is a tuple
+    spread: bool = False  # whether ranks have different experts, and never a part of each
+
+    def apply(self, model: Any, group: Ranks, stage: Stage) -> dict[str, Cut]:
+        """Changes a model, on any device, into a rank's part; returns the cuts by the names of
+        parameters."""
+        cuts = {}
+        if group.size > 1:
+            cuts = split(model, group, self.way, self.layers, self.gather_kv, self.spread)
+        layers = model.get_submodule(self.layers) if self.layers else ()
+        part = stage.over(len(self.heads) // len(layers)) if layers else stage
+        model.stage_run = StageRun(model, layers, part, self.tuples)
+        return cuts
 
 
-def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage) -> Layout:
-    """Returns the layout for `size` tensor-parallel ranks of a `config` of `read_config`. Raises
-    ConfigError if there is none."""
+def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage, experts: int) -> Layout:
+    """Returns the layout for `size` tensor-parallel ranks of a `config` of `read_config`, over
+    `experts` of which the experts are spread. Raises ConfigError if there is none."""
 
     def fresh() -> Any:
         return build(copy.deepcopy(config))
@@ -78,7 +92,7 @@ def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage) -> Layo
     for way in (GATHERED,) if spec.family in NOT_AS_PLANNED else (PLANNED, GATHERED):
         model = fresh()
         try:
-            split(model, OutlineRanks(size), way, name, gather_kv)
+            split(model, OutlineRanks(size), way, name, gather_kv, experts > 1)
             with torch.inference_mode():
                 heads = _heads(spec, whole, run_outline(model).calls, size)
         except Unsplittable as error:
@@ -86,12 +100,20 @@ def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage) -> Layo
         except Exception as error:  # whatever a class of transformers does with a part of the heads
             reason = first_line(error)
         else:
-            return Layout(name, heads, way, gather_kv, tuples)
+            return Layout(name, heads, way, gather_kv, tuples, experts > 1)
         logger.debug("%s cannot be split as %s: %s", spec.architecture, way, reason)
     raise ConfigError(
         f"{spec.architecture} cannot be split over {size} ranks ({reason}): use "
         "--tensor-parallel-size 1"
     )
+
+
+def tie(model: Any) -> None:
+    """Gives embedding and head, which both were cut, one tensor again, if the model ties them."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    held = getattr(head, "weight", None) is not None and embedding.weight is not None
+    if held and model.config.get_text_config().tie_word_embeddings:
+        head.weight = embedding.weight
 
 
 def _tuples(spec: ModelSpec, model: Any, layers: nn.ModuleList) -> int:

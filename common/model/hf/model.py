@@ -20,6 +20,7 @@ from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
+from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.model.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -40,13 +41,13 @@ from pdserve.common.model.hf.attention import (
     StyledAttention,
 )
 from pdserve.common.model.hf.describe import first_line, model_class, read_config
-from pdserve.common.model.hf.layout import Heads, Layout, choose_layout
+from pdserve.common.model.hf.layout import Heads, Layout, choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, part_of
 from pdserve.common.model.hf.loading import Prepare, partial_class
 from pdserve.common.model.hf.mixers import Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
-from pdserve.common.model.hf.parallel import Cut, split
-from pdserve.common.model.hf.pipeline import StageRun, check_stage
+from pdserve.common.model.hf.parallel import Cut
+from pdserve.common.model.hf.pipeline import check_stage
 from pdserve.common.model.hf.steps import ClassSteps, Recorded, Steps
 from pdserve.common.model.hf.trace import RecordedRanks
 from pdserve.common.model.kernels.native import NativeKernels
@@ -71,14 +72,13 @@ class Differs(Exception):
 class TransformersModel(Decoder):
     """A rank's part of a class of transformers, whose code `record` replaces by a graph."""
 
-    expert_parallel_size = 1
-
     def __init__(
         self, spec: ModelSpec, model: Any, sharding: Sharding, stage: Stage, layout: Layout
     ) -> None:
         self.spec, self.stage, self.layout = spec, stage, layout
         self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
         self.kernels = sharding.kernels
+        self.expert_parallel_size = sharding.all2all.group.size
         self._bytes = sum(each.nbytes for each in model.parameters())
         sizes = adapted_shapes(spec)
         linears = {name: each for name, each in linears_of(model).items() if name in sizes}
@@ -348,18 +348,17 @@ def _load(
     check_stage(spec.architecture, spec.layer_kv, stage)
     with folder.files() as path:
         hf_config = read_config(path, config.overrides)
-    layout = choose_layout(spec, hf_config, sharding.group.size, stage)
+    ranks, spread = sharding.group, sharding.all2all.group.size
+    if spread > 1 and not isinstance(sharding.all2all, Replicated):
+        raise ConfigError(
+            f"--all2all-backend: {spec.architecture} runs through transformers, where tokens reach "
+            "the ranks of their experts by replicated alone"
+        )
+    layout = choose_layout(spec, hf_config, ranks.size, stage, spread)
 
     def prepare(model: Any) -> dict[str, Cut]:
-        cuts = {}
-        if sharding.group.size > 1:
-            group = RecordedRanks(sharding.group)
-            cuts = split(model, group, layout.way, layout.layers, layout.gather_kv)
-        layers = model.get_submodule(layout.layers) if layout.layers else ()
-        part = stage.over(spec.num_layers // len(layers)) if layers else stage
-        model.stage_run = StageRun(model, layers, part, layout.tuples)
-        model.cuts = cuts
-        return cuts
+        model.cuts = layout.apply(model, RecordedRanks(ranks), stage)
+        return dict(model.cuts)
 
     kind = model_class(hf_config)
     list_attentions(hf_config)
@@ -367,6 +366,7 @@ def _load(
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
         prepare(made)
+        tie(made)
     else:
         made = _read(kind, prepare, folder, spec, hf_config, sharding.dtype)
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)

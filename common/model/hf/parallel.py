@@ -80,24 +80,29 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
-def split(model: Any, group: Ranks, way: str, layers: str, gather_kv: bool) -> dict[str, Cut]:
+def split(
+    model: Any, group: Ranks, way: str, layers: str, gather_kv: bool, spread: bool = False
+) -> dict[str, Cut]:
     """Splits `model`, on any device, and returns the cuts by the names of parameters.
 
     Args:
         way: `PLANNED` or `GATHERED`.
         layers: the name of the model's list of decoder layers.
         gather_kv: the ranks do not divide the KV heads: each is given all of them.
+        spread: ranks have different experts, and never a part of each.
 
     Raises:
         Unsplittable: the class's plan does not fit these sizes.
     """
-    return _Splitter(model, group, layers, gather_kv).run(way)
+    return _Splitter(model, group, layers, gather_kv, spread).run(way)
 
 
 class _Splitter:
-    def __init__(self, model: Any, group: Ranks, layers: str, gather_kv: bool) -> None:
+    def __init__(
+        self, model: Any, group: Ranks, layers: str, gather_kv: bool, spread: bool
+    ) -> None:
         self._model, self._group, self._layers = model, group, f"{layers}."
-        self._gather_kv = gather_kv
+        self._gather_kv, self._spread = gather_kv, spread
         self._plan: dict[str, str] = dict(model.tp_plan or {})
         self._ep_plan: dict[str, str] = dict(model.ep_plan or {})
         self._cuts: dict[str, Cut] = {}
@@ -210,15 +215,20 @@ class _Splitter:
     # ---- experts ----
 
     def _experts(self, name: str, module: Any) -> None:
-        """Splits experts within, else among the ranks, else not at all."""
+        """Splits experts within, else among the ranks, else not at all; with `spread` among them
+        or never."""
         parameters = dict(module.named_parameters(prefix=name))
         within = {each: _style(self._plan, each) for each in parameters}
         among = {each: _style(self._ep_plan, each) for each in parameters}
         size = self._group.size
-        if _style(self._plan, name) == "moe_tp_experts" and all(
-            (style == "packed_colwise" and each.ndim == 3 and each.shape[1] % (2 * size) == 0)
-            or (style == "rowwise" and each.ndim == 3 and each.shape[2] % size == 0)
-            for each, style in ((parameters[key], style) for key, style in within.items())
+        if (
+            not self._spread
+            and _style(self._plan, name) == "moe_tp_experts"
+            and all(
+                (style == "packed_colwise" and each.ndim == 3 and each.shape[1] % (2 * size) == 0)
+                or (style == "rowwise" and each.ndim == 3 and each.shape[2] % size == 0)
+                for each, style in ((parameters[key], style) for key, style in within.items())
+            )
         ):
             for key, style in within.items():
                 self._parameter(key, parameters[key], str(style))
@@ -232,6 +242,8 @@ class _Splitter:
             for key in parameters:
                 self._cut(key, 0)
             self._dispatch(module)
+        elif self._spread:
+            raise Unsplittable(f"{name} cannot be spread over the ranks")
 
     def _dispatch(self, module: Any) -> None:
         """Computes the tokens of this rank's experts alone."""

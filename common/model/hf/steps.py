@@ -15,6 +15,7 @@ from torch.fx import Graph
 from pdserve.common.model.hf.adapt import layers_of
 from pdserve.common.model.hf.attention import Answers, answering
 from pdserve.common.model.hf.calls import Norm
+from pdserve.common.model.hf.experts import experts_of
 from pdserve.common.model.hf.fusions import Groups, fuse, norms_of
 from pdserve.common.model.hf.linears import let_adapt
 from pdserve.common.model.hf.pipeline import StageRun
@@ -191,9 +192,8 @@ class Recorded:
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
     """Yields experts, which are called as a whole: their code looks at where tokens go."""
-    for module in model.modules():
-        if hasattr(module, "_is_expert_parallel"):
-            yield module, module.forward
+    for module in experts_of(model):
+        yield module, module.forward
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""Computes what ranks of a model of transformers hold, without memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdserve.common.core.lora import adapted_shapes
+from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.model.hf.describe import build, read_config
+from pdserve.common.model.hf.experts import experts_of, sizes_of
+from pdserve.common.model.hf.layout import choose_layout, tie
+from pdserve.common.model.hf.linears import linears_of, size_of
+from pdserve.common.model.hf.parallel import OutlineRanks
+from pdserve.common.model.hf.pipeline import check_stage
+from pdserve.common.model.rank_weights import RankWeights, WeightsOf
+from pdserve.common.model.stages import Stage
+
+
+def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> WeightsOf:
+    """Returns the function for a checkpoint. It raises ConfigError if the model cannot be split so,
+    and remembers what it found."""
+
+    @cache
+    def found(dtype: str, tp: int, ep: int, stage: Stage) -> RankWeights:
+        check_stage(spec.architecture, spec.layer_kv, stage)
+        config = read_config(folder, overrides)
+        layout = choose_layout(spec, config, tp, stage, ep)
+        model = build(config, getattr(torch, dtype))
+        layout.apply(model, OutlineRanks(tp), stage)
+        tie(model)
+        return RankWeights(
+            nbytes=sum(each.nbytes for each in model.parameters()),
+            linears=tuple(map(tuple, _linears(spec, model))),
+            experts=tuple(size for each in experts_of(model) for size in sizes_of(each)),
+        )
+
+    return found
+
+
+def _linears(spec: ModelSpec, model: Any) -> list[list[tuple[int, int]]]:
+    known = adapted_shapes(spec)
+    found: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for name, linear in linears_of(model).items():
+        if name in known:
+            outputs, inputs = size_of(linear)
+            found[name.rpartition(".")[0], inputs].append((outputs, inputs))
+    return list(found.values())
