@@ -64,7 +64,9 @@ class Layout:
         return cuts
 
 
-def choose_layout(spec: ModelSpec, config: Any, size: int, stage: Stage, experts: int) -> Layout:
+def choose_layout(
+    spec: ModelSpec, config: Any, size: int, stage: Stage, experts: int = 1
+) -> Layout:
     """Returns the layout for `size` tensor-parallel ranks of a `config` of `read_config`, over
     `experts` of which the experts are spread. Raises ConfigError if there is none."""
 
