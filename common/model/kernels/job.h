@@ -25,14 +25,16 @@ class Share;
 class Job {
 public:
     using Body = void (*)(const void* context, Share&);
-    // The owner's thread: nobody holds a tile.
+    // The owner's thread: nobody holds a tile. The old ticket goes first: whoever sees the new count
+    // then finds that the ticket it has read is not the present one.
     void open(int64_t count, Body body, const void* context) {
+        const uint64_t ticket = ((ticket_.load(std::memory_order_relaxed) >> 32) + 1) << 32;
+        ticket_.store(ticket | NONE, std::memory_order_relaxed);
+        count_.store(uint32_t(count), std::memory_order_release);
         body_ = body;
         context_ = context;
-        count_.store(uint32_t(count), std::memory_order_relaxed);
         left_.store(count, std::memory_order_relaxed);
-        const uint64_t generation = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
-        ticket_.store(generation << 32, std::memory_order_release);
+        ticket_.store(ticket, std::memory_order_release);
     }
 
     uint32_t generation() const {
@@ -58,9 +60,10 @@ public:
     }
 
 private:
-    // If the count is another job's, so is the ticket by now, and what follows finds out.
+    static constexpr uint64_t NONE = 0xffffffff;  // in place of the next tile
+
     bool has_tiles(uint64_t ticket) const {
-        return uint32_t(ticket) < count_.load(std::memory_order_relaxed);
+        return uint32_t(ticket) < count_.load(std::memory_order_acquire);
     }
 
     std::atomic<uint64_t> ticket_{0};

@@ -20,6 +20,7 @@ import core_sharer
 from lent_core import COMPUTING, idle_owner, member
 from pdserve.common.core.core_table import ENTRY_NBYTES, lent_seconds
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.model.kernels import native
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.worker import lent_cores
@@ -156,3 +157,12 @@ def test_kernels_that_cannot_share_say_so(
     assert join_lent_cores(None, 1, 2, kernels) is None
     assert join_lent_cores(str(table), 1, 2, TorchKernels()) is None
     assert "--share-cores has no effect" in caplog.text and not table.exists()
+
+
+def test_no_tile_is_taken_for_another_jobs(tmp_path: Path) -> None:
+    program, kernels = tmp_path / "job_stress", Path(native.__file__).parent
+    source = Path(core_sharer.__file__).with_name("job_stress.cpp")
+    command = ["g++", "-std=c++17", "-O2", "-pthread", f"-I{kernels}", str(source), "-o"]
+    subprocess.run([*command, str(program)], check=True)
+    run = subprocess.run([program, "300000"], check=True, capture_output=True, text=True)
+    assert int(run.stdout) == 0
