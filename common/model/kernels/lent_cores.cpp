@@ -27,7 +27,7 @@
 namespace lent_cores {
 namespace {
 
-constexpr int64_t QUIET = 2'000'000;       // nanoseconds: what a node needs between two steps, and more
+constexpr int64_t QUIET = 8'000'000;       // nanoseconds: what a node needs between two steps, and more
 constexpr int64_t LEAVE = 2'000'000;       // within which a guest leaves; a tile takes a twentieth
 constexpr int64_t IDLE = 200'000;          // a guest without tiles sleeps after that
 constexpr int64_t MOST_GUESTS = 15;
