@@ -33,6 +33,7 @@ from pdserve.common.core.errors import (
     PdserveError,
     Unavailable,
 )
+from pdserve.common.core.printable import printable
 
 Chunk = dict[str, Any]
 
@@ -305,11 +306,16 @@ def _pause(error: Exception) -> float:
     return min(after or PAUSE, LONGEST_PAUSE)
 
 
+PROXYS_OWN = (502, 504)  # without JSON: its router died, or does not answer
+
+
 def _refusal(status: int, body: bytes, retry_after: str | None) -> PdserveError:
     try:
         found: Any = json.loads(body)
     except ValueError:
         found = body.decode(errors="replace")
+        if status in PROXYS_OWN:
+            return Unavailable(f"a proxy answered {status}: {printable(found, 200)}")
     seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
     return Answer(status, found, "", seconds).error()
 

@@ -54,8 +54,8 @@ def text_of(chunks: Iterable[dict[str, Any]]) -> str:
 
 
 def test_a_router_dies_behind_haproxy(cluster: WarmCluster, behind: WarmCluster) -> None:
-    """Streams with ids go on through the other one, at the same address; what was not answered yet
-    HAProxy itself asks there."""
+    """Streams with ids go on through the other one, at the same address. What was not answered yet
+    HAProxy asks there, or the client does: HAProxy 2.6 answers some of it with 502."""
     body = {"prompt": fresh_prompt(20), "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     client = ResumingClient([behind.url])
     expected = text_of(client.stream(COMPLETIONS, body))
@@ -63,13 +63,12 @@ def test_a_router_dies_behind_haproxy(cluster: WarmCluster, behind: WarmCluster)
     texts = [text_of(islice(stream, 1)) for stream in streams]
     with ThreadPoolExecutor(4) as pool:
         with cluster.standing_still("decode"):
-            whole = [pool.submit(behind.post, COMPLETIONS, **body) for _ in range(4)]
-            cluster.wait_for(lambda: all(running(cluster, name) > 1 for name in cluster.routers))
+            whole = [pool.submit(client.complete, COMPLETIONS, body) for _ in range(4)]
+            cluster.wait_for(lambda: sum(running(cluster, name) for name in cluster.routers) == 8)
             cluster.kill("router")
         answers = [each.result() for each in whole]
     texts = [text + text_of(stream) for text, stream in zip(texts, streams, strict=True)]
-    assert [answer.status_code for answer in answers] == [200] * 4
-    assert {text_of([answer.json()]) for answer in answers} == {*texts} == {expected}
+    assert {text_of([answer]) for answer in answers} == {*texts} == {expected}
     cluster.start_router()
     cluster.wait_nodes()
     cluster.wait_idle()
