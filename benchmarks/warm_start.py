@@ -233,6 +233,7 @@ def _start(
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         for key in _sockets.get_map().values():
+            assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         _move(environment)
         _become(role, flags, log, before)
