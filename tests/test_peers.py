@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from paths import MODELS, ROOT
@@ -22,6 +21,7 @@ import peers
 from benchmarks.compared import servers
 from benchmarks.compared.servers import Absent, Machine, Server, running
 from benchmarks.compared.workloads import Closed, Mixed
+from processes import descendants
 
 MODEL = MODELS / "llama-gqa"
 SMALL = (Closed(16, 4, 2, 3), Mixed(2, 8, 12, 40, every=0.05, most=3, long_output_len=2))
@@ -34,9 +34,9 @@ def machine() -> Machine:
 
 @pytest.fixture(autouse=True)
 def nobody_is_left() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))
+    before = descendants()
     yield
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert descendants() <= before
 
 
 @pytest.mark.slow

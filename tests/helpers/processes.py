@@ -17,3 +17,14 @@ def command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def descendants() -> set[psutil.Process]:
+    """This process's, without those of the one from which the clusters of all of pytest's workers
+    are forked."""
+    return {
+        each
+        for child in psutil.Process().children()
+        if not any(part.endswith("warm_start.py") for part in command(child))
+        for each in (child, *child.children(recursive=True))
+    }

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -25,6 +24,7 @@ from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.api.schema import CompletionBody
 from pdserve.router.api.structured import from_structured_outputs, structured_of
 from pdserve.router.grpc.chat import structured_fields
+from processes import descendants
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -174,15 +174,13 @@ async def test_a_bomb_ends_in_an_error_and_its_process_goes_on(
     workers: PreprocessWorkers, name: str
 ) -> None:
     assert (await workers.compile(GOOD)).grammar
-    before = psutil.Process().children(recursive=True)
+    before = descendants()
     compiled = await workers.compile(BOMBS[name])
     assert compiled.error.startswith("guided_regex cannot be compiled: ") and not compiled.grammar
     assert len(compiled.error) < 1100
     assert compiled.seconds < 5, "of CPU: its limit is 0.5"
     assert (await workers.compile(GOOD)).grammar
-    assert psutil.Process().children(recursive=True) == before, (
-        "the worker lives, its child is gone"
-    )
+    assert descendants() == before, "the worker lives, its child is gone"
 
 
 async def test_verdicts_are_remembered_but_not_for_ever() -> None:

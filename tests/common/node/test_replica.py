@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from live_node import node_config
@@ -28,6 +27,7 @@ from pdserve.common.node.load import SchedulerCollector, node_load
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode
+from processes import descendants
 
 # ---- the choice -----------------------------------------------------------------------------
 
@@ -221,10 +221,10 @@ async def test_when_one_replica_cannot_start_none_is_left(monkeypatch: pytest.Mo
         return worker_specs(config, role, log, replica)
 
     monkeypatch.setattr(ranks, "worker_specs", specs)
-    before = set(psutil.Process().children(recursive=True))  # of other tests of this process
+    before = descendants()  # of other tests of this process
     with pytest.raises(ConfigError, match="/no"):
         await DecodeNode(node_config(replicas=2)).serve()
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert descendants() <= before
 
 
 class Started:
