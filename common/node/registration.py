@@ -59,9 +59,11 @@ class Registrations:
         self._found: dict[str, list[str]] = {router: [router] for router in routers}
         self._kept: dict[str, Registration] = {}  # by address
         self._siblings_found = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs until cancelled, by `deregister` too."""
+        self._running = asyncio.current_task()
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.gather(*map(self._look_up, self._found))
@@ -76,6 +78,9 @@ class Registrations:
 
     async def deregister(self) -> None:
         """Asks all routers to send no more jobs; unreachable ones are ignored."""
+        if self._running is not None:  # a heartbeat after this would register the node again
+            self._running.cancel()
+            await asyncio.wait((self._running,))
         await asyncio.gather(*(each.deregister() for each in self._kept.values()))
 
     def _registration(self, router: str, address: str) -> Registration:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,17 @@ def cluster() -> Iterator[WarmCluster]:
 
 def ask(cluster: WarmCluster, prompt: list[int]) -> int:
     """Asks and checks every token; returns how many of the prompt's were cached."""
+    return ask_all(cluster, [prompt])
+
+
+def ask_all(cluster: WarmCluster, prompts: list[list[int]]) -> int:
+    """In one request: the router places all of them at once."""
     shown = {"logprobs": 0, "return_tokens_as_token_ids": True, "ignore_eos": True}
-    answer = cluster.complete(prompt, max_tokens=6, **shown)
-    tokens = answer["choices"][0]["logprobs"]["tokens"]
-    ids = tuple(int(token.removeprefix("token_id:")) for token in tokens)
-    assert ids == reference.greedy(cluster.model, tuple(prompt), 6)
+    answer = cluster.complete(prompts, max_tokens=6, **shown)
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        tokens = choice["logprobs"]["tokens"]
+        ids = tuple(int(token.removeprefix("token_id:")) for token in tokens)
+        assert ids == reference.greedy(cluster.model, tuple(prompt), 6)
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -109,8 +114,7 @@ def test_many_with_one_beginning_are_shared_by_the_nodes(cluster: WarmCluster) -
     before, shared = prefilled(cluster), fresh_prompt(4 * SIZE)
     ask(cluster, shared)
     prompts = [shared + fresh_prompt(6 * SIZE) for _ in range(24)]
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(lambda prompt: ask(cluster, prompt), prompts))
+    ask_all(cluster, prompts)
     given = prefilled(cluster) - before
     assert len(given) == 2 and max(given.values()) < 3 * min(given.values()), given
 
