@@ -372,6 +372,7 @@ async def test_a_clients_template_is_bounded_at_all_sizes(
             began = time.monotonic()
             await workers.preprocess("tokenize", BodyBuffer(encode(prompt="once")), "other")
             slowest = max(slowest, time.monotonic() - began)
+            await asyncio.sleep(0.02)
         assert slowest < 1.5, "a worker was always free for others"
         with pytest.raises(InvalidRequest, match=f"takes more than {BOUNDS}") as refused:
             await asked
