@@ -112,7 +112,7 @@ class _Routers:
 class ResumingStub(_Routers):
     """For threads. Use as a context manager."""
 
-    _kind = grpc
+    _kind: ClassVar[Any] = grpc
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +152,7 @@ class ResumingStub(_Routers):
 class AsyncResumingStub(_Routers):
     """For an event loop. Use as a context manager."""
 
-    _kind = grpc.aio
+    _kind: ClassVar[Any] = grpc.aio
 
     async def __aenter__(self) -> Self:
         return self
