@@ -185,22 +185,5 @@ def _best(context: CommunicatorContext) -> str:
     return "shm" if context.one_host else "hierarchical"
 
 
-def tree_sum(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Writes the sum of two or more tensors to `out`, which is none of them. Neighbours are added
-    first, then neighbouring sums, …: 0 1 2 3 as (0 + 1) + (2 + 3). So the bits are the same whether
-    a power of two of neighbours is summed by itself before, on a host of its own, or not."""
-    half = 1 << (len(parts) - 1).bit_length() - 1
-    first, second = (_subtotal(each, out) for each in (parts[:half], parts[half:]))
-    torch.add(first, second, out=out)
-
-
-def _subtotal(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.empty_like(like)
-    tree_sum(parts, total)
-    return total
-
-
 def rank_lost(message: str) -> NodeError:
     return NodeError(message, code="RANK_LOST")

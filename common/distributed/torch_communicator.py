@@ -21,7 +21,6 @@ from pdserve.common.distributed.communicator import (
     CommunicatorContext,
     DeviceCommunicator,
     rank_lost,
-    tree_sum,
 )
 
 # For a rank's start: FlashInfer compiles its kernels at the first step, which takes minutes.
@@ -90,7 +89,7 @@ class TorchCommunicator(DeviceCommunicator):
 
 class GlooCommunicator(TorchCommunicator):
     """CPU tensors over TCP: between hosts, and for operations that shared memory lacks. Sums are
-    taken in one order (`tree_sum`), whatever the tensor's size; gloo's own depend on it.
+    taken in one order (`add_up`), whatever the tensor's size; gloo's own depend on it.
 
     Listens on loopback if all ranks share a host; else on GLOO_SOCKET_IFNAME, or on the address
     with which this host reaches the rendezvous. (gloo's default is the address of the host's name,
@@ -115,7 +114,7 @@ class GlooCommunicator(TorchCommunicator):
         sums a share, which moves the fewest bytes."""
         whole, size = tensor.view(-1), self.context.size
         if tensor.nbytes <= self.SMALL_BYTES:
-            tree_sum(self._exchange(whole.expand(size, -1)).unbind(), whole)
+            add_up(self._exchange(whole.expand(size, -1)).unbind(), whole)
             return
         shares = whole.new_zeros(size, -(-whole.numel() // size))
         shares.view(-1)[: whole.numel()].copy_(whole)
@@ -123,7 +122,7 @@ class GlooCommunicator(TorchCommunicator):
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         part = torch.empty_like(tensor[0])
-        tree_sum(self._exchange(tensor).unbind(), part)
+        add_up(self._exchange(tensor).unbind(), part)
         return part
 
     def _exchange(self, rows: Tensor) -> Tensor:
@@ -247,6 +246,15 @@ def _check_peer_access(context: CommunicatorContext) -> None:
             f"{context.name}: {context.device} cannot access the memory of all other GPUs of its "
             "group; pass --device-communicator nccl"
         )
+
+
+def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Writes the sum of two parts or more: of neighbours, then of neighbouring pairs, and so on, as
+    `block_sums.h` goes on within a rank."""
+    while len(parts) > 2:
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [*map(torch.add, parts[::2], parts[1::2]), *odd]
+    torch.add(parts[0], parts[1], out=out)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

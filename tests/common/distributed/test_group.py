@@ -21,7 +21,6 @@ import torch
 
 import segments
 from pdserve.common.core.errors import ConfigError, NodeError
-from pdserve.common.distributed.communicator import tree_sum
 from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.hierarchical import HierarchicalCommunicator
@@ -37,6 +36,7 @@ from pdserve.common.distributed.shared_memory import (
     SharedMemory,
     make_segment,
 )
+from pdserve.common.distributed.torch_communicator import add_up
 from ranks import Ranks
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def test_more_parts_than_a_power_of_two() -> None:
     parts = [torch.full((2,), 10.0**power) for power in range(7)]
     out = torch.empty(2)
     for count in range(2, 8):
-        tree_sum(parts[:count], out)
+        add_up(parts[:count], out)
         assert out.tolist() == [float("1" * count)] * 2
 
 
