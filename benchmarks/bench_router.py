@@ -149,6 +149,8 @@ async def _under_load(
         events, requests = clients.events, clients.requests
         began, used = time.monotonic(), [cpu_us([p]) for p in serving]
         await _pass(seconds, tasks)
+        while clients.requests < requests + CLIENTS:  # a very busy host
+            await _pass(seconds, tasks)
         wall, events = time.monotonic() - began, clients.events - events
         used = [cpu_us([p]) - before for p, before in zip(serving, used, strict=True)]
         count = (clients.requests - requests) * MAX_TOKENS
@@ -271,18 +273,26 @@ def report(result: dict[str, Any]) -> None:
     console = Console(width=120)
     if "against" in result:
         console.print(_compared(result["against"]))
+    if result["tokens"]:
+        console.print(_tokens(result["tokens"]))
+    if "fleet" in result:
+        console.print(_fleet(result))
+
+
+def _tokens(found: list[dict[str, Any]]) -> Table:
     table = Table(title=f"{CLIENTS} clients, {MAX_TOKENS} tokens each, simulated nodes")
     columns = "workers", "tokens/s here", "router's cores", "µs a token", "tokens/s, a core each"
     for column in columns:
         table.add_column(column, justify="right")
-    for each in result["tokens"]:
+    for each in found:
         table.add_row(
             str(each["workers"]), f"{each['tokens_per_s']:,.0f}", f"{each['cores']:.2f}",
             f"{each['us_per_token']:.0f}", f"{each['tokens_per_s_of_so_many_cores']:,.0f}",
         )  # fmt: skip
-    console.print(table)
-    if "fleet" not in result:
-        return
+    return table
+
+
+def _fleet(result: dict[str, Any]) -> Table:
     whole, beats, placed = result["fleet"], result["heartbeats"], result["in_process"]
     table = Table(title=f"{whole['nodes']} idle nodes")
     table.add_column("")
@@ -297,7 +307,7 @@ def report(result: dict[str, Any]) -> None:
         ("placement, in process, CPU time", _of(placed["placement_ms"])),
     ):
         table.add_row(name, value)
-    console.print(table)
+    return table
 
 
 def _compared(found: dict[str, list[dict[str, Any]]]) -> Table:
