@@ -28,7 +28,8 @@ from pdserve.router.cluster.health import (
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.placement import NodeSelector, load_policies
-from pdserve.router.cluster.policy import LeastLoad, PolicyRequest, RoundRobin
+from pdserve.router.cluster.policies import LeastLoad, RoundRobin
+from pdserve.router.cluster.policy import PolicyRequest
 from pdserve.router.cluster.registry import MAX_GONE, Registry
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.request_state import RequestState
@@ -347,7 +348,7 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
 
 
 def test_refusals_are_counted_and_only_the_last_reasons_are_kept(registry, clock):
-    """Those before are counted together."""
+    """The refusals before them are counted together."""
     for number in range(MAX_REFUSALS + 5):
         registry.refusals.note(f"reason {number}")
         clock.time += 1
