@@ -1,7 +1,7 @@
 """CPU collectives in shared memory, for ranks on one host; send and recv use gloo.
 
-Every rank computes sums over all slots in the order of ranks, so they are bit-identical on all
-ranks and in every run.
+Every rank computes sums over all slots by one tree, so they are bit-identical on all ranks and in
+every run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.communicator import CommunicatorContext
 from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, share_segment
-from pdserve.common.distributed.torch_communicator import GlooCommunicator, as_bytes, row_bytes
+from pdserve.common.distributed.torch_communicator import (
+    GlooCommunicator,
+    add_up,
+    as_bytes,
+    row_bytes,
+)
 
 Read = Callable[[list[Tensor], slice], None]
 """Reads the slots (by rank) of one round; the slice is their part of the whole tensor."""
@@ -42,7 +47,7 @@ class ShmCommunicator(GlooCommunicator):
         whole = tensor.view(-1)
 
         def add(slots: list[Tensor], part: slice) -> None:
-            _sum(slots, whole[part])
+            add_up(slots, whole[part])
 
         self._rounds(whole, add)
 
@@ -54,7 +59,7 @@ class ShmCommunicator(GlooCommunicator):
             low, high = max(part.start, start), min(part.stop, start + share.numel())
             if low < high:
                 here = slice(low - part.start, high - part.start)
-                _sum([slot[here] for slot in slots], share[low - start : high - start])
+                add_up([slot[here] for slot in slots], share[low - start : high - start])
 
         self._rounds(tensor.view(-1), add)
         return mine
@@ -144,9 +149,3 @@ def _parts(whole: Tensor) -> Iterator[slice]:
 def _edges(counts: Sequence[int], width: int) -> list[int]:
     """Returns the offset of each rank's part in a stream of rows of `width` bytes, and the end."""
     return [width * edge for edge in accumulate(counts, initial=0)]
-
-
-def _sum(slots: list[Tensor], out: Tensor) -> None:
-    torch.add(slots[0], slots[1], out=out)
-    for slot in slots[2:]:
-        out.add_(slot)

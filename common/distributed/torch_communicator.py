@@ -105,6 +105,14 @@ class GlooCommunicator(TorchCommunicator):
         ((kind, where),) = _listen(self.context).items()
         return f"gloo over {'address' if kind == 'hostname' else kind} {where}"
 
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Gathers floating-point numbers of more than two ranks, because the order of gloo's sums
+        depends on their number."""
+        if self.context.size > 2 and tensor.is_floating_point():
+            add_up(list(self.all_gather(tensor)), tensor)
+        else:
+            super().all_reduce(tensor)
+
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Computes the whole sum and returns one row, because gloo has no reduce-scatter."""
         total = tensor.clone()
@@ -193,6 +201,15 @@ def _check_peer_access(context: CommunicatorContext) -> None:
             f"{context.name}: {context.device} cannot access the memory of all other GPUs of its "
             "group; pass --device-communicator nccl"
         )
+
+
+def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Writes the sum of two parts or more: of neighbours, then of neighbouring pairs, and so on, as
+    `block_sums.h` goes on within a rank."""
+    while len(parts) > 2:
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [*map(torch.add, parts[::2], parts[1::2]), *odd]
+    torch.add(parts[0], parts[1], out=out)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

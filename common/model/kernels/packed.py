@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 ROWS = 32  # rows of a packed matrix are a multiple of this: two of the widest vectors
+MAX_BLOCKS = 8  # of inputs: `block_sums.h`
 MAX_INT8_INPUTS = 1 << 16  # above this, sums of products could exceed 32 bits
 FLIPPED = 0x80808080  # packed int8 values are stored with 128 added
 
