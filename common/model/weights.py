@@ -291,9 +291,10 @@ class GroupedWeight:
         group_of = torch.arange(columns.start, columns.stop, device=sharding.device) // size
         rows = [part.count for part in parts] if quantization.desc_act else [_rows(parts)]
         count = self.groups.stop - self.groups.start
-        block, of = parts[0].block(self._fits), (group_of - self.groups.start).int()
-        self.matrices = [
-            GroupedMatrix(number, of, count, sharding, quantization, block) for number in rows
+        block, own = parts[0].block(self._fits), group_of - self.groups.start
+        self.matrices = [  # each with group ids of its own
+            GroupedMatrix(number, own.int(), count, sharding, quantization, block)
+            for number in rows
         ]
 
     def _fits(self, block: int) -> bool:
