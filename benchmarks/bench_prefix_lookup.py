@@ -22,7 +22,8 @@ from time import thread_time
 from typing import Any
 
 from pdserve.common.core.block_hash import HASHER, BlockHasher
-from pdserve.router.cluster.policy import BUILT_IN, PolicyRequest
+from pdserve.router.cluster.policies import BUILT_IN
+from pdserve.router.cluster.policy import PolicyRequest
 from pdserve.router.cluster.prefix_index import PrefixIndex, PromptBlocks
 from pdserve.router.kit.nodes import PlainNode, PlainNodes
 from pdserve.simulate.outcome import table

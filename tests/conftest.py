@@ -31,7 +31,8 @@ WAITING = (
     *("test_failover", "test_lifecycle", "test_partition", "test_health", "test_routers"),
     *("test_group", "test_request_path", "test_watchdog", "test_executor", "test_connectors"),
     *("test_transfer_long", "test_grpc_doors", "test_broadcast", "test_expert_parallel"),
-    *("test_windows", "test_cluster_check"),
+    *("test_windows", "test_cluster_check", "test_kv_events", "test_plan", "test_states"),
+    *("test_utilisation", "test_runner"),
 )
 # The others, from those on that take longest; what is in neither list fills up what is left.
 LONGEST = (

@@ -31,7 +31,7 @@ class ShmCommunicator(GlooCommunicator):
     """Sends tensors larger than a slot in several rounds."""
 
     def __init__(self, context: CommunicatorContext) -> None:
-        if not context.shares_memory:
+        if not (context.shares_memory and context.one_host):
             raise ConfigError(
                 f"{context.name}: shared memory carries CPU tensors between ranks of one Linux "
                 "x86-64 host; pass --device-communicator auto"
@@ -108,14 +108,15 @@ class ShmCommunicator(GlooCommunicator):
             name = f"rank {self.context.ranks[peer]}"
             raise NodeError(f"{name} sends {sent} bytes, not {expected}", code="RANKS_DISAGREE")
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int, seconds: float | None = None) -> None:
+        """`seconds`: a time-out of its own."""
         whole, mine = tensor.view(-1), self.context.rank == src
 
         def copy(slots: list[Tensor], part: slice) -> None:
             if not mine:
                 whole[part].copy_(slots[src])
 
-        self._rounds(whole, copy, writes=mine)
+        self._rounds(whole, copy, writes=mine, seconds=seconds)
 
     def barrier(self) -> None:
         self._memory.barrier(self._deadline())
@@ -124,9 +125,11 @@ class ShmCommunicator(GlooCommunicator):
         super().close()
         self._memory.close()
 
-    def _rounds(self, whole: Tensor, read: Read, writes: bool = True) -> None:
+    def _rounds(
+        self, whole: Tensor, read: Read, writes: bool = True, seconds: float | None = None
+    ) -> None:
         """Publishes a flat tensor, part by part, and reads the slots of all ranks."""
-        deadline, rank = self._deadline(), self.context.rank
+        deadline, rank = self._deadline(seconds), self.context.rank
         for part in _parts(whole):
             slots = [slot[: part.stop - part.start] for slot in self._memory.slots(whole.dtype)]
             if writes:
@@ -134,8 +137,8 @@ class ShmCommunicator(GlooCommunicator):
             self._memory.barrier(deadline)
             read(slots, part)
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self.context.timeout
+    def _deadline(self, seconds: float | None = None) -> float:
+        return time.monotonic() + (seconds or self.context.timeout)
 
 
 def _parts(whole: Tensor) -> Iterator[slice]:

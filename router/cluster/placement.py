@@ -26,7 +26,8 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.kinds import Candidates
 from pdserve.router.cluster.node import ROLE_NAMES, Node
-from pdserve.router.cluster.policy import NodeState, Policy, PolicyRequest, load_policy
+from pdserve.router.cluster.policies import load_policy
+from pdserve.router.cluster.policy import NodeState, Policy, PolicyRequest
 from pdserve.router.cluster.prefix_index import Blocks
 
 logger = logging.getLogger(__name__)

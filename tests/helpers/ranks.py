@@ -18,6 +18,7 @@ from pdserve.common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 
+PATIENCE = 240.0  # seconds for an answer; the first one comes after torch is imported
 Work = Callable[..., Any]
 """Called as `work(state, *args)` in each rank; a module's function."""
 
@@ -38,7 +39,8 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, work: Work, *args: Any, **layout: Any) -> list[Any]:
-        """`layout`: tp, pp, ep, communicator. The first tp * pp ranks take part."""
+        """`layout`: tp, pp, ep, communicator, hosts. The first tp * pp ranks take part; `hosts` has
+        a letter for each rank, different ones for those that are treated as on another host."""
         count = self.start(work, *args, **layout)
         return self.results(range(count))
 
@@ -48,7 +50,7 @@ class Ranks:
             pipe.send((work, args, layout))
         return count
 
-    def results(self, ranks: Any, seconds: float = 60.0) -> list[Any]:
+    def results(self, ranks: Any, seconds: float = PATIENCE) -> list[Any]:
         answers = {}
         for rank in ranks:
             assert wait([self._pipes[rank]], seconds), f"rank {rank} does not answer"
@@ -92,9 +94,11 @@ def _meet(
     pp: int = 1,
     ep: int = 1,
     communicator: str = "auto",
+    hosts: str = "",
 ) -> ParallelState:
     where = f"file://{file}"
     environment = init_distributed_environment(
         rank, tp * pp, where, timeout=timeout, communicator=communicator
     )
+    environment.hosts = tuple(hosts) or environment.hosts
     return initialize_model_parallel(environment, tp, pp, ep)

@@ -28,7 +28,8 @@ from pdserve.router.cluster.health import (
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.placement import NodeSelector, load_policies
-from pdserve.router.cluster.policy import LeastLoad, PolicyRequest, RoundRobin
+from pdserve.router.cluster.policies import LeastLoad, RoundRobin
+from pdserve.router.cluster.policy import PolicyRequest
 from pdserve.router.cluster.registry import MAX_GONE, Registry
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.request_state import RequestState
