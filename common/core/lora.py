@@ -234,7 +234,7 @@ def _names_in(header: Mapping[str, Any], spec: ModelSpec | None) -> dict[str, st
     """Returns module of the model → its name in the file. That may be the one of a text model
     within a model with towers, of which the adapter was made."""
     known = () if spec is None else adapted_shapes(spec)
-    names = {}
+    names: dict[str, str] = {}
     for tensor in header:
         name = tensor.removeprefix(_PREFIX).partition(".lora_")[0]
         module = name if spec is None or name in known else text_name(name) or name

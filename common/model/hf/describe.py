@@ -135,7 +135,7 @@ def _stored(name: str, folder: Path, overrides: Mapping[str, Any]) -> StoredWeig
     config = overridden(read_json(folder / "config.json"), overrides)
     settings = native_text(config).get("quantization_config")
     packed, stored = weight_formats(settings, has_experts=False)
-    if packed is None:
+    if packed is None or settings is None:
         return stored
     if settings.get("quant_method") == "gguf":
         raise ConfigError(

@@ -23,7 +23,6 @@ from pdserve.common.core.printable import some_of
 from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.model.attention import (
     AttentionBackend,
-    AttentionBatch,
     AttentionContext,
     AttentionShape,
     StepBackend,

@@ -37,7 +37,7 @@ def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> W
         return RankWeights(
             nbytes=sum(each.nbytes for each in model.parameters()),
             linears=tuple(map(tuple, _linears(spec, model))),
-            tables=tuple(tuple(each.shape) for each in tables_of(model).values()),
+            tables=tuple((len(each), each.shape[1]) for each in tables_of(model).values()),
         )
 
     return found

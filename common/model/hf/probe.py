@@ -18,8 +18,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def probe(model: Decoder, group: GroupCoordinator) -> list[Tensor]:
-    """Returns what a model computes of some inputs, over caches of its own. `group`: its tensor-parallel
-    ranks."""
+    """Returns what a model computes of some inputs, over caches of its own. `group`: its
+    tensor-parallel ranks."""
     chance = torch.Generator().manual_seed(0)
     found = []
     for count in (1, 7):
