@@ -8,9 +8,11 @@ import re
 import signal
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # Tests use gRPC and start processes. Its fork handlers abort one of some thousand children between
 # fork and exec, where nothing needs gRPC; `pdserve up`, which forks too, has none in its process.
@@ -23,19 +25,27 @@ gc.disable()  # until all is imported
 
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 
-# Files that take longest come first, so that the others fill up what is left.
-LONGEST = (
-    *("test_exact", "test_failover", "test_partition", "test_ray_nodes", "test_request_path"),
-    *("test_conformance", "test_routers", "test_kv_groups", "test_lifecycle", "test_up"),
-    *("test_wheel", "test_speculative", "test_observed", "test_adapters", "test_offline"),
-    *("test_chaos", "test_watchdog", "test_transfer_long", "test_connectors", "test_fuzz"),
-    *("test_health", "test_explorer", "test_preprocess_workers", "test_both", "test_group"),
-    *("test_rollout", "test_expert_parallel", "test_executor", "test_disconnect"),
-    *("test_transformers", "test_grpc_doors", "test_pipeline", "test_quantized"),
-    *("test_structured", "test_api", "test_data_parallel", "test_standstill", "test_secured"),
-    *("test_corruption", "test_grpc", "test_cluster_check", "test_corrupt_kv", "test_graphs"),
-    *("test_fuzzed_requests", "test_full_queues"),
+# Files whose tests wait for time-outs more than they compute, and, after them, those whose ranks
+# are forked by a server that each process of the run would have to start.
+WAITING = (
+    *("test_failover", "test_lifecycle", "test_partition", "test_health", "test_routers"),
+    *("test_group", "test_request_path", "test_watchdog", "test_executor", "test_connectors"),
+    *("test_transfer_long", "test_grpc_doors", "test_broadcast", "test_expert_parallel"),
+    *("test_windows", "test_cluster_check", "test_kv_events", "test_plan", "test_states"),
+    *("test_utilisation", "test_runner"),
 )
+# The others, from those on that take longest; what is in neither list fills up what is left.
+LONGEST = (
+    *("test_exact", "test_ray_nodes", "test_chaos", "test_conformance", "test_transformers"),
+    *("test_up", "test_offline", "test_kv_groups", "test_adapters", "test_rollout"),
+    *("test_policies", "test_preprocess_workers", "test_explorer", "test_speculative"),
+    *("test_placement", "test_observed", "test_structured", "test_bits", "test_api", "test_fuzz"),
+    *("test_secured", "test_lora", "test_haproxy", "test_both", "test_start", "test_corrupt_kv"),
+    *("test_data_parallel", "test_disconnect", "test_attention", "test_quantized"),
+    *("test_call_formats", "test_quantization", "test_graphs", "test_architecture"),
+    *("test_pipeline", "test_share_cores", "test_bad_checkpoints", "test_misdeployed"),
+)
+KINDS = ("waiting", "clusters", "computing")  # of files
 FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]")
 
 
@@ -58,11 +68,28 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class ByFile(LoadScopeScheduling):
     """A file stays in one process, since its tests share clusters; but for `test_exact.py`, whose
-    topologies have a cluster each: there a family does, whose answers are worked out once."""
+    topologies have a cluster each: there a family does, whose answers are worked out once. Each
+    process takes files of one kind while there are any, so that few wait, and few clusters compute,
+    at one time."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, found = nodeid.partition("::")[0], FAMILY.search(nodeid)
         return f"{file}::{found[1]}" if found else file
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        own = KINDS[self.nodes.index(node) % len(KINDS)]
+        for kind in (own, "clusters", "computing", "waiting"):
+            if scope := next((each for each in self.workqueue if kind_of(each) == kind), None):
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)
+
+
+def kind_of(scope: str) -> str:
+    file = Path(scope.partition("::")[0])
+    if file.stem in WAITING:
+        return "waiting"
+    return "clusters" if file.parent.name == "e2e" else "computing"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -93,9 +120,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sizes = Counter(item.path for item in items)
+    order = {stem: number for number, stem in enumerate((*WAITING, *LONGEST))}
 
     def place(item: pytest.Item) -> tuple[int, int]:
-        longest = item.path.stem in LONGEST
-        return (LONGEST.index(item.path.stem), 0) if longest else (len(LONGEST), -sizes[item.path])
+        number = order.get(item.path.stem)
+        return (len(order), -sizes[item.path]) if number is None else (number, 0)
 
     items.sort(key=place)

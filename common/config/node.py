@@ -227,8 +227,9 @@ class ParallelConfig:
     )
     device_communicator: str = option(
         "auto",
-        "transport of tensors between a node's ranks: shm, gloo, nccl, symm_mem, an entry point or "
-        "module:Class; auto: nccl for CUDA, shm for CPU ranks on one host, else gloo",
+        "transport of tensors between a node's ranks: shm, hierarchical, gloo, nccl, symm_mem, an "
+        "entry point or module:Class; auto: nccl for CUDA, shm for CPU ranks on one host, "
+        "hierarchical for several hosts of which one has several ranks, else gloo",
     )
 
     @property

@@ -3,7 +3,8 @@
     DeviceCommunicator
     ├── TorchCommunicator            over a c10d process group
     │   ├── GlooCommunicator         CPU, over TCP
-    │   │   └── ShmCommunicator      CPU, ranks of one host: collectives in shared memory
+    │   │   ├── ShmCommunicator      CPU, ranks of one host: collectives in shared memory
+    │   │   └── HierarchicalCommunicator  CPU, several hosts: shared memory within, gloo between
     │   └── NCCLCommunicator         CUDA
     │       └── SymmMemCommunicator  CUDA with peer access: small sums in one kernel
     └── a plugin's                   "module:Class", or an entry point
@@ -17,12 +18,13 @@ from __future__ import annotations
 import platform
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.plugins import resolve
@@ -30,6 +32,7 @@ from pdserve.common.core.plugins import resolve
 BUILTIN = {
     "gloo": "pdserve.common.distributed.torch_communicator:GlooCommunicator",
     "shm": "pdserve.common.distributed.shm:ShmCommunicator",
+    "hierarchical": "pdserve.common.distributed.hierarchical:HierarchicalCommunicator",
     "nccl": "pdserve.common.distributed.torch_communicator:NCCLCommunicator",
     "symm_mem": "pdserve.common.distributed.torch_communicator:SymmMemCommunicator",
 }
@@ -44,7 +47,7 @@ class CommunicatorContext:
     ranks: tuple[int, ...]  # world ranks, in the group's order
     rank: int  # index of this rank in `ranks`
     hosts: tuple[str, ...]  # host identity per rank; equal if they share memory and loopback
-    address: str  # of this host, for other hosts
+    addresses: tuple[str, ...]  # per rank, of its host, for other hosts
     device: torch.device
     store: Any  # torch's Store, private to this group
     timeout: float  # seconds
@@ -54,15 +57,52 @@ class CommunicatorContext:
         return len(self.ranks)
 
     @property
+    def address(self) -> str:
+        return self.addresses[self.rank]
+
+    @property
     def one_host(self) -> bool:
         return len(set(self.hosts)) == 1
 
     @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks (within the group) of each host, in the order of the hosts' first ranks."""
+        return tuple(
+            tuple(rank for rank, theirs in enumerate(self.hosts) if theirs == host)
+            for host in dict.fromkeys(self.hosts)
+        )
+
+    @property
     def shares_memory(self) -> bool:
-        """Whether `shared_memory.py` works. Python has no memory fence; only on x86 other cores see
-        stores in program order, which is all that it needs."""
+        """Whether `shared_memory.py` works between ranks of a host. Python has no memory fence;
+        only on x86 other cores see stores in program order, which is all that it needs."""
         x86_linux = sys.platform == "linux" and platform.machine() == "x86_64"
-        return x86_linux and self.one_host and self.device.type == "cpu"
+        return x86_linux and self.device.type == "cpu"
+
+    def subgroup(self, name: str, ranks: Sequence[int], seconds: float) -> CommunicatorContext:
+        """Returns the context of some ranks, this one included, with a time-out of their own."""
+        return replace(
+            self,
+            name=f"{self.name} {name}",
+            ranks=tuple(self.ranks[rank] for rank in ranks),
+            rank=ranks.index(self.rank),
+            hosts=tuple(self.hosts[rank] for rank in ranks),
+            addresses=tuple(self.addresses[rank] for rank in ranks),
+            store=PrefixStore(name, self.store),
+            timeout=seconds,
+        )
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Names ranks of the group: "rank 1" on this host, "ranks 4, 5 on host 10.0.0.2"."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.hosts[rank], []).append(rank)
+        return ", ".join(
+            f"rank{'s' if len(theirs) > 1 else ''} "
+            f"{', '.join(str(self.ranks[rank]) for rank in theirs)}"
+            f"{'' if host == self.hosts[self.rank] else f' on host {self.addresses[theirs[0]]}'}"
+            for host, theirs in by_host.items()
+        )
 
 
 class DeviceCommunicator(ABC):
@@ -140,7 +180,9 @@ def make_communicator(name: str, context: CommunicatorContext) -> DeviceCommunic
 def _best(context: CommunicatorContext) -> str:
     if context.device.type == "cuda":
         return "nccl"
-    return "shm" if context.shares_memory else "gloo"
+    if not context.shares_memory or len(context.members) == context.size > 1:
+        return "gloo"
+    return "shm" if context.one_host else "hierarchical"
 
 
 def rank_lost(message: str) -> NodeError:

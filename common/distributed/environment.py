@@ -41,6 +41,7 @@ class DistributedEnvironment:
     store: Any = None  # torch's Store; None in a world of one
     hosts: tuple[str, ...] = ("",)
     address: str = LOOPBACK
+    addresses: tuple[str, ...] = (LOOPBACK,)
     _made: dict[tuple[int, ...], dict[str, DeviceCommunicator]] = field(default_factory=dict)
 
     @property
@@ -89,7 +90,7 @@ class DistributedEnvironment:
             ranks=members,
             rank=members.index(self.rank),
             hosts=tuple(self.hosts[rank] for rank in members),
-            address=self.address,
+            addresses=tuple(self.addresses[rank] for rank in members),
             device=device,
             store=dist.PrefixStore(name, self.store),
             timeout=self.timeout,
@@ -119,9 +120,10 @@ def init_distributed_environment(
         waits = timedelta(seconds=timeout)
         store = _join_store(init_method, rank, world_size, waits)
         store.set_timeout(waits)  # a FileStore does not get it from the rendezvous
-        store.set(f"host {rank}", host_identity())
-        hosts = [store.get(f"host {peer}").decode() for peer in range(world_size)]
-        environment.store, environment.hosts = store, tuple(hosts)
+        store.set(f"host {rank}", f"{host_identity()} {environment.address}")
+        hosts = [store.get(f"host {peer}").decode().split(" ") for peer in range(world_size)]
+        environment.store = store
+        environment.hosts, environment.addresses = zip(*hosts, strict=True)
     return environment
 
 

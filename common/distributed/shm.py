@@ -1,7 +1,7 @@
 """CPU collectives in shared memory, for ranks on one host; send and recv use gloo.
 
-Every rank computes sums over all slots in the order of ranks, so they are bit-identical on all
-ranks and in every run.
+Every rank computes sums over all slots by one tree, so they are bit-identical on all ranks and in
+every run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.communicator import CommunicatorContext
 from pdserve.common.distributed.shared_memory import SLOT_BYTES, SharedMemory, share_segment
-from pdserve.common.distributed.torch_communicator import GlooCommunicator, as_bytes, row_bytes
+from pdserve.common.distributed.torch_communicator import (
+    GlooCommunicator,
+    add_up,
+    as_bytes,
+    row_bytes,
+)
 
 Read = Callable[[list[Tensor], slice], None]
 """Reads the slots (by rank) of one round; the slice is their part of the whole tensor."""
@@ -26,7 +31,7 @@ class ShmCommunicator(GlooCommunicator):
     """Sends tensors larger than a slot in several rounds."""
 
     def __init__(self, context: CommunicatorContext) -> None:
-        if not context.shares_memory:
+        if not (context.shares_memory and context.one_host):
             raise ConfigError(
                 f"{context.name}: shared memory carries CPU tensors between ranks of one Linux "
                 "x86-64 host; pass --device-communicator auto"
@@ -42,7 +47,7 @@ class ShmCommunicator(GlooCommunicator):
         whole = tensor.view(-1)
 
         def add(slots: list[Tensor], part: slice) -> None:
-            _sum(slots, whole[part])
+            add_up(slots, whole[part])
 
         self._rounds(whole, add)
 
@@ -54,7 +59,7 @@ class ShmCommunicator(GlooCommunicator):
             low, high = max(part.start, start), min(part.stop, start + share.numel())
             if low < high:
                 here = slice(low - part.start, high - part.start)
-                _sum([slot[here] for slot in slots], share[low - start : high - start])
+                add_up([slot[here] for slot in slots], share[low - start : high - start])
 
         self._rounds(tensor.view(-1), add)
         return mine
@@ -103,14 +108,15 @@ class ShmCommunicator(GlooCommunicator):
             name = f"rank {self.context.ranks[peer]}"
             raise NodeError(f"{name} sends {sent} bytes, not {expected}", code="RANKS_DISAGREE")
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int, seconds: float | None = None) -> None:
+        """`seconds`: a time-out of its own."""
         whole, mine = tensor.view(-1), self.context.rank == src
 
         def copy(slots: list[Tensor], part: slice) -> None:
             if not mine:
                 whole[part].copy_(slots[src])
 
-        self._rounds(whole, copy, writes=mine)
+        self._rounds(whole, copy, writes=mine, seconds=seconds)
 
     def barrier(self) -> None:
         self._memory.barrier(self._deadline())
@@ -119,9 +125,11 @@ class ShmCommunicator(GlooCommunicator):
         super().close()
         self._memory.close()
 
-    def _rounds(self, whole: Tensor, read: Read, writes: bool = True) -> None:
+    def _rounds(
+        self, whole: Tensor, read: Read, writes: bool = True, seconds: float | None = None
+    ) -> None:
         """Publishes a flat tensor, part by part, and reads the slots of all ranks."""
-        deadline, rank = self._deadline(), self.context.rank
+        deadline, rank = self._deadline(seconds), self.context.rank
         for part in _parts(whole):
             slots = [slot[: part.stop - part.start] for slot in self._memory.slots(whole.dtype)]
             if writes:
@@ -129,8 +137,8 @@ class ShmCommunicator(GlooCommunicator):
             self._memory.barrier(deadline)
             read(slots, part)
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self.context.timeout
+    def _deadline(self, seconds: float | None = None) -> float:
+        return time.monotonic() + (seconds or self.context.timeout)
 
 
 def _parts(whole: Tensor) -> Iterator[slice]:
@@ -144,9 +152,3 @@ def _parts(whole: Tensor) -> Iterator[slice]:
 def _edges(counts: Sequence[int], width: int) -> list[int]:
     """Returns the offset of each rank's part in a stream of rows of `width` bytes, and the end."""
     return [width * edge for edge in accumulate(counts, initial=0)]
-
-
-def _sum(slots: list[Tensor], out: Tensor) -> None:
-    torch.add(slots[0], slots[1], out=out)
-    for slot in slots[2:]:
-        out.add_(slot)

@@ -7,7 +7,8 @@ share a process.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -87,11 +88,14 @@ class TorchCommunicator(DeviceCommunicator):
 
 
 class GlooCommunicator(TorchCommunicator):
-    """CPU tensors over TCP: between hosts, and for operations that shared memory lacks.
+    """CPU tensors over TCP: between hosts, and for operations that shared memory lacks. Sums are
+    taken in one order (`add_up`), whatever the tensor's size; gloo's own depend on it.
 
     Listens on loopback if all ranks share a host; else on GLOO_SOCKET_IFNAME, or on the address
     with which this host reaches the rendezvous. (gloo's default is the address of the host's name,
     which is often loopback.)"""
+
+    SMALL_BYTES = 64 << 10
 
     def connect(self, context: CommunicatorContext) -> Any:
         # torch has no public name for gloo's options.
@@ -105,11 +109,60 @@ class GlooCommunicator(TorchCommunicator):
         ((kind, where),) = _listen(self.context).items()
         return f"gloo over {'address' if kind == 'hostname' else kind} {where}"
 
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Everyone sums a small tensor whole, which takes one exchange; of a large one each rank
+        sums a share, which moves the fewest bytes."""
+        whole, size = tensor.view(-1), self.context.size
+        if tensor.nbytes <= self.SMALL_BYTES:
+            add_up(self._exchange(whole.expand(size, -1)).unbind(), whole)
+            return
+        shares = whole.new_zeros(size, -(-whole.numel() // size))
+        shares.view(-1)[: whole.numel()].copy_(whole)
+        whole.copy_(self.all_gather(self.reduce_scatter(shares)).view(-1)[: whole.numel()])
+
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Computes the whole sum and returns one row, because gloo has no reduce-scatter."""
-        total = tensor.clone()
-        self.all_reduce(total)
-        return total[self.context.rank].clone()
+        part = torch.empty_like(tensor[0])
+        add_up(self._exchange(tensor).unbind(), part)
+        return part
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        """Sends `rows[r]` to rank r; returns what came, in the order of ranks."""
+        ones = [1] * self.context.size
+        return self.all_to_all(rows.contiguous(), ones, ones)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        with self._naming_the_lost():
+            return super().all_gather(tensor)
+
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        with self._naming_the_lost():
+            return super().all_to_all(rows, sends, receives)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        with self._naming_the_lost():
+            super().broadcast(tensor, src)
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        with self._naming_the_lost(dst):
+            super().send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        with self._naming_the_lost(src):
+            super().recv(tensor, src)
+
+    @contextmanager
+    def _naming_the_lost(self, peer: int | None = None) -> Iterator[None]:
+        """Turns gloo's errors, which name lines of its source, into ones that name `peer`, or all
+        others: gloo does not say which of several did not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            context = self.context
+            others = [peer] if peer is not None else range(context.size)
+            names = context.describe(rank for rank in others if rank != context.rank)
+            if "Timed out" in str(error):
+                raise rank_lost(f"no answer from {names} within {context.timeout:g} s") from error
+            raise rank_lost(f"the connection to {names} broke") from error
 
 
 def _listen(context: CommunicatorContext) -> dict[str, str]:
@@ -193,6 +246,15 @@ def _check_peer_access(context: CommunicatorContext) -> None:
             f"{context.name}: {context.device} cannot access the memory of all other GPUs of its "
             "group; pass --device-communicator nccl"
         )
+
+
+def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Writes the sum of two parts or more: of neighbours, then of neighbouring pairs, and so on, as
+    `block_sums.h` goes on within a rank."""
+    while len(parts) > 2:
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [*map(torch.add, parts[::2], parts[1::2]), *odd]
+    torch.add(parts[0], parts[1], out=out)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

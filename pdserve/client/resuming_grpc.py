@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 
@@ -76,8 +76,10 @@ class Progress:
         return min(PAUSE * (1 + tries), LONGEST_PAUSE)
 
 
-class ResumingStub:
-    """For threads. Use as a context manager."""
+class _Routers:
+    """Holds a channel to each router, and whose turn it is."""
+
+    _kind: ClassVar[Any]  # `grpc` or `grpc.aio`
 
     def __init__(
         self,
@@ -88,10 +90,29 @@ class ResumingStub:
     ) -> None:
         """`addresses`: HOST:PORT of the routers' --grpc-port. `credentials`: of TLS, if they serve
         it. A stream without a new response for `patience` seconds fails."""
-        self._channels = _channels(grpc, addresses, credentials)
-        self._metadata = _metadata(api_key)
+        if isinstance(addresses, str) or not addresses:
+            raise ConfigError("addresses: give a list of the routers' addresses, one at least")
+        self._channels = [self._channel(each, credentials) for each in addresses]
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._patience = patience
         self._turn = 0
+
+    def _channel(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
+        if credentials is None:
+            return self._kind.insecure_channel(address, KEEPALIVE)
+        return self._kind.secure_channel(address, credentials, KEEPALIVE)
+
+    def _call(self, turn: int, progress: Progress) -> Any:
+        channel = self._channels[turn % len(self._channels)]
+        progress.begin()
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        return stub.Generate(progress.asked, metadata=self._metadata)
+
+
+class ResumingStub(_Routers):
+    """For threads. Use as a context manager."""
+
+    _kind: ClassVar[Any] = grpc
 
     def __enter__(self) -> Self:
         return self
@@ -119,9 +140,7 @@ class ResumingStub:
                 time.sleep(progress.failed(error, self._turn - turn))
 
     def _once(self, turn: int, progress: Progress) -> Iterator[pb.GenerateResponse]:
-        stub = inference_pb2_grpc.InferenceStub(self._channels[turn % len(self._channels)])
-        progress.begin()
-        call = stub.Generate(progress.asked, metadata=self._metadata)
+        call = self._call(turn, progress)
         try:
             for response in call:
                 yield from progress.take(response)
@@ -130,21 +149,10 @@ class ResumingStub:
             call.cancel()
 
 
-class AsyncResumingStub:
+class AsyncResumingStub(_Routers):
     """For an event loop. Use as a context manager."""
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        api_key: str | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        patience: float = PATIENCE,
-    ) -> None:
-        """Takes the arguments of `ResumingStub`."""
-        self._channels = _channels(grpc.aio, addresses, credentials)
-        self._metadata = _metadata(api_key)
-        self._patience = patience
-        self._turn = 0
+    _kind: ClassVar[Any] = grpc.aio
 
     async def __aenter__(self) -> Self:
         return self
@@ -173,9 +181,7 @@ class AsyncResumingStub:
     async def _once(
         self, turn: int, progress: Progress
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        stub = inference_pb2_grpc.InferenceStub(self._channels[turn % len(self._channels)])
-        progress.begin()
-        call = stub.Generate(progress.asked, metadata=self._metadata)
+        call = self._call(turn, progress)
         try:
             async for response in call:
                 for each in progress.take(response):
@@ -184,18 +190,3 @@ class AsyncResumingStub:
                 yield each
         finally:
             call.cancel()
-
-
-def _channels(
-    kind: Any, addresses: Sequence[str], credentials: grpc.ChannelCredentials | None
-) -> list[Any]:
-    """Returns a channel for each router, made by `grpc` or by `grpc.aio`."""
-    if isinstance(addresses, str) or not addresses:
-        raise ConfigError("addresses: give a list of the routers' addresses, one at least")
-    if credentials is None:
-        return [kind.insecure_channel(each, KEEPALIVE) for each in addresses]
-    return [kind.secure_channel(each, credentials, KEEPALIVE) for each in addresses]
-
-
-def _metadata(api_key: str | None) -> list[tuple[str, str]]:
-    return [("authorization", f"Bearer {api_key}")] if api_key else []

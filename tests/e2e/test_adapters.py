@@ -25,7 +25,7 @@ from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from tiny_engine import some_tokens
-from warm import WarmCluster, ranks_of, run_roles, suspended
+from warm import WarmCluster, ranks_of, run_roles, shared, suspended
 from windowed import make_windowed
 
 MODEL = MODELS / "llama-gqa"
@@ -175,6 +175,8 @@ def test_classes_of_transformers_serve_them(tmp_path: Path) -> None:
     """Beside each other and the model alone, over a hand-off between unequal layouts, and from the
     prefix cache. One that does not fit is the nodes' to refuse: routers do not know its sizes."""
     model = make_windowed("gemma3", tmp_path / "model")
+    # Each process would import it.
+    shared().load("transformers.models.gemma3.modeling_gemma3", "pdserve.common.model.hf.model")
     for seed, name in enumerate(("a", "b")):
         make_adapter(tmp_path / name, model, seed=seed, size=1.0)
     make_adapter(tmp_path / "misfit", MODEL, seed=0)

@@ -49,7 +49,7 @@ def ask(cluster: WarmCluster, client: str, prompt: list[int], **body: Any) -> No
 
 
 def order(cluster: WarmCluster, role: str, greedy: list[Ask], another: list[Ask]) -> list[str]:
-    """Of which client each request was, in the order in which the router had its answer. Those of
+    """Returns each request's client, in the order in which the router had its answer. Those of
     the other client come once the greedy one's are on the node, and before one of these ends."""
     begun = cluster.log().count(" finished: ")
     with ThreadPoolExecutor(len(greedy) + len(another)) as pool:

@@ -38,7 +38,8 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, work: Work, *args: Any, **layout: Any) -> list[Any]:
-        """`layout`: tp, pp, ep, communicator. The first tp * pp ranks take part."""
+        """`layout`: tp, pp, ep, communicator, hosts. The first tp * pp ranks take part; `hosts` has
+        a letter for each rank, different ones for those that are treated as on another host."""
         count = self.start(work, *args, **layout)
         return self.results(range(count))
 
@@ -92,9 +93,11 @@ def _meet(
     pp: int = 1,
     ep: int = 1,
     communicator: str = "auto",
+    hosts: str = "",
 ) -> ParallelState:
     where = f"file://{file}"
     environment = init_distributed_environment(
         rank, tp * pp, where, timeout=timeout, communicator=communicator
     )
+    environment.hosts = tuple(hosts) or environment.hosts
     return initialize_model_parallel(environment, tp, pp, ep)

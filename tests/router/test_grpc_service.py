@@ -122,12 +122,12 @@ async def test_a_router_that_was_just_called_waits_for_balancers(
 ) -> None:
     began = monotonic()
     await service.quiet(60)
-    assert monotonic() - began < 1, "never called"
+    assert monotonic() - began < 30, "never called"
     monkeypatch.setattr(grpc_service, "QUIET", 0.2)
+    began = monotonic()
     [response async for response in stub.Generate(pb.GenerateRequest(text="a"))]
-    called = monotonic()
     await service.quiet(60)
-    assert 0.1 < monotonic() - called < 30
+    assert 0.2 <= monotonic() - began < 30
     monkeypatch.setattr(grpc_service, "QUIET", 60.0)
     await service.quiet(0.01)  # within its time-out
 

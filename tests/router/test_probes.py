@@ -24,6 +24,7 @@ from pdserve.router.cluster.registry_service import RegistryService
 from waiting import eventually
 
 TIMEOUT = 2.0
+FOR_EVER = 600.0
 
 
 class Asked:
@@ -37,6 +38,12 @@ class Asked:
         handler = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
         self.server.add_generic_rpc_handlers((handler,))
 
+    async def start(self) -> str:
+        """Returns the address."""
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
     async def _check(self, _: bytes, __: Any) -> bytes:
         self.moments.append(monotonic())
         if self.silent:
@@ -45,14 +52,13 @@ class Asked:
 
 
 @asynccontextmanager
-async def probed(*addresses: str) -> AsyncIterator[Registry]:
-    registry, channels = Registry(RoutingConfig(heartbeat_timeout=TIMEOUT)), Channels()
-    for number, address in enumerate(addresses):
-        node = pb.NodeInfo(node_id=f"d{number}", role=pb.ROLE_DECODE, address=address)
-        registry.register(node, pb.NodeLoad(healthy=True))
+async def probed(address: str, timeout: float) -> AsyncIterator[Registry]:
+    registry, channels = Registry(RoutingConfig(heartbeat_timeout=timeout)), Channels()
+    node = pb.NodeInfo(node_id="d0", role=pb.ROLE_DECODE, address=address)
+    registry.register(node, pb.NodeLoad(healthy=True))
     tasks = [
         asyncio.create_task(each)
-        for each in (registry.clock.run(), probe_nodes(registry, channels, TIMEOUT))
+        for each in (registry.clock.run(), probe_nodes(registry, channels, timeout))
     ]
     try:
         yield registry
@@ -69,9 +75,7 @@ async def test_a_node_that_answers_is_asked_rarely_and_one_that_does_not_is_left
     """That one answer is missing is nothing yet."""
     monkeypatch.setattr(probes, "PROBE_TIMEOUT", 0.5)
     node = Asked()
-    address = f"127.0.0.1:{node.server.add_insecure_port('127.0.0.1:0')}"
-    await node.server.start()
-    async with probed(address) as registry:
+    async with probed(await node.start(), TIMEOUT) as registry:
         (known,) = registry.nodes()
         await eventually(lambda: len(node.moments) == 3)
         assert not known.unreachable
@@ -84,16 +88,22 @@ async def test_a_node_that_answers_is_asked_rarely_and_one_that_does_not_is_left
         assert len(node.moments) >= 5
         node.silent = False
         await eventually(lambda: not known.unreachable)
-        await node.server.stop(0)  # its connection is gone: no need to wait
-        await eventually(lambda: known.unreachable, TIMEOUT)
     await node.server.stop(0)
+
+
+async def test_a_node_whose_connection_ends_is_left_without_waiting() -> None:
+    node = Asked()
+    async with probed(await node.start(), FOR_EVER) as registry:
+        await eventually(lambda: node.moments)
+        await node.server.stop(0)
+        await eventually(lambda: registry.nodes()[0].unreachable)
 
 
 async def test_nodes_that_are_not_there_are_noticed_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
-        async with probed(f"127.0.0.1:{taken.getsockname()[1]}") as registry:
-            await eventually(lambda: registry.nodes()[0].unreachable, TIMEOUT)
+        async with probed(f"127.0.0.1:{taken.getsockname()[1]}", FOR_EVER) as registry:
+            await eventually(lambda: registry.nodes()[0].unreachable)
 
 
 async def test_many_nodes_send_heartbeats_more_rarely_but_often_enough() -> None:

@@ -347,7 +347,7 @@ async def test_a_burst_is_shared_by_pairs_and_nodes_of_both_roles(registry, poli
 
 
 def test_refusals_are_counted_and_only_the_last_reasons_are_kept(registry, clock):
-    """Those before are counted together."""
+    """The refusals before them are counted together."""
     for number in range(MAX_REFUSALS + 5):
         registry.refusals.note(f"reason {number}")
         clock.time += 1

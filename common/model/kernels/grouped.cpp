@@ -15,30 +15,16 @@
 #include <type_traits>
 #include <vector>
 
+#include "packed.h"
 #include "tiles.h"
-#include "vec.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int REGISTERS = 24;  // for sums; the others are for operands
-#else
-constexpr int REGISTERS = 12;
-#endif
-constexpr int64_t GROUP = 32;              // rows: threads share the rows in groups
-constexpr int64_t BLOCK_BYTES = 64 << 10;  // of weights, which stay in the cache for all tokens
-constexpr int64_t MAX_TOKENS = 192;        // prepared at once: their numbers stay in the cache, too
-constexpr int64_t LARGEST_TILE = 12;       // tokens
-constexpr float SMALLEST = 1e-30f;         // a run of smaller numbers counts as zeros
-constexpr float ROUND = 12582912;          // 1.5 · 2^23: adding it rounds to an integer
+constexpr int64_t GROUP = 32;         // rows: threads share the rows in groups
+constexpr int64_t LARGEST_TILE = 12;  // tokens
+constexpr float SMALLEST = 1e-30f;    // a run of smaller numbers counts as zeros
 
 typedef int16_t ShortVec __attribute__((vector_size(4 * LANES)));
-
-INLINE BitVec load_words(const uint32_t* p) {
-    BitVec words;
-    memcpy(&words, p, sizeof words);
-    return words;
-}
 
 INLINE Vec load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
@@ -139,17 +125,6 @@ struct Rounded {
         const float size = top / LARGEST + ok;
         return {inverse == 0 ? ok : size, size * float(sum(total))};
     }
-    static INLINE void store_bytes(int8_t* p, IntVec x) {
-        typedef int8_t Bytes __attribute__((vector_size(LANES)));
-        const Bytes bytes = __builtin_convertvector(x, Bytes);
-        memcpy(p, &bytes, sizeof bytes);
-    }
-    static int32_t sum(IntVec x) {
-        int32_t total = 0;
-        for (int i = 0; i < LANES; i++) total += x[i];
-        return total;
-    }
-    static float sum(Vec x) { return ::sum(x); }
 
     template <int BITS>
     static INLINE Sum add(Sum sum, BitVec weights, Input x) {

@@ -14,26 +14,13 @@
 #include <vector>
 
 #include "amx.h"
+#include "packed.h"
 #include "tiles.h"
-#include "vec.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int REGISTERS = 24;  // for sums; the others are for operands
-#else
-constexpr int REGISTERS = 12;
-#endif
-constexpr int64_t GROUP = 2 * LANES;       // rows: threads share the rows in groups
-constexpr int64_t BLOCK_BYTES = 64 << 10;  // of weights, which stay in the cache for all tokens
-constexpr int64_t MAX_TOKENS = 192;        // prepared at once: their numbers stay in the cache, too
+constexpr int64_t GROUP = 2 * LANES;        // rows: threads share the rows in groups
 constexpr int64_t TILES_BYTES = 512 << 10;  // of weights, and of tokens: tiles stay in the second cache
-
-INLINE BitVec load_words(const uint32_t* p) {
-    BitVec words;
-    memcpy(&words, p, sizeof words);
-    return words;
-}
 
 INLINE Vec to_float(BitVec bits) { return bit_cast<Vec>(bits); }
 
@@ -135,7 +122,6 @@ struct Int8Dot {
         int32_t high, low;
     };
     static constexpr float LARGEST = 127 * 256 + 127;
-    static constexpr float ROUND = 12582912;  // 1.5 · 2^23: adding it rounds to an integer
 
     template <typename T>
     static void prepare(const T* row, int64_t words, int64_t stride, Input* out, Token* token) {
@@ -166,17 +152,6 @@ struct Int8Dot {
         }
         *token = {top / LARGEST + ok, -128 * sum(all_highs), -128 * sum(all_lows)};
     }
-    static INLINE void store_bytes(int8_t* p, IntVec x) {
-        typedef int8_t Bytes __attribute__((vector_size(LANES)));
-        Bytes bytes = __builtin_convertvector(x, Bytes);
-        memcpy(p, &bytes, sizeof bytes);
-    }
-    static INLINE int32_t sum(IntVec x) {
-        int32_t total = 0;
-        for (int i = 0; i < LANES; i++) total += x[i];
-        return total;
-    }
-    static INLINE float sum(Vec x) { return ::sum(x); }
     static INLINE Sum start(const Token& token) {
         return {IntVec{} + token.high, IntVec{} + token.low};
     }

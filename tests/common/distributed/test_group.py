@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ import segments
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.distributed.hierarchical import HierarchicalCommunicator
 from pdserve.common.distributed.measure import DTYPES, verify
 from pdserve.common.distributed.parallel_state import (
     ParallelState,
@@ -33,17 +36,24 @@ from pdserve.common.distributed.shared_memory import (
     SharedMemory,
     make_segment,
 )
+from pdserve.common.distributed.torch_communicator import add_up
 from ranks import Ranks
 
 T = TypeVar("T")
-TRANSPORTS = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
+TRANSPORTS = {
+    "shm-2": {"tp": 2, "communicator": "shm"},
+    "gloo-2": {"tp": 2, "communicator": "gloo"},
+    "shm-4": {"tp": 4, "communicator": "shm"},
+    "gloo-4": {"tp": 4, "communicator": "gloo"},
+    "two hosts": {"tp": 4, "hosts": "aabb"},
+    "unequal hosts": {"tp": 4, "hosts": "abaa"},
+}
 
 
-@pytest.fixture(params=TRANSPORTS, ids=lambda each: f"{each[1]}-{each[0]}")
+@pytest.fixture(params=TRANSPORTS)
 def run(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[..., list[Any]]:
     """Runs a function on each rank of a tensor-parallel group, over one of the transports."""
-    size, communicator = request.param
-    return lambda work, *args: ranks.run(work, *args, tp=size, communicator=communicator)
+    return lambda work, *args: ranks.run(work, *args, **TRANSPORTS[request.param])
 
 
 # ---- layout ----
@@ -84,20 +94,37 @@ def test_every_collective_of_every_dtype_is_right(run: Callable[..., list[Any]])
     assert not any(run(_verify))
 
 
-def _random_sum(state: ParallelState) -> tuple[bytes, bool]:
-    parts = torch.randn(state.tp.size, 5, 333, generator=torch.Generator().manual_seed(0))
-    expected = parts[0].clone()
-    for part in parts[1:]:
-        expected += part
-    total = state.tp.all_reduce(parts[state.tp.rank].clone())
-    torch.testing.assert_close(total, expected)
-    return total.numpy().tobytes(), torch.equal(total, expected)
+def _random_sums(state: ParallelState) -> None:
+    group = state.tp
+    for columns in (333, 33_333):  # whole, and in shares
+        parts = torch.randn(group.size, 5, columns, generator=torch.Generator().manual_seed(0))
+        expected = parts[0] + parts[1]
+        if group.size == 4:
+            expected = expected + (parts[2] + parts[3])
+        assert torch.equal(group.all_reduce(parts[group.rank].clone()), expected)
 
 
-def test_sums_are_bit_identical_on_all_ranks(run: Callable[..., list[Any]], ranks: Ranks) -> None:
-    """And over shared memory in the order of ranks."""
-    assert len({total for total, _ in run(_random_sum)}) == 1
-    assert all(exact for _, exact in ranks.run(_random_sum, tp=4, communicator="shm"))
+@pytest.mark.parametrize("name", sorted(TRANSPORTS.keys() - {"unequal hosts"}))
+def test_sums_have_the_same_bits_over_every_transport(name: str, ranks: Ranks) -> None:
+    ranks.run(_random_sums, **TRANSPORTS[name])
+
+
+def _random_sum(state: ParallelState) -> bytes:
+    part = torch.randn(5, 333, generator=torch.Generator().manual_seed(state.tp.rank))
+    return state.tp.all_reduce(part).numpy().tobytes()
+
+
+def test_sums_are_bit_identical_on_all_ranks(run: Callable[..., list[Any]]) -> None:
+    first, again = run(_random_sum), run(_random_sum)
+    assert len({*first, *again}) == 1
+
+
+def test_more_parts_than_a_power_of_two() -> None:
+    parts = [torch.full((2,), 10.0**power) for power in range(7)]
+    out = torch.empty(2)
+    for count in range(2, 8):
+        add_up(parts[:count], out)
+        assert out.tolist() == [float("1" * count)] * 2
 
 
 def _large(state: ParallelState) -> None:
@@ -180,13 +207,19 @@ def test_ranks_that_disagree_are_named(ranks: Ranks) -> None:
 
 
 def on_threads(
-    folder: Path, size: int, work: Callable[[ParallelState], T], timeout: float = 20.0, **sizes: int
+    folder: Path,
+    size: int,
+    work: Callable[[ParallelState], T],
+    timeout: float = 20.0,
+    hosts: str = "",
+    **sizes: int,
 ) -> list[T]:
-    """Groups are objects, so ranks may be threads."""
+    """Groups are objects, so ranks may be threads. `hosts`: as for `Ranks`."""
 
     def rank(number: int) -> T:
         where = f"file://{folder}/rendezvous"
         environment = init_distributed_environment(number, size, where, timeout=timeout)
+        environment.hosts = tuple(hosts) or environment.hosts
         tp, pp = sizes.get("tp", size), sizes.get("pp", 1)
         state = initialize_model_parallel(environment, tp, pp, sizes.get("ep", 1))
         try:
@@ -271,6 +304,39 @@ def test_a_silent_peer_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     assert message.startswith("RANK_LOST") and "rank 0 did not arrive in time" in message
 
 
+@pytest.mark.parametrize(
+    ("silent", "who", "message"),
+    [
+        ({3}, 2, "rank 3 did not arrive in time"),
+        ({2, 3}, 0, r"no answer from rank 2 on host 127\.0\.0\.1 within 0\.5 s"),
+    ],
+)
+def test_a_silent_rank_or_host_is_an_error_on_all_hosts(
+    silent: set[int], who: int, message: str, tmp_path: Path
+) -> None:
+    over = threading.Barrier(4)
+
+    def work(state: ParallelState) -> str:
+        via = state.tp._communicators["cpu"]
+        assert isinstance(via, HierarchicalCommunicator)
+        if state.tp.rank in silent:
+            over.wait(60)
+            return ""
+        for part in filter(None, (via._local, via._leaders)):
+            part.context = replace(part.context, timeout=0.5)
+        via.context = replace(via.context, timeout=0.6)
+        if via._leaders is not None:
+            via._leaders._group._set_default_timeout(timedelta(seconds=0.5))
+        with pytest.raises(NodeError) as caught:
+            state.tp.all_reduce(torch.ones(1))
+        assert caught.value.code == "RANK_LOST"
+        over.wait(60)
+        return caught.value.message
+
+    messages = on_threads(tmp_path, 4, work, hosts="aabb")
+    assert re.search(message, messages[who])
+
+
 def _until_lost(state: ParallelState) -> tuple[str, str, float]:
     """Collectives without end."""
     while True:
@@ -293,17 +359,22 @@ def _hello(state: ParallelState) -> None:
 
 
 @pytest.mark.parametrize(
-    ("communicator", "work"),
-    [("shm", _until_lost), ("gloo", _until_lost), ("shm", _receive_from_the_last)],
+    ("name", "work"),
+    [
+        ("shm-4", _until_lost),
+        ("gloo-4", _until_lost),
+        ("two hosts", _until_lost),
+        ("shm-4", _receive_from_the_last),
+    ],
 )
 def test_a_killed_rank_is_an_error_in_all_others(
-    communicator: str, work: Callable[..., Any], tmp_path: Path
+    name: str, work: Callable[..., Any], tmp_path: Path
 ) -> None:
     names = segments.names()
     processes = Ranks(4, tmp_path)
     try:
-        processes.run(_hello, tp=4, communicator=communicator)
-        count = processes.start(work, tp=4, communicator=communicator)
+        processes.run(_hello, **TRANSPORTS[name])
+        count = processes.start(work, **TRANSPORTS[name])
         if work is _receive_from_the_last:
             processes.signal(3, signal.SIGSTOP)  # it must not wait for itself
         time.sleep(0.3)
@@ -312,7 +383,7 @@ def test_a_killed_rank_is_an_error_in_all_others(
         for code, message, heard in processes.results(range(count - 1)):
             assert code == "RANK_LOST"
             assert 0 <= heard - killed < 10.0  # half of what a silent one would take
-            if communicator == "shm" and work is _until_lost:
+            if name == "shm-4" and work is _until_lost:
                 assert "is gone" in message
     finally:
         processes.close()

@@ -194,6 +194,7 @@ async def subscribed(address: str) -> AsyncIterator[tuple[Any, Any]]:
         yield channel, pb_grpc.KVEventsStub(channel).Subscribe(pb.KVEventsRequest())
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_a_node_tells_of_what_it_computes_until_it_stops() -> None:
     async with decode_node(replicas=2) as (node, serving, _):
         async with subscribed(node.address) as (channel, call):

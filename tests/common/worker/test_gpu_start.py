@@ -77,7 +77,7 @@ class FakeNCCL:
 
 def test_fake_nccl_waits_for_compilation_and_then_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
-    context = CommunicatorContext("tp", (0, 1), 0, ("a", "a"), "127.0.0.1", CUDA, None, 30.0)
+    context = CommunicatorContext("tp", (0, 1), 0, ("a", "a"), ("127.0.0.1",) * 2, CUDA, None, 30.0)
     communicator = NCCLCommunicator(context)
     tp = GroupCoordinator("tp", (0, 1), 0, {"cuda": communicator}, CUDA)
     alone = GroupCoordinator()

@@ -52,7 +52,7 @@ def computing_process(table: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def products(kernels: NativeKernels) -> Callable[[], list[Tensor]]:
-    """What computes large tensors by each kernel that shares its tiles by rows."""
+    """Returns calls that compute large tensors, by each kernel that shares its tiles by rows."""
     torch.manual_seed(0)
     made = []
     for dtype in (torch.float32, torch.bfloat16):
