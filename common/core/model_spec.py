@@ -163,6 +163,11 @@ class ModelSpec:
                 f"--quantization {name}: {self.architecture} runs through transformers, where the "
                 "only one is int8"
             )
+        if not self.linears:
+            raise ConfigError(
+                f"--quantization {name}: pdserve knows no linear layers of {self.architecture}, "
+                "which runs through transformers: leave it out"
+            )
         why = "experts" if self.num_experts else ""
         if any(group.state for group in self.kv_groups):
             why = "layers with a state"

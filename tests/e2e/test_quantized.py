@@ -25,7 +25,7 @@ from slow_quantization import dequantized_folder
 from stored_folders import SCALED, folders, scaled
 from sweep import rounded_model
 from tiny_engine import CPU, greedy, single_threaded_inference
-from warm import WarmCluster
+from warm import WarmCluster, shared
 
 LLAMA = MODELS / "llama-gqa"
 PROMPTS = [tuple(range(5, 75)), (7, 300, 41), tuple(range(3, 500, 3))]
@@ -110,6 +110,7 @@ def test_a_class_of_transformers_in_int8(tmp_path: Path) -> None:
     right = [reference.greedy(rounded, each, NUM_TOKENS) for each in PROMPTS]
     assert right != [reference.greedy(folder, each, NUM_TOKENS) for each in PROMPTS]
     options = {"quantization": "int8", "model_impl": "transformers"}
+    shared().load("transformers.models.qwen3.modeling_qwen3", "pdserve.common.model.hf.model")
     with WarmCluster(folder, 0, 0, **options) as cluster:
         cluster.start_node("prefill", tensor_parallel_size=2)
         cluster.start_node("decode")

@@ -124,7 +124,8 @@ class TransformersModel(Decoder):
         if why:
             raise Differs(why)
         if rounds:
-            self._round(tables)
+            with torch.inference_mode():
+                self._round(tables)
 
     def _round(self, tables: Set[str]) -> None:
         assert isinstance(self._steps, GraphSteps)

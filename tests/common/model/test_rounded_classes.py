@@ -22,6 +22,7 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 from pdserve.common.planning.footprint import Footprint
 from sweep import logits, rounded_model
+from thinned import slow
 from tiny_engine import CPU
 from windowed import STATES, THROUGH_TRANSFORMERS
 
@@ -44,7 +45,7 @@ def made(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma3", slow("gpt2")])
 def test_numbers_are_those_of_rounded_weights_however_the_class_is_split(
     name: str, tmp_path: Path
 ) -> None:
@@ -61,8 +62,9 @@ def test_numbers_are_those_of_rounded_weights_however_the_class_is_split(
     assert (plain - found).abs().max() > 5 * CLOSE["atol"]
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("qwen3", "native"), slow("qwen3", "torch"), slow("llama-gqa", "native")]
+)
 def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
     folder = MODELS / name
     ours, native = load(folder, kernels=kernels), load(folder, "native", kernels)
@@ -79,11 +81,8 @@ def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    [
-        Scheme("awq", group_size=64),
-        Scheme("gptq", desc_act=True),
-    ],
-    ids=lambda each: each.method,
+    [Scheme("awq", group_size=64), slow(Scheme("gptq", desc_act=True))],
+    ids=["awq", "gptq"],
 )
 def test_packed_checkpoints_are_dequantized(scheme: Scheme, tmp_path: Path) -> None:
     folder = quantize_folder(MODELS / "llama-gqa", tmp_path / "packed", scheme)
@@ -103,15 +102,16 @@ def test_packed_checkpoints_are_dequantized(scheme: Scheme, tmp_path: Path) -> N
     [
         (STATES["qwen3-next"], "Qwen3NextForCausalLM has layers with a state"),
         (THROUGH_TRANSFORMERS["gpt-oss"], "GptOssForCausalLM has experts"),
+        (THROUGH_TRANSFORMERS["bart"], "pdserve knows no linear layers of BartForCausalLM"),
     ],
-    ids=["states", "experts"],
+    ids=["states", "experts", "layers"],
 )
 def test_what_cannot_be_rounded_is_refused_by_its_config(
     config: Any, message: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
     spec_of = json.loads((tmp_path / "config.json").read_text())
-    spec_of["architectures"] = [message.split()[0]]
+    spec_of["architectures"] = [next(word for word in message.split() if word[0].isupper())]
     (tmp_path / "config.json").write_text(json.dumps(spec_of))
     with pytest.raises(ConfigError, match=f"--quantization int8: {message}"):
         read_spec(tmp_path, "auto", {}).quantized("int8")
