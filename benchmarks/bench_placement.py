@@ -20,7 +20,7 @@ from typing import Any
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
-from pdserve.router.cluster.policy import BUILT_IN, load_policy
+from pdserve.router.cluster.policies import BUILT_IN, load_policy
 from pdserve.simulate.calibration import linear
 from pdserve.simulate.cluster import ROLES, Setup, read_layout, simulate
 from pdserve.simulate.outcome import Outcome, table

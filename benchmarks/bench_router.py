@@ -1,10 +1,15 @@
 """Measures the router alone, with simulated nodes over real gRPC: tokens, and what a fleet costs.
 
     python benchmarks/bench_router.py [--workers 1,2] [--nodes 1000] [--seconds 8] [--json FILE]
+    python benchmarks/bench_router.py --against PATH [--rounds 4] [--nodes 0]
 
 `tokens`: closed-loop clients that stream, 8 + 8 nodes, `--router-workers` 1, 2 … Tokens a second
 are this host's, where clients and simulated nodes take their share; CPU time a token is the
 router's alone (all its processes), and what a worker on a core of its own could do follows from it.
+
+`against`: the same load on the router of another checkout, in turns with this one, each with nodes
+of its own: CPU time a request. `events a token` says whether a busy host
+made a client get several tokens at once, which costs the router less.
 
 `fleet`: so many nodes, half of each role, which register at one worker and are idle: seconds until
 all are there, the router's share of a core, `/ready` over HTTP, and placement in a process with as
@@ -18,6 +23,7 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,6 +54,7 @@ from pdserve.router.cluster.registry import Registry  # noqa: E402
 
 MODEL = ROOT / "tests/models/llama-gqa"
 WARM_UP = 2.0  # seconds
+STAGGER = 1.3  # seconds, about as long as a request takes
 CLIENTS, MAX_TOKENS = 64, 128
 PLACEMENTS = 2000
 RARE_PROBES = {"heartbeat_timeout": 600}
@@ -57,14 +64,16 @@ RARE_PROBES = {"heartbeat_timeout": 600}
 
 
 @contextmanager
-def router(**options: Any) -> Iterator[tuple[dict[str, int], list[psutil.Process]]]:
-    """The ports, and the processes that serve."""
+def router(
+    code: Path = ROOT, **options: Any
+) -> Iterator[tuple[dict[str, int], list[psutil.Process]]]:
+    """The ports, and the processes that serve; `code` is the checkout that they run."""
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
         ports_file = Path(folder) / "ports.json"
         free = {"port": 0, "grpc_port": 0, "registry_port": 0, "ports_file": ports_file}
         quiet = {"log_level": "error", "max_client_share": 1, "max_concurrent_requests": 4096}
         command = [sys.executable, "-m", "pdserve.router", "--model", str(MODEL)]
-        with _running([*command, *flags({**free, **quiet, **options})]) as process:
+        with _running([*command, *flags({**free, **quiet, **options})], code) as process:
             ports = wait_for(lambda: read_ports(ports_file))
             yield ports, process.children() or [process]
 
@@ -78,8 +87,8 @@ def nodes(registry_port: int, prefill: int, decode: int) -> Iterator[psutil.Proc
 
 
 @contextmanager
-def _running(command: Sequence[str]) -> Iterator[psutil.Process]:
-    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def _running(command: Sequence[str], code: Path = ROOT) -> Iterator[psutil.Process]:
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(code)})
     try:
         yield psutil.Process(started.pid)
     finally:
@@ -102,24 +111,49 @@ def num_ready(port: int) -> int:
 
 
 def tokens(workers: int, seconds: float) -> dict[str, Any]:
+    with _cluster(router_workers=workers) as (port, serving):
+        return asyncio.run(_under_load(port, serving, seconds))
+
+
+def against(code: Path, seconds: float, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of both checkouts, which take turns."""
+    with _cluster(code) as before, _cluster() as after:
+        both = {"before": before, "after": after}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in both}
+        for _ in range(rounds):
+            for name, cluster in both.items():
+                found[name].append(asyncio.run(_under_load(*cluster, seconds)))
+        return found
+
+
+@contextmanager
+def _cluster(code: Path = ROOT, **options: Any) -> Iterator[tuple[int, list[psutil.Process]]]:
+    """The HTTP port of a router with 8 + 8 nodes, and the processes that serve."""
     with ExitStack() as stack:
-        ports, serving = stack.enter_context(router(router_workers=workers))
+        ports, serving = stack.enter_context(router(code, **options))
         stack.enter_context(nodes(ports["registry"], 8, 8))
         wait_for(lambda: num_ready(ports["http"]) == 16)
-        return asyncio.run(_under_load(ports["http"], serving, seconds))
+        yield ports["http"], serving
 
 
 async def _under_load(
     port: int, serving: Sequence[psutil.Process], seconds: float
 ) -> dict[str, Any]:
     clients = Load(port, MODEL.name, MAX_TOKENS)
-    tasks = [asyncio.create_task(clients.client()) for _ in range(CLIENTS)]
+    tasks = []
+    for _ in range(CLIENTS):  # one after the other: they would all end at once, for ever
+        tasks.append(asyncio.create_task(clients.client()))
+        await _pass(STAGGER / CLIENTS, tasks)
     try:
         await _pass(WARM_UP, tasks)
-        events, began, used = clients.events, time.monotonic(), [cpu_us([p]) for p in serving]
+        events, requests = clients.events, clients.requests
+        began, used = time.monotonic(), [cpu_us([p]) for p in serving]
         await _pass(seconds, tasks)
-        wall, count = time.monotonic() - began, clients.events - events
+        while clients.requests < requests + CLIENTS:  # a very busy host
+            await _pass(seconds, tasks)
+        wall, events = time.monotonic() - began, clients.events - events
         used = [cpu_us([p]) - before for p, before in zip(serving, used, strict=True)]
+        count = (clients.requests - requests) * MAX_TOKENS
     finally:
         for task in tasks:
             task.cancel()
@@ -127,6 +161,8 @@ async def _under_load(
     us_per_token = sum(used) / count
     return {
         "workers": len(serving),
+        "ms_per_request": us_per_token * MAX_TOKENS / 1e3,
+        "events_per_token": events / count,
         "tokens_per_s": count / wall,
         "cores": sum(used) / 1e6 / wall,
         "us_per_token": us_per_token,
@@ -216,10 +252,14 @@ def main() -> None:
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--nodes", type=int, default=1000, help="of the fleet; 0: no fleet")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--against", type=Path, help="another checkout: compare with its router")
+    parser.add_argument("--rounds", type=int, default=4, help="of --against")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"host_cores": os.cpu_count()}
-    result["tokens"] = [tokens(int(each), args.seconds) for each in args.workers.split(",")]
+    if args.against is not None:
+        result["against"] = against(args.against.resolve(), args.seconds, args.rounds)
+    result["tokens"] = [tokens(int(each), args.seconds) for each in args.workers.split(",") if each]
     if args.nodes:
         result["fleet"] = fleet(args.nodes, args.seconds)
         result["heartbeats"] = fleet(args.nodes, args.seconds, **RARE_PROBES)
@@ -230,19 +270,29 @@ def main() -> None:
 
 
 def report(result: dict[str, Any]) -> None:
+    console = Console(width=120)
+    if "against" in result:
+        console.print(_compared(result["against"]))
+    if result["tokens"]:
+        console.print(_tokens(result["tokens"]))
+    if "fleet" in result:
+        console.print(_fleet(result))
+
+
+def _tokens(found: list[dict[str, Any]]) -> Table:
     table = Table(title=f"{CLIENTS} clients, {MAX_TOKENS} tokens each, simulated nodes")
     columns = "workers", "tokens/s here", "router's cores", "µs a token", "tokens/s, a core each"
     for column in columns:
         table.add_column(column, justify="right")
-    for each in result["tokens"]:
+    for each in found:
         table.add_row(
             str(each["workers"]), f"{each['tokens_per_s']:,.0f}", f"{each['cores']:.2f}",
             f"{each['us_per_token']:.0f}", f"{each['tokens_per_s_of_so_many_cores']:,.0f}",
         )  # fmt: skip
-    console = Console(width=120)
-    console.print(table)
-    if "fleet" not in result:
-        return
+    return table
+
+
+def _fleet(result: dict[str, Any]) -> Table:
     whole, beats, placed = result["fleet"], result["heartbeats"], result["in_process"]
     table = Table(title=f"{whole['nodes']} idle nodes")
     table.add_column("")
@@ -257,7 +307,25 @@ def report(result: dict[str, Any]) -> None:
         ("placement, in process, CPU time", _of(placed["placement_ms"])),
     ):
         table.add_row(name, value)
-    console.print(table)
+    return table
+
+
+def _compared(found: dict[str, list[dict[str, Any]]]) -> Table:
+    rounds = len(found["after"])
+    table = Table(title=f"router's CPU, {MAX_TOKENS} streamed tokens a request, {rounds} rounds")
+    for column in ("", "ms a request: median", "least", "most", "events a token", "tokens/s here"):
+        table.add_column(column, justify="right")
+    for name, each in found.items():
+        cost = sorted(one["ms_per_request"] for one in each)
+        events, rate = (
+            statistics.median(one[key] for one in each)
+            for key in ("events_per_token", "tokens_per_s")
+        )
+        table.add_row(
+            name, f"{statistics.median(cost):.2f}", f"{cost[0]:.2f}", f"{cost[-1]:.2f}",
+            f"{events:.2f}", f"{rate:,.0f}",
+        )  # fmt: skip
+    return table
 
 
 def _of(found: dict[str, float]) -> str:

@@ -251,6 +251,11 @@ def _move(environment: dict[str, str]) -> None:
         tempfile.tempdir = None  # what was looked up before the fork
 
 
+def _starts_others(role: str, flags: list[str]) -> bool:
+    """A node of one rank does not: its zygote would cost as much as the fork of the node."""
+    return role == "router" or (role in MAINS and any("parallel" in flag for flag in flags))
+
+
 def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
     """Goes on as the role; never returns."""
     code = 1
@@ -263,7 +268,7 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         sys.stdin, sys.argv = open(0), [role, *flags]  # noqa: SIM115
         if before:
             import_string(before[0])(*before[1:])
-        zygote = import_string(FORKS)(role) if role in MAINS else None
+        zygote = import_string(FORKS)(role) if _starts_others(role, flags) else None
         code = int(import_module(MAINS.get(role, role)).main(flags))
         if zygote:
             zygote.close()

@@ -1,4 +1,4 @@
-"""The figures of placement policies can be made again, and are what prefix-aware is chosen for."""
+"""The figures of placement policies can be made again, and are what each is chosen for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_placement import main
+from benchmarks.bench_placement import TRACES, main, place
 from benchmarks.bench_placement_live import SIZE, cut, prompt
 from pdserve.simulate.traces import read_trace
 
@@ -25,6 +25,10 @@ def test_prefix_aware_finds_what_can_be_found_and_shares_the_work(
         assert all(found[name] <= turns[name] for name in ("ttft_mean_s", "ttft_p99_s"))
     found, load = (rows["mooncake_conversation", name] for name in ("prefix-aware", "least-load"))
     assert found["ttft_p99_s"] <= 0.75 * load["ttft_p99_s"]
+    cost = place("cost", read_trace(TRACES / "mooncake_synthetic.csv.gz"), "4P4D", 2500, 10_000)
+    found, load = (rows["mooncake_synthetic", name] for name in ("prefix-aware", "least-load"))
+    assert cost.hit_ratio >= found["hit_ratio"] and cost.imbalance <= 1.05
+    assert cost.row()["ttft_p99_s"] <= min(found["ttft_p99_s"], 0.6 * load["ttft_p99_s"])
     assert "| mooncake_synthetic | ideal | 0.1497 | 1.0 | 1.0 | – |" in capsys.readouterr().out
 
 

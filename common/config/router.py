@@ -34,7 +34,7 @@ POLICIES = (
     "power-of-two",
     "prefix-aware",
     "cost",
-)  # `router.cluster.policy`
+)  # `router.cluster.policies`
 HARMONY, HARMONY_TOOLS = "openai_gptoss", "openai"  # the two names of one format
 AUTO = "auto"  # the parser that the chat template shows
 

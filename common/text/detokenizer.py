@@ -32,17 +32,17 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
+        self._silent = tokenizer.special if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []  # context, then pending
         self._context = 0  # tokens of the window whose text was returned
         self._context_text = ""  # their text, decoded alone
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes; "" while a character is incomplete."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if token_id in self._silent:
             return ""
         self._window.append(token_id)
-        text = self._decode(self._window)
+        text = self._tokenizer.decode(self._window, False)
         if len(text) > len(self._context_text) and not text.endswith(_REPLACEMENT):
             return self._hand_out(len(self._window), text)
         if len(self._window) - self._context >= _MAX_PENDING:
@@ -51,15 +51,12 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Returns the remaining text after the last token; an incomplete character is U+FFFD."""
-        return self._hand_out(len(self._window), self._decode(self._window))
+        return self._hand_out(len(self._window), self._tokenizer.decode(self._window, False))
 
     @property
     def pending(self) -> Sequence[int]:
         """The tokens whose text was not returned yet."""
         return self._window[self._context :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _hand_out(self, end: int, text: str) -> str:
         """Returns the new part of `text`, the text of the window up to `end`; these tokens become
@@ -68,19 +65,20 @@ class Detokenizer:
         del self._window[: self._context]
         self._context = end - self._context
         context = self._window[: self._context]
-        one = len(context) == 1
-        self._context_text = (
-            self._tokenizer.text_alone(context[0]) if one else self._decode(context)
-        )
+        if self._context == 1:
+            self._context_text = self._tokenizer.text_alone(context[0])
+        else:
+            self._context_text = self._tokenizer.decode(context, False)
         return new
 
     def _give_up(self, text: str) -> str:
         """Returns the text of pending tokens that are not UTF-8, but keeps up to three last tokens
         that may begin a character, if the split does not change the text."""
+        decode = self._tokenizer.decode
         for keep in (3, 2, 1):
             end = len(self._window) - keep
-            head = self._decode(self._window[:end])
-            if head + self._decode(self._window[end:]) == text:
+            head = decode(self._window[:end], False)
+            if head + decode(self._window[end:], False) == text:
                 return self._hand_out(end, head)
         return self._hand_out(len(self._window), text)
 

@@ -12,13 +12,6 @@ from pdserve.common.text.tokenizer import Tokenizer
 # ---- stop strings in text that arrives in pieces ----
 
 
-class StopResult(msgspec.Struct, frozen=True):
-    """Text that can be sent, and the stop string that ended it, if any."""
-
-    text: str
-    stop: str | None = None
-
-
 class StopMatcher:
     """Holds back the longest suffix of the text that could begin a stop string.
 
@@ -35,19 +28,19 @@ class StopMatcher:
         self._include_stop = include_stop
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+        self.stop: str | None = None  # the one that ended the text
 
-    def push(self, text: str, armed: bool = True) -> StopResult:
-        """Takes the next piece. While not `armed`, complete stop strings are ordinary text."""
-        if not self._stops:
-            return StopResult(text)
+    def push(self, text: str, armed: bool = True) -> str:
+        """Takes the next piece and returns the text that can be sent. While not `armed`, complete
+        stop strings are ordinary text."""
         text = self._held + text
         if armed and (match := self._first_match(text)) is not None:
-            start, stop = match
+            start, self.stop = match
             self._held = ""
-            return StopResult(text[: start + len(stop) * self._include_stop], stop)
+            return text[: start + len(self.stop) * self._include_stop]
         held = self._held_back(text)
         self._held = text[len(text) - held :]
-        return StopResult(text[: len(text) - held])
+        return text[: len(text) - held]
 
     def flush(self) -> str:
         """Returns the text held back, after the last piece."""
@@ -93,11 +86,10 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
-        self._matcher = StopMatcher(stop, include_stop_str_in_output)
+        self._matcher = StopMatcher(stop, include_stop_str_in_output) if stop else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._stop: str | None = None
 
     def push(
         self, token_ids: Sequence[int], *, final: bool = False, stop_token: bool = False
@@ -109,20 +101,20 @@ class TextStream:
             stop_token: the last id is the token that ended the choice (EOS or one of
                 stop_token_ids); it has no text unless stop strings are included in the output.
         """
-        parts: list[str] = []
-        for count, token_id in enumerate(token_ids, start=1):
-            self._num_tokens += 1
-            silent = stop_token and not self._include_stop and count == len(token_ids)
-            text = "" if silent else self._detokenizer.push(token_id)
-            if self._match(text, parts) is not None:
-                return StreamOutput("".join(parts), self._stop, count)
-        if final and self._match(self._detokenizer.flush(), parts) is None:
-            parts.append(self._matcher.flush())
-        return StreamOutput("".join(parts), self._stop, len(token_ids))
-
-    def _match(self, text: str, parts: list[str]) -> str | None:
-        """Passes text through the stop matcher into `parts`."""
-        result = self._matcher.push(text, armed=self._num_tokens > self._min_tokens)
-        parts.append(result.text)
-        self._stop = result.stop
-        return result.stop
+        sent, count, matcher = "", len(token_ids), self._matcher
+        silent = count if stop_token and not self._include_stop else 0
+        for number, token_id in enumerate(token_ids, start=1):
+            text = "" if number == silent else self._detokenizer.push(token_id)
+            if matcher is not None:
+                text = matcher.push(text, self._num_tokens + number > self._min_tokens)
+                if matcher.stop is not None:
+                    return StreamOutput(sent + text, matcher.stop, number)
+            sent += text
+        self._num_tokens += count
+        if not final:
+            return StreamOutput(sent, None, count)
+        text = self._detokenizer.flush()
+        if matcher is None:
+            return StreamOutput(sent + text, None, count)
+        sent += matcher.push(text, self._num_tokens > self._min_tokens)
+        return StreamOutput(sent + matcher.flush(), matcher.stop, count)

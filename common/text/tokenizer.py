@@ -42,7 +42,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._texts: dict[int, str] = {}  # cache of `text_alone`
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        self.special = frozenset(i for i, token in added.items() if token.special)
         self._alphabet = _decoder_alphabet(repr(self._backend.decoder))
         self.vocab_size: int = self._backend.get_vocab_size()
         # Length of the longest entry, an upper bound for the characters of a token's text.
@@ -127,9 +127,6 @@ class Tokenizer:
         """Returns the added token, special or not, with exactly this text; None if there is
         none."""
         return next((i for i, each in self._added.items() if each == text), None)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the exact bytes of one token within a text, special or not."""

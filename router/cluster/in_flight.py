@@ -39,6 +39,7 @@ class InFlightLoad:
         self._node = node
         self._prefill_tokens = prefill_tokens
         self._last_chance = last_chance
+        self._has_progressed = False
         self.first_in_line = False  # it was the next to be prefilled when it failed
 
     def __enter__(self) -> InFlightLoad:
@@ -69,8 +70,10 @@ class InFlightLoad:
     def progressed(self) -> None:
         """Notes a token of the node: the prompt is prefilled, a breaker's trial has succeeded, and
         the request does not kill this node."""
-        self._prefilled()
-        self._survived()
+        if not self._has_progressed:
+            self._has_progressed = True
+            self._prefilled()
+            self._survived()
         self._node.breaker.succeeded()
 
     def failed(self, error: PdserveError) -> None:

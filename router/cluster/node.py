@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,11 @@ class Node:
     def num_prefill_tokens(self) -> int:
         """The tokens that it still has to prefill, as `num_requests`."""
         return self.prefill_tokens + self.load.others_tokens
+
+    @property
+    def prompts(self) -> Collection[int]:
+        """The tokens of each prompt on it that is not computed yet, of this router."""
+        return self.prefilling.values()
 
     @property
     def free_blocks(self) -> int:

@@ -174,6 +174,7 @@ class DecodeCall(NodeCall):
         """Starts the call."""
         super().__init__(channel, node)
         self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over = self._outcome.done
         self._failing: asyncio.Task[None] | None = None
         self._call: Any = None
         try:
@@ -182,10 +183,6 @@ class DecodeCall(NodeCall):
                 self._call.add_done_callback(self._run_ended)
         except PdserveError as error:  # the channel is closed
             self.fail(error)
-
-    @property
-    def over(self) -> bool:
-        return self._outcome.done()
 
     def finish(self) -> None:
         """Every choice has finished."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -61,12 +61,13 @@ class ChatChoiceWriter:
             **self._token_ids(whole),
         }
 
-    def chunks(self, index: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
+    def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """The role first, once; then content, reasoning and calls; the finish reason in a chunk of
         its own. The first chunk of a text has the log-probabilities and ids of its tokens."""
+        chunks: list[dict[str, Any]] = []
         if index not in self._begun:
             self._begun.add(index)
-            yield _chunk(index, {"role": "assistant", "content": ""})
+            chunks.append(_chunk(index, {"role": "assistant", "content": ""}))
         events, finish_reason = self._choices.parse(delta)
         deltas = [_delta(event) for event in events]
         logprobs = self._logprobs(delta)
@@ -74,11 +75,12 @@ class ChatChoiceWriter:
             deltas = [{"content": ""}]
         of_tokens = {"logprobs": logprobs, **self._token_ids(delta)}
         for each in deltas:
-            yield _chunk(index, each) | of_tokens
+            chunks.append(_chunk(index, each) | of_tokens)
             of_tokens = {}
         if finish_reason:
             ending = {"finish_reason": finish_reason, "stop_reason": delta.stop_reason}
-            yield _chunk(index, {}) | ending
+            chunks.append(_chunk(index, {}) | ending)
+        return chunks
 
     def _token_ids(self, delta: TextDelta) -> dict[str, list[int]]:
         if not self._body.return_token_ids:

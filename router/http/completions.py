@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -88,10 +88,11 @@ class CompletionChoiceWriter:
         self.beside: dict[str, Any] = {}
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
-        body, prompt = self._body, self._prompts[index // self._n]
-        begins, scored = index not in self._begun, self.scored.pop(index, None)
-        self._begun.add(index)
-        echo = self._texts[index // self._n] if self._texts and begins else ""
+        body, prompt, echo = self._body, self._prompts[index // self._n], ""
+        scored = self.scored.pop(index, None)
+        if begins := index not in self._begun:
+            self._begun.add(index)
+            echo = self._texts[index // self._n] if self._texts else ""
         choice: dict[str, Any] = {
             "index": index,
             "text": echo + whole.text,
@@ -111,9 +112,10 @@ class CompletionChoiceWriter:
                 choice["prompt_token_ids"] = list(prompt)
         return choice
 
-    def chunks(self, index: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
+    def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """None for a delta whose text is held back, unless its tokens are wanted."""
         choice = self.choice(index, delta)
+        if choice["text"] or choice["finish_reason"]:
+            return (choice,)
         tokens = delta.tokens and (choice["logprobs"] or self._body.return_token_ids)
-        if choice["text"] or choice["finish_reason"] or tokens:
-            yield choice
+        return (choice,) if tokens else ()

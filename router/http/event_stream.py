@@ -18,7 +18,8 @@ class EventStream:
 
     def __init__(self, request: web.Request) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
-        if request.version >= HttpVersion11:
+        self._chunked = request.version >= HttpVersion11
+        if self._chunked:
             self.response.enable_chunked_encoding()
         self._request = request
         self._connection = connection_of(request)
@@ -44,8 +45,9 @@ class EventStream:
         """Sends to a client that keeps up, behind what `send` has sent."""
         assert self._connection is not None, "it keeps up"
         if events:
-            chunked = self.response.chunked
-            self._connection.write(b"%x\r\n%b\r\n" % (len(events), events) if chunked else events)
+            if self._chunked:
+                events = b"%x\r\n%b\r\n" % (len(events), events)
+            self._connection.write(events)
 
     async def end(self, events: bytes) -> None:
         await self.response.write_eof(events)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -183,7 +183,7 @@ class ChoiceWriter(Protocol):
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
         """A complete choice; `whole` has all of its text and tokens."""
 
-    def chunks(self, index: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
+    def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """The choices of the chunks for one delta, one for each chunk."""
 
 
@@ -266,70 +266,71 @@ class OpenAIWriter:
 
     def takes_long(self, batch: Updates) -> bool:
         """There may be hundreds of thousands of the prompt's log-probabilities."""
-        if self.choices.scored:
-            return True
-        return any(isinstance(update, PromptLogprobs) for _, update in batch)
+        for _, update in batch:
+            if isinstance(update, PromptLogprobs):
+                return True
+        return bool(self.choices.scored)
 
     def write(self, batch: Updates) -> bytes:
-        chunks = []
+        events: list[bytes] = []
         for prompt, update in coalesced(batch):
             if isinstance(update, TextDelta):
-                chunks += self._chunks(prompt, update)
+                events += self._events(prompt, update)
             elif isinstance(update, GenerationStats):
                 self.stats[prompt] = update
             elif isinstance(update, PromptLogprobs):
                 self._scored(prompt, update)
             elif isinstance(update, Replayed):
                 for delta in update.deltas:
-                    list(self._chunks_of(prompt, delta))  # the client has these
-        return _events_of(chunks)
+                    self._plain_events(prompt, delta)  # the client has these
+        return b"".join(events)
 
-    def _chunks(self, prompt: int, delta: TextDelta) -> list[bytes]:
-        """The last chunk of a delta has the id, which stands for all of them."""
-        chunks = list(self._chunks_of(prompt, delta))
+    def _events(self, prompt: int, delta: TextDelta) -> list[bytes]:
+        """The last event of a delta has the id, which stands for all of them."""
+        events = self._plain_events(prompt, delta)
         if self.ids is not None:
             self.ids.add(prompt, delta)
-            if chunks:
-                chunks[-1] += b"\nid: " + urlsafe_b64encode(self.ids.next())
-        return chunks
+            if events:
+                events[-1] = b"%bid: %b\n\n" % (events[-1][:-1], urlsafe_b64encode(self.ids.next()))
+        return events
 
-    def _chunks_of(self, prompt: int, delta: TextDelta) -> Iterator[bytes]:
+    def _plain_events(self, prompt: int, delta: TextDelta) -> list[bytes]:
         self.num_tokens += len(delta.tokens)
         index = prompt * self.generations[prompt].n + delta.choice
-        for choice in self.choices.chunks(index, delta):
-            yield b"%b%b%b" % (self._chunk_head, encode(choice), self._tail())
+        choices = self.choices.chunks(index, delta)
+        return [self._head + encode(choice) + self._tail() for choice in choices]
 
     def end(self) -> bytes:
         more = timeline_of(self.stats.values())
         if not (self.include_usage or more):
             return b""
         last = self._envelope(self.choices.chunk_object_name)
-        return _events_of([encode(last | {"choices": [], "usage": _usage(self.stats)} | more)])
+        return _event(encode(last | {"choices": [], "usage": _usage(self.stats)} | more))
 
     def error(self, error: PdserveError) -> bytes:
-        return _events_of([encode(error_body(error))])
+        return _event(encode(error_body(error)))
 
     @cached_property
-    def _chunk_head(self) -> bytes:
-        """The JSON of a chunk up to its choice, which is the same for all chunks."""
+    def _head(self) -> bytes:
+        """An event of a chunk up to its choice, which is the same for all chunks."""
         envelope = encode(self._envelope(self.choices.chunk_object_name))
-        return envelope.removesuffix(b"}") + b',"choices":['
+        return b"data: " + envelope.removesuffix(b"}") + b',"choices":['
 
     @cached_property
-    def _chunk_tail(self) -> bytes:
-        return b'],"usage":null}' if self.include_usage else b"]}"
+    def _usual_tail(self) -> bytes:
+        return b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def _tail(self) -> bytes:
-        """The JSON of the next chunk behind its choice, which is mostly the same."""
+        """The next event behind its choice, which is mostly the same."""
         if not (self.choices.beside or self.continuous_usage):
-            return self._chunk_tail
+            return self._usual_tail
         rest, self.choices.beside = self.choices.beside, {}
         if self.continuous_usage:
             prompt = sum(len(each.prompt_token_ids) for each in self.generations)
             rest["usage"] = _tokens(prompt, self.num_tokens)
         elif self.include_usage:
             rest["usage"] = None
-        return b"]," + encode(rest)[1:]
+        return b"]," + encode(rest)[1:] + b"\n\n"
 
     def _scored(self, prompt: int, found: PromptLogprobs) -> None:
         n = self.best or self.generations[prompt].n
@@ -344,8 +345,8 @@ class OpenAIWriter:
         }
 
 
-def _events_of(chunks: Sequence[bytes]) -> bytes:
-    return b"data: " + b"\n\ndata: ".join(chunks) + b"\n\n" if chunks else b""
+def _event(data: bytes) -> bytes:
+    return b"data: %b\n\n" % data
 
 
 def _usage(stats: dict[int, GenerationStats]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.cluster.policy import load_policy
+from pdserve.router.cluster.policies import load_policy
 from pdserve.router.kit.checks import check_policy
 
 

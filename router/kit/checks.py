@@ -9,6 +9,7 @@ from typing import Any
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
+from pdserve.router.cluster.policies import RoundRobin
 from pdserve.router.cluster.policy import (
     NOT_MEASURED,
     NodeSet,
@@ -16,7 +17,6 @@ from pdserve.router.cluster.policy import (
     Policy,
     PolicyRequest,
     Rates,
-    RoundRobin,
 )
 from pdserve.router.kit.nodes import PlainNode, PlainNodes
 from pdserve.simulate.calibration import linear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdserve.router.cluster.policy import NOT_MEASURED, Rates
@@ -17,6 +17,7 @@ class PlainNode:
     replicas: int = 1
     num_requests: int = 0
     num_prefill_tokens: int = 0
+    prompts: Collection[int] = ()
     rates: Rates = NOT_MEASURED
 
 

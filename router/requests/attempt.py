@@ -138,7 +138,7 @@ class Attempt:
     # ---- what the decode node says, as a `Receiver` -------------------------------------------
 
     def take(self, event: StepEvent) -> None:
-        if self._call.over:  # what follows a token that cannot be may fit by accident
+        if self._call.over():  # what follows a token that cannot be may fit by accident
             return
         try:
             if isinstance(event, JobTokens):

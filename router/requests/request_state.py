@@ -59,6 +59,7 @@ class RequestState:
         # Fingerprint of the nodes that have made the tokens so far: an answer is never made of
         # two versions of a model.
         self.version: str | None = None
+        self._sampling = request.sampling  # without what the client has of it
         # The client has the prompt's log-probabilities, or wants none.
         self._prompt_scored = request.sampling.prompt_logprobs is None
         self.finish_reasons: list[FinishReason] = []
@@ -97,7 +98,7 @@ class RequestState:
                 self.version = each.version
                 tokens = tuple(map(SampledToken, each.token_ids))
                 event = TokenEvent(each.choice, tokens, each.finish_reason)
-                deltas.append(self._delta(self._open[each.choice], event))
+                deltas.append(self._delta(self._open[each.choice], event, monotonic()))
         self._put(Replayed(tuple(deltas)))
         # They were not drawn now.
         self._timeline.clear()
@@ -115,9 +116,7 @@ class RequestState:
         return GenerateJob(
             request.request_id,
             tuple(request.prompt_token_ids),
-            replace(request.sampling, prompt_logprobs=None)
-            if self._prompt_scored
-            else request.sampling,
+            self._sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
             self.timed,
@@ -222,6 +221,7 @@ class RequestState:
             raise protocol_error(role, f"a prompt's log-probabilities: {error}") from None
         self._put(found)
         self._prompt_scored = True
+        self._sampling = replace(self._sampling, prompt_logprobs=None)
 
     def landed(self, landed: pb.Landed) -> None:
         """The decode node has all KV."""
@@ -262,43 +262,48 @@ class RequestState:
         """
         if not self._prompt_scored:
             raise bad_token(role, "the prompt's log-probabilities come first")
-        self._check(event, role, position)
+        choice = event.choice
+        stream = self._open.get(choice)
+        self._check(event, role, position, is_open=stream is not None)
         self.version = version
-        if event.choice in self._open:
-            self.retries.progress(role)
-            self.deadline.token()
-            self._put(self._delta(self._open[event.choice], event))
-            if event.choice not in self._open and event.finish_reason is None:
-                self.stopped.append(event.choice)
-        if self.finished:
+        if stream is not None:
+            now = monotonic()
+            if self.retries.failures:
+                self.retries.progress(role)
+            self.deadline.token(now)
+            self._put(self._delta(stream, event, now))
+            if event.finish_reason is None and choice not in self._open:
+                self.stopped.append(choice)
+        if not self._open:
             self.stages.enter(Phase.STREAM)
 
-    def _check(self, event: TokenEvent, role: str, position: int | None) -> None:
+    def _check(self, event: TokenEvent, role: str, position: int | None, is_open: bool) -> None:
         output = self._outputs.get(event.choice)
         if output is None:
             raise bad_token(role, f"there is no choice {event.choice}")
-        left = self.request.sampling.max_tokens - len(output)
-        is_open = event.choice in self._open
+        done, count, vocab_size = len(output), len(event.tokens), self._vocab_size
+        left = self._sampling.max_tokens - done
         ended = event.finish_reason is not None or not is_open
-        if (not ended and not 0 < len(event.tokens) < left) or len(event.tokens) > left:
-            raise bad_token(role, f"{len(event.tokens)} where {left} are left")
-        if is_open and position is not None and position != len(output):
-            raise bad_token(role, f"at position {position}, not {len(output)}")
+        if count > left or not (ended or 0 < count < left):
+            raise bad_token(role, f"{count} where {left} are left")
+        if is_open and position is not None and position != done:
+            raise bad_token(role, f"at position {position}, not {done}")
         for token in event.tokens:
-            known = 0 <= token.token_id < self._vocab_size
+            known = 0 <= token.token_id < vocab_size
             if token.logprobs is not None:
-                known = known and all(0 <= i < self._vocab_size for i, _ in token.logprobs.top)
+                known = known and all(0 <= i < vocab_size for i, _ in token.logprobs.top)
             if not known:
                 raise bad_token(role, "it is outside the vocabulary")
 
-    def _delta(self, stream: TextStream, event: TokenEvent) -> TextDelta:
+    def _delta(self, stream: TextStream, event: TokenEvent, now: float) -> TextDelta:
+        token_ids = [token.token_id for token in event.tokens]
         output = stream.push(
-            [token.token_id for token in event.tokens],
+            token_ids,
             final=event.finish_reason is not None,
             stop_token=event.finish_reason is FinishReason.STOP,
         )
-        self._outputs[event.choice] += [token.token_id for token in event.tokens]
-        self._count(event.choice, output.num_tokens)
+        self._outputs[event.choice] += token_ids
+        self._count(event.choice, output.num_tokens, now)
         reason = FinishReason.STOP if output.stopped_by is not None else event.finish_reason
         if reason is not None:
             self.finish_reasons.append(reason)
@@ -326,13 +331,12 @@ class RequestState:
             stages=self.stages,
         )
 
-    def _count(self, choice: int, num_tokens: int) -> None:
-        now = monotonic()
+    def _count(self, choice: int, num_tokens: int, now: float) -> None:
         if "first_token" not in self._timeline:
             self.mark("first_token")
             self.on_first_token()
-        if choice in self._last_token and num_tokens:
-            self.token_gaps += [(now - self._last_token[choice]) / num_tokens] * num_tokens
+        if num_tokens and (last := self._last_token.get(choice)) is not None:
+            self.token_gaps += [(now - last) / num_tokens] * num_tokens
         self._last_token[choice] = now
         self.generated[choice] += num_tokens
 

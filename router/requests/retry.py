@@ -4,6 +4,7 @@ in one place, or give up."""
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -86,10 +87,11 @@ class Deadline:
             limit.reschedule(asyncio.get_running_loop().time() + seconds + slack)
             self._late_enough = now + slack
 
-    def token(self) -> None:
-        """A token is on its way to the client."""
-        self._patience = self._request_timeout or float("inf")
-        self.progress()
+    def token(self, now: float) -> None:
+        """A token is on its way to the client; `now` is `monotonic`."""
+        self._patience = self._request_timeout or math.inf
+        if now >= self._late_enough:
+            self.progress()
 
     @contextmanager
     def waiting(self) -> Iterator[float]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paths import MODELS
-from warm import run_roles
+from warm import run_roles, shared
 
 FILE = "model.safetensors"
 NORM = "model.norm.weight"
@@ -66,6 +66,7 @@ def test_a_checkpoint_that_cannot_be_served(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODELS / "llama-gqa", folder)
     spoil(folder)
+    shared().load("pdserve.common.model.hf.model")  # some would import it, each by itself
     ports = ["--port=0", "--registry-port=0"] if role == "router" else ["--device=cpu"]
     ((code, log),) = run_roles(tmp_path, [[role, f"--model={folder}", "--grpc-port=0", *ports]])
     assert code == 2, log

@@ -15,6 +15,7 @@ from pdserve.common.rpc.tokens import JobTokens
 from pdserve.decode_node import orphans as module
 from pdserve.decode_node.orphans import KeptJob, Orphans
 from pdserve.decode_node.router_streams import JobWriter, RouterStream
+from waiting import eventually
 
 
 class Session:
@@ -91,8 +92,8 @@ async def test_what_a_living_router_gives_up_ends(node: Node) -> None:
     session, stream = Session(), RouterStream()
     run = await call(node.begin(session), stream)
     run.cancel()
-    await asyncio.sleep(0.2)
-    assert node.closed == [session] and node.orphans.find(b"k") is None
+    await eventually(lambda: node.closed == [session])
+    assert node.orphans.find(b"k") is None
 
 
 async def test_a_stream_that_is_lost_alone_fails_its_jobs(node: Node) -> None:
@@ -118,5 +119,5 @@ async def test_what_is_no_orphan_ends_with_its_router(
     run = await call(node.begin(session), stream)
     session.say()
     await node.die(run, stream)
-    await asyncio.sleep(0.1)
-    assert node.closed == [session] and node.orphans.find(b"k") is None
+    await eventually(lambda: node.closed == [session])
+    assert node.orphans.find(b"k") is None

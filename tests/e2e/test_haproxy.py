@@ -60,9 +60,9 @@ def test_a_router_dies_behind_haproxy(cluster: WarmCluster, behind: WarmCluster)
     client = ResumingClient([behind.url])
     expected = text_of(client.stream(COMPLETIONS, body))
     streams = [client.stream(COMPLETIONS, body) for _ in range(4)]
-    texts = [text_of(islice(stream, 1)) for stream in streams]
     with ThreadPoolExecutor(4) as pool:
         with cluster.standing_still("decode"):
+            texts = [text_of(islice(stream, 1)) for stream in streams]
             whole = [pool.submit(client.complete, COMPLETIONS, body) for _ in range(4)]
             cluster.wait_for(lambda: sum(running(cluster, name) for name in cluster.routers) == 8)
             cluster.kill("router")

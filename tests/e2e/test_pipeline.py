@@ -87,10 +87,10 @@ def test_a_stage_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     cluster.wait_nodes()
     first, last = ranks_of(pid)
     stream = cluster.stream(list(case), max_tokens=num_tokens, ignore_eos=True)
-    text = "".join(next(stream)["choices"][0]["text"] for _ in range(2))
+    begin = list(islice(stream, 2))
     last.send_signal(signal.SIGKILL)
     del cluster.pids[name]
-    text += "".join(event["choices"][0]["text"] for event in stream if event["choices"])
+    text = "".join(each["choices"][0]["text"] for each in (*begin, *stream) if each["choices"])
     assert text == reference.decode(cluster.model, expected)
     cluster.wait_for(lambda: cluster.exit_code(pid) == 1)
     assert not first.is_running()

@@ -112,8 +112,8 @@ def test_a_worker_is_killed_and_no_stream_is_lost(cluster: WarmCluster) -> None:
 
     expected = whole(client.stream("/v1/completions", body))
     streams = [client.stream("/v1/completions", body) for _ in range(8)]
-    texts = [whole(islice(stream, 1)) for stream in streams]
     with cluster.standing_still("decode"):
+        texts = [whole(islice(stream, 1)) for stream in streams]
         before = metrics(cluster)
         busy = [each for each in workers(cluster) if each["running"]]
         os.kill(busy[0]["pid"], signal.SIGKILL)

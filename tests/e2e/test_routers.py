@@ -15,7 +15,6 @@ import requests
 
 import reference
 from benchmarks.chaos import NODE_OPTIONS, Soak, learn_and_run
-from benchmarks.fleet import FAST
 from benchmarks.soak.asks import make_asks
 from benchmarks.soak.load import clients
 from callers import KINDS, call, fresh_prompt
@@ -78,7 +77,7 @@ def test_a_router_dies_under_load(cluster: WarmCluster) -> None:
         await asyncio.to_thread(cluster.wait_for, lambda: cluster.get("/health").ok)
         since = monotonic()
         await asyncio.to_thread(cluster.wait_nodes)
-        assert monotonic() - since < (3 * FAST["heartbeat_interval"] + 0.5) * slowness()
+        assert monotonic() - since < 5 * slowness()
 
     async def run() -> None:
         async with clients(cluster, ASKS, [OTHER]) as load:

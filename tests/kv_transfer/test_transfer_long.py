@@ -95,7 +95,8 @@ async def hand_off(made: Pair, ids: range, runs: int = 1) -> float:
 
 async def test_a_cached_prefix_travels_as_one_run_for_many_leases() -> None:
     """Over a slow connection that it shares with a short one, which need not wait for its end."""
-    async with pair(THROTTLED, lease_s=0.8, geometry=LARGE) as made:
+    lease = 1.5
+    async with pair(THROTTLED, lease_s=lease, geometry=LARGE) as made:
         full = made.source_node.fill_random()
         long = asyncio.create_task(hand_off(made, range(180)))
         (sink,) = made.sink_node.children().values()
@@ -103,7 +104,7 @@ async def test_a_cached_prefix_travels_as_one_run_for_many_leases() -> None:
             await asyncio.sleep(0.01)
         short = await hand_off(made, range(180, 182))
         seconds = await long
-        assert seconds > 4 * 0.8
+        assert seconds > 2 * lease
         assert short < seconds
         assert torch.equal(made.sink_node.caches[0][:, :, :182], full[:, :, :182])
         assert made.freed == ["source"] * 2
@@ -119,9 +120,10 @@ async def test_digests_take_many_leases(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Digester, "digest", slow)
     monkeypatch.setattr(digester, "STEP_NBYTES", 1)
-    async with pair("tcp", lease_s=0.6, geometry=LARGE) as made:
+    lease = 1.5
+    async with pair("tcp", lease_s=lease, geometry=LARGE) as made:
         made.source_node.fill_random()
-        assert await hand_off(made, range(40), runs=40) > 6 * 0.6
+        assert await hand_off(made, range(40), runs=40) > 2 * lease
         assert made.source.counts["sent"] == 1
 
 

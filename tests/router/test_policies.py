@@ -21,18 +21,10 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.cost import Cost, Sessions
 from pdserve.router.cluster.placement import NodeSelector, load_policies
-from pdserve.router.cluster.policy import (
-    BUILT_IN,
-    Cost,
-    Policy,
-    PolicyRequest,
-    PowerOfTwo,
-    PrefixAware,
-    Rates,
-    Sessions,
-    load_policy,
-)
+from pdserve.router.cluster.policies import BUILT_IN, PowerOfTwo, PrefixAware, load_policy
+from pdserve.router.cluster.policy import Policy, PolicyRequest, Rates
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.kit import checks
 from pdserve.router.kit.checks import check_policy
@@ -126,12 +118,66 @@ def measured(*loads: int, rates: Rates = RATES) -> list[PlainNode]:
     return found
 
 
+def in_hand(node: PlainNode, *prompts: int) -> None:
+    """The node has yet to compute these, of the same router."""
+    node.prompts, node.num_prefill_tokens = prompts, sum(prompts)
+
+
 def test_a_prompt_costs_what_is_queued_and_what_is_not_cached() -> None:
-    some = measured(0, 500, 0)
-    assert choose(Cost(), wants(1000, {some[1]: 600}), some) == "n1"
-    assert choose(Cost(), wants(1000, {some[1]: 400}), some) in ("n0", "n2")
+    some = measured(0, 0, 0)
+    cached = {some[1]: 600}
+    in_hand(some[1], 150)
+    assert choose(Cost(), wants(1000, cached), some) == "n1"
+    in_hand(some[1], 300)
+    assert choose(Cost(), wants(1000, cached), some) in ("n0", "n2")
     some[1].replicas = 2
-    assert choose(Cost(), wants(1000, {some[1]: 400}), some) == "n1"
+    assert choose(Cost(), wants(1000, cached), some) == "n1"
+
+
+def test_a_short_prompt_passes_a_long_one_and_waits_for_many() -> None:
+    some = measured(0, 0)
+    in_hand(some[0], 100_000)
+    in_hand(some[1], 200, 200)
+    assert choose(Cost(), wants(100), some) == "n0"
+    in_hand(some[1], 5000)
+    assert choose(Cost(), wants(10_000), some) == "n1", "as long as both"
+
+
+def test_prompts_of_other_routers_count_as_those_of_this_one() -> None:
+    some, policy = measured(0, 0), Cost()
+    for node in some:
+        policy.placed(wants(1000), node)
+    in_hand(some[0], 1000, 1000)
+    some[1].num_prefill_tokens = 3000
+    assert choose(policy, wants(1000), some) == "n0"
+    in_hand(some[0], 1000, 1000, 1000, 1000)
+    assert choose(policy, wants(1000), some) == "n1"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("rate", [5e-324, 1e-12, 3599.0])
+def test_no_node_gets_or_loses_all_by_its_word(role: str, rate: float) -> None:
+    some, policy = measured(0, 0, 0), Cost()
+    some[1].rates = Rates(rate, rate, rate, rate)
+    for turn in range(600):
+        node = some[int(choose(policy, wants(1000, role=role, now=turn / 10), some)[1:])]
+        in_hand(node, *node.prompts, 1000)
+        node.num_requests += 1
+    counts = [each.num_requests for each in some]
+    assert min(counts) > 0 and max(counts) < 590, counts
+
+
+def test_a_node_that_was_slow_is_tried_again() -> None:
+    some, policy = measured(0, 0), Cost()
+    some[0].rates = RATES._replace(prefill=30e-3)
+    chosen = [choose(policy, wants(1000, now=10.0 * turn), some) for turn in range(2100)]
+    assert 1 <= chosen.count("n0") <= 3
+
+
+def test_cost_bears_a_clock_that_jumps() -> None:
+    some, policy = measured(0, 0), Cost()
+    for now in (0.0, 1e12, -1e12, 5.0):
+        assert choose(policy, wants(10**7, now=now), some) in ("n0", "n1")
 
 
 def test_a_node_that_computes_faster_may_queue_more() -> None:
@@ -337,7 +383,8 @@ class World:
         return {n: self.cached[n.id] for n in self.registry.nodes() if n.id in self.cached}
 
     def run(self) -> RequestState:
-        request = GenerationRequest("r", TOKENS, SamplingParams(max_tokens=4))
+        sampling = SamplingParams(max_tokens=4)
+        request = GenerationRequest("r", TOKENS, sampling, skip_special_tokens=False)
         return RequestState(request, lambda update: None, None, RoutingConfig(queue_timeout=0))
 
     async def place(self) -> tuple[str, int]:

@@ -367,17 +367,18 @@ async def test_a_generation_that_cancels_itself_ends_its_answer() -> None:
 
 async def test_the_first_error_of_a_prompt_is_the_answers() -> None:
     """Events that came before it are read first; later ones are not."""
+    read = asyncio.Event()
 
     async def serve(request: GenerationRequest, put: Put) -> GenerationStats:
         put(DELTA)
         if request.request_id == "0":
-            await asyncio.sleep(0.05)
-            return DONE
-        await asyncio.sleep(0.01)
+            await asyncio.Event().wait()
+        await read.wait()
         raise Unavailable(request.request_id)
 
     updates = generate(prompts(3), serve)
     assert await anext(updates) == [(i, DELTA) for i in range(3)]
+    read.set()
     with pytest.raises(Unavailable, match="1"):
         await anext(updates)
 
@@ -548,13 +549,13 @@ async def test_events_of_a_later_version_are_passed_over(four: FakeCluster) -> N
 
 
 async def test_pauses_grow_and_the_budget_is_time(tmp_path: Path) -> None:
-    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=1.0) as cluster:
+    async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=2.0) as cluster:
         cluster["d0"].on_run = fails(NodeError("full", code="BUSY"))
         cluster.registry.nodes()[1].breaker._max_failures = 1000
         started = monotonic()
         error = await ends(cluster, NodeError)
-        assert error.code == "BUSY" and 0.9 < monotonic() - started < 30
-        assert 2 <= cluster.jobs("d") <= 8
+        assert error.code == "BUSY" and 1.8 < monotonic() - started < 30
+        assert 2 <= cluster.jobs("d") <= 9
 
 
 async def test_waiting_is_bounded_in_all_and_not_anew_at_each_try(tmp_path: Path) -> None:

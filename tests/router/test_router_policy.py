@@ -28,7 +28,8 @@ from pdserve.router.cluster.health import (
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.placement import NodeSelector, load_policies
-from pdserve.router.cluster.policy import LeastLoad, PolicyRequest, RoundRobin
+from pdserve.router.cluster.policies import LeastLoad, RoundRobin
+from pdserve.router.cluster.policy import PolicyRequest
 from pdserve.router.cluster.registry import MAX_GONE, Registry
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.request_state import RequestState
@@ -66,7 +67,8 @@ def add_all(registry, words):
 
 def a_run(num_tokens=8, **options) -> RequestState:
     sampling = SamplingParams(max_tokens=4)
-    request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
+    # No token is made into text.
+    request = GenerationRequest("r", tuple(range(num_tokens)), sampling, skip_special_tokens=False)
     return RequestState(
         request, lambda update: None, None, RoutingConfig(queue_timeout=0, **options)
     )

@@ -16,7 +16,7 @@ from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.cluster.policy import load_policy
+from pdserve.router.cluster.policies import load_policy
 from pdserve.simulate import engine
 from pdserve.simulate.calibrate import Points, measure
 from pdserve.simulate.calibration import (

@@ -106,7 +106,7 @@ def has_special_marks(family: str, tokenizer: Tokenizer) -> bool:
     thought = FAMILIES[family]
     marks = (CHANNEL,) if family == HARMONY else (*thought.begins, *thought.ends)
     tokens = [token for mark in marks if (token := tokenizer.marker(mark)) is not None]
-    return any(map(tokenizer.is_special, tokens))
+    return any(map(tokenizer.special.__contains__, tokens))
 
 
 class ReasoningParser(Parser):

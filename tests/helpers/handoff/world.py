@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -267,7 +267,7 @@ class World:
         """Returns all that what follows depends on; `options` are those that there are."""
         return (
             *((option.label, option.late) for option in options),
-            *(astuple(rank) for rank in (*self.ranks, *self.source_ranks.values())),
+            *(tuple(vars(rank).values()) for rank in (*self.ranks, *self.source_ranks.values())),
             *((each.done(), name) for name, each in self.outcomes.items()),
             *(self._source_state(name) for name in "AB"),
             (

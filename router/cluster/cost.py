@@ -1,0 +1,172 @@
+"""Placement by seconds: what a request on a node costs all requests, by the rates of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pdserve.router.cluster.policy import (
+    NOT_MEASURED,
+    FadingSums,
+    NodeSet,
+    NodeState,
+    Policy,
+    PolicyRequest,
+    Rates,
+    requests_on,
+    some,
+)
+
+
+class Cost(Policy):
+    """Takes the node where the request costs all requests together the fewest seconds:
+
+        before + own + prompts × own + own × rate × (queued + own) / (1 - busy)  to compute it
+      + transfer + ANSWER × (step + others × what it adds to each)               to answer it
+
+    `own` are the seconds for the tokens that the node has not cached. `before` are those of the
+    prompts that it has yet to prefill, of each one no more than `own`, because a node gives half of
+    each step to shorter prompts; `queued` are all of them. Each of these `prompts` shares steps
+    with the new one, and waits for it. The last term of the first line is the delay of prompts that
+    come before the node is idle again: that many are expected (an M/G/1 queue) when `rate` come a
+    second and it is `busy` for this share of time. It makes work that is done twice cost more the
+    busier nodes are, deals out new prompts evenly where no node ever queues, and takes a hot prefix
+    to a second node while the first one has room. There are no weights: seconds are measured, by
+    nodes (`NodeRates`), and `rate` and `busy` by what was placed.
+
+    A session's prompts are expected to find what its last one had, also before the node has said
+    so; that too is weighed against queues.
+    """
+
+    uses_prefixes = True
+
+    FADING = 60.0  # seconds in which what was given fades to a third
+    MOST_BUSY = 0.95
+    ANSWER = 128  # tokens of an answer, where it has to be compared with a transfer
+
+    def __init__(self) -> None:
+        self._given = FadingSums(self.FADING)  # seconds of prefill
+        self._count = FadingSums(self.FADING)  # prompts
+        self._sessions = Sessions()
+        self._rates = NodeRates()
+        self._last = ""
+
+    def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
+        found = some(request, nodes, self._last)
+        rates_of = self._rates.of(found)
+
+        def cost(node: NodeState) -> tuple[float, float, int, str]:
+            rates = rates_of[node]
+            missing = self._sessions.missing(request, node)
+            seconds = 0.0
+            if request.role != "decode":
+                seconds += self._prefill(request, node, missing, rates.prefill)
+            if request.role != "prefill":
+                seconds += self._decode(node, rates)
+            if request.role == "decode":
+                seconds += missing * rates.transfer
+            return seconds, requests_on(node), -node.free_blocks, node.id
+
+        return min(found, key=cost, default=None)
+
+    def _prefill(
+        self, request: PolicyRequest, node: NodeState, missing: int, per_token: float
+    ) -> float:
+        count, given = self._count.at(node, request.now), self._given.at(node, request.now)
+        own, replicas = missing * per_token, node.replicas
+        prompts, queued = float(len(node.prompts)), node.num_prefill_tokens
+        before = float(sum(min(each, missing) for each in node.prompts))
+        if (others := queued - sum(node.prompts)) > 0:  # of other routers, about as long as ours
+            usual = max(1.0, given / count / per_token) if count else missing
+            before += min(others, missing * others / usual)
+            prompts += others / usual
+        waits = (before * per_token + prompts * own) / replicas
+        busy = min(self.MOST_BUSY, given / self.FADING / replicas)
+        rate = count / self.FADING / replicas
+        later = own * rate * (queued * per_token / replicas + own) / (1 - busy)
+        return waits + own + later
+
+    def _decode(self, node: NodeState, rates: Rates) -> float:
+        others = requests_on(node)
+        added = max(rates.sequence, rates.step / 64)
+        return self.ANSWER * (rates.step + added * (2 * others + 1))
+
+    def placed(self, request: PolicyRequest, node: NodeState) -> None:
+        seconds = self._sessions.missing(request, node) * self._rates.one(node, node.rates).prefill
+        self._given.add(node, seconds, request.now)
+        self._count.add(node, 1, request.now)
+        self._sessions.placed(request, node)
+        self._rates.placed(node)
+        self._last = node.id
+
+
+class NodeRates:
+    """The rates of nodes as far as their word can be taken: one that has not measured counts as a
+    usual node, also one that has got nothing for so long that what it measured may be over; and
+    none counts as ever so fast or slow."""
+
+    ALIKE = 1.5  # rates that differ by less than this factor are of equal nodes
+    MOST = 16.0  # times as fast or slow as the usual node
+    LONG = 1000  # prompts that went to others since a node had one
+    UNKNOWN = Rates(1e-4, 0.02, 1e-4, 1e-6)  # until some node has measured
+    MOST_NODES = 4096
+
+    def __init__(self) -> None:
+        self._usual = self.UNKNOWN
+        self._turn = 0
+        self._turns: dict[str, int] = {}  # by node, of its last prompt
+
+    def of(self, nodes: Collection[NodeState]) -> dict[NodeState, Rates]:
+        """Returns the rates of each, beside those of the usual one: the (lower) median of each rate
+        over the nodes that have measured it."""
+        told = {node: node.rates for node in nodes}
+        measured = [sorted(filter(None, column)) for column in zip(*told.values(), strict=True)]
+        medians = [each[(len(each) - 1) // 2] if each else 0.0 for each in measured]
+        self._usual = Rates(*map(_measured_or, medians or NOT_MEASURED, self.UNKNOWN))
+        return {node: self.one(node, rates) for node, rates in told.items()}
+
+    def one(self, node: NodeState, told: Rates) -> Rates:
+        """Returns the rates of a node that has told these."""
+        if self._turn - self._turns.setdefault(node.id, self._turn) > self.LONG:
+            return self._usual
+        return Rates(*map(self._credible, told, self._usual))
+
+    def _credible(self, own: float, usual: float) -> float:
+        if not own or usual / self.ALIKE < own < usual * self.ALIKE:
+            return usual
+        return min(max(own, usual / self.MOST), usual * self.MOST)
+
+    def placed(self, node: NodeState) -> None:
+        self._turn += 1
+        self._turns.pop(node.id, None)
+        self._turns[node.id] = self._turn
+        while len(self._turns) > self.MOST_NODES:
+            del self._turns[next(iter(self._turns))]
+
+
+def _measured_or(rate: float, other: float) -> float:
+    return rate or other
+
+
+class Sessions:
+    """Which node had a session's last prompt."""
+
+    MOST = 65_536  # those that asked last
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, int]] = {}  # by session: node, tokens
+
+    def missing(self, request: PolicyRequest, node: NodeState) -> int:
+        """Returns how many of its tokens the node does not have, or get from the session."""
+        missing = request.missing(node)
+        if not request.session:
+            return missing
+        where, tokens = self._last.get(request.session, ("", 0))
+        return missing if where != node.id else max(1, min(missing, request.num_tokens - tokens))
+
+    def placed(self, request: PolicyRequest, node: NodeState) -> None:
+        if not request.session:
+            return
+        self._last.pop(request.session, None)
+        self._last[request.session] = node.id, request.num_tokens
+        if len(self._last) > self.MOST:
+            del self._last[next(iter(self._last))]

@@ -1,0 +1,138 @@
+"""The built-in placement policies, and those of others by name.
+
+policy         chooses                                                  asks the prefix index
+round-robin    the next one, in the order of ids                        no
+least-load     the one with the fewest tokens to prefill, then requests no
+power-of-two   the less loaded of two drawn at random                   no
+prefix-aware   the one where the least is left to do                    yes
+cost           the one where it costs all requests the fewest seconds   yes
+module:Class   as yours says                                            as yours says
+"""
+
+from __future__ import annotations
+
+import random
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.plugins import resolve
+from pdserve.router.cluster.cost import Cost
+from pdserve.router.cluster.policy import (
+    FadingSums,
+    NodeSet,
+    NodeState,
+    Policy,
+    PolicyRequest,
+    requests_on,
+    some,
+)
+
+GROUP = "pdserve.placement_policies"  # of entry points
+
+
+class RoundRobin(Policy):
+    """Takes the nodes in turn, in the order of their ids: the one behind the last that it took."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
+        return next(nodes.by_id(self._last), None)
+
+    def placed(self, request: PolicyRequest, node: NodeState) -> None:
+        self._last = node.id
+
+
+class LeastLoad(Policy):
+    """Takes the first one in the order of load (`kinds.rank`)."""
+
+    def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
+        return next(nodes.by_load(), None)
+
+
+class PowerOfTwo(Policy):
+    """Draws two nodes and takes the less loaded one (Mitzenmacher, IEEE TPDS 2001). Several routers
+    whose knowledge is old do not all take the same."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
+        ordered = list(nodes.by_load())
+        if len(ordered) < 2:
+            return ordered[0] if ordered else None
+        return ordered[min(self._rng.sample(range(len(ordered)), 2))]
+
+
+class PrefixAware(Policy):
+    """Takes the node where the least is left to do, in tokens:
+
+        those of the prompt that it has not cached
+      + QUEUED × those that it still has to prefill for others
+      + RECENT × those that it has been given lately, of the last minute or so
+
+    The queue counts for less than the prompt's own tokens: what is computed twice costs the whole
+    cluster, a wait only this request. It is still a bound. A node whose queue is longer than
+    another's by ten times what it has cached gets no more. The last term deals out prompts that
+    no node has, also where no node ever queues, and takes a hot prefix to a second node before the
+    first one is full. The weights are from benchmarks/bench_placement.py.
+
+    Where no prompts are computed (decode nodes), or tokens too (both), requests count first: only
+    nodes within SPREAD and one of the fewest requests are looked at.
+    """
+
+    uses_prefixes = True
+
+    QUEUED, RECENT = 0.1, 0.05
+    FADING = 60.0  # seconds in which what was given fades to a third
+    SPREAD = 1.25
+
+    def __init__(self) -> None:
+        self._given = FadingSums(self.FADING)
+        self._last = ""
+
+    def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
+        found = some(request, nodes, self._last)
+        if request.role != "prefill" and found:
+            fewest = min(requests_on(node) for node in found)
+            found = [node for node in found if requests_on(node) <= self.SPREAD * fewest + 1]
+
+        def cost(node: NodeState) -> tuple[float, float, str]:
+            given = self._given.at(node, request.now)
+            others = self.QUEUED * node.num_prefill_tokens + self.RECENT * given
+            return request.missing(node) + others / node.replicas, requests_on(node), node.id
+
+        return min(found, key=cost, default=None)
+
+    def placed(self, request: PolicyRequest, node: NodeState) -> None:
+        self._given.add(node, request.missing(node), request.now)
+        self._last = node.id
+
+
+BUILT_IN: dict[str, type[Policy]] = {
+    "round-robin": RoundRobin,
+    "least-load": LeastLoad,
+    "power-of-two": PowerOfTwo,
+    "prefix-aware": PrefixAware,
+    "cost": Cost,
+}
+
+
+def load_policy(name: str, flag: str) -> Policy:
+    """Makes the policy that the option says.
+
+    Raises:
+        ConfigError: there is none, or it is not a `Policy` that can be made without arguments.
+    """
+    found = BUILT_IN.get(name)
+    try:
+        kind = found or resolve(name, dict.fromkeys(BUILT_IN, ""), GROUP)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error.message}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise ConfigError(
+            f"{flag} {name} is not a subclass of pdserve.router.cluster.policy:Policy"
+        )
+    try:
+        return kind()
+    except Exception as error:
+        raise ConfigError(f"{flag} {name} cannot be made: {error!r}") from error
