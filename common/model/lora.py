@@ -73,7 +73,9 @@ def load_pairs(model: Decoder, file: AdapterFile) -> dict[str, Pair]:
             rank = file.rank if part.name in changed else 0
             whole_a, whole_b = torch.zeros(0, part.shape[1]), torch.zeros(part.shape[0], 0)
             if rank:
-                whole_a, whole_b = (tensors[name].float() for name in file.tensor_names(part.name))
+                whole_a, whole_b = (
+                    tensors[name].float() for name in file.tensor_names(file.modules[part.name])
+                )
             a.append(whole_a[:, part.columns])
             b.append(whole_b[part.rows] * file.scale)
         pairs[parts[0].name] = Pair(

@@ -129,6 +129,10 @@ class WeightMatrix:
         """The matrix, in the order of `dense()` until it is packed."""
         self.packed = False
 
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
     def pack(self) -> None:
         """Packs the matrix, once, after it was loaded."""
         if not self.packed and self._packer is not None and self._packer.takes(self._memory):
@@ -205,20 +209,19 @@ class PlainWeight:
 # ---- int8 ----
 
 
-class Int8Weight:
-    """Weights quantized to int8 while they are loaded: symmetric, with ±127 for the largest of an
-    output channel. Ranks that split a channel's inputs share its scale."""
+class Int8Matrix:
+    """An int8 matrix `[out, in]` with a scale per output channel: symmetric, with ±127 for the
+    channel's largest weight. Ranks that split a channel's inputs share its scale."""
 
     def __init__(
-        self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
+        self, values: Tensor, scales: Tensor, kernels: Kernels, part: MatrixPart | None = None
     ) -> None:
-        """`rows`: as in `PlainWeight`."""
-        self.parts = parts
-        columns = _columns(parts)
-        shape = (rows or _rows(parts), columns.stop - columns.start)
-        values = sharding.zeros(*shape, dtype=torch.int8)
-        self.matrix = WeightMatrix(values, sharding.kernels, parts[0])
-        self.scales = sharding.zeros(shape[0])
+        self.matrix = WeightMatrix(values, kernels, part)
+        self.scales = scales
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes + self.scales.nbytes
 
     @property
     def values(self) -> Tensor:
@@ -242,6 +245,20 @@ class Int8Weight:
         out = F.linear(x, self.values.to(x.dtype)).mul_(self.scales)
         return out if bias is None else out.add_(bias)
 
+
+class Int8Weight(Int8Matrix):
+    """Weights quantized to int8 while they are loaded."""
+
+    def __init__(
+        self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
+    ) -> None:
+        """`rows`: as in `PlainWeight`."""
+        self.parts = parts
+        columns = _columns(parts)
+        shape = (rows or _rows(parts), columns.stop - columns.start)
+        values = sharding.zeros(*shape, dtype=torch.int8)
+        super().__init__(values, sharding.zeros(shape[0]), sharding.kernels, parts[0])
+
     def shards(self) -> Iterator[Shard]:
         counts, dtype = [part.count for part in self.parts], self.scales.dtype
         whole = (each[: sum(counts)].split(counts) for each in (self.matrix.tensor, self.scales))
@@ -256,14 +273,24 @@ class Int8Weight:
 def channel_scales(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scale of each output channel of `[out, in]`, `[out]` in `dtype`; 1 if all weights
     of a channel are 0."""
-    scales = (matrix.abs().amax(dim=1).float() / INT8_MAX).to(dtype)
+    return scales_of(matrix.abs().amax(dim=1), dtype)
+
+
+def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the scales of channels `[out]` whose largest weights are these."""
+    scales = (largest.float() / INT8_MAX).to(dtype)
     return scales.masked_fill(scales == 0, 1.0)
 
 
 def round_columns(matrix: Tensor, columns: slice, dtype: torch.dtype) -> Tensor:
     """Quantizes whole rows `[out, in]` to int8 `[out, columns]`, with scales rounded to `dtype`."""
-    steps = channel_scales(matrix, dtype).float()[:, None]
-    return (matrix[:, columns] / steps).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return rounded(matrix[:, columns], channel_scales(matrix, dtype))
+
+
+def rounded(matrix: Tensor, scales: Tensor) -> Tensor:
+    """Quantizes `[out, in]` to int8 with scales `[out]`."""
+    steps = scales.float()[:, None]
+    return (matrix / steps).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 Table = PlainWeight | Int8Weight
