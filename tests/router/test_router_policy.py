@@ -67,7 +67,8 @@ def add_all(registry, words):
 
 def a_run(num_tokens=8, **options) -> RequestState:
     sampling = SamplingParams(max_tokens=4)
-    request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
+    # No token is made into text.
+    request = GenerationRequest("r", tuple(range(num_tokens)), sampling, skip_special_tokens=False)
     return RequestState(
         request, lambda update: None, None, RoutingConfig(queue_timeout=0, **options)
     )
