@@ -383,7 +383,8 @@ class World:
         return {n: self.cached[n.id] for n in self.registry.nodes() if n.id in self.cached}
 
     def run(self) -> RequestState:
-        request = GenerationRequest("r", TOKENS, SamplingParams(max_tokens=4))
+        sampling = SamplingParams(max_tokens=4)
+        request = GenerationRequest("r", TOKENS, sampling, skip_special_tokens=False)
         return RequestState(request, lambda update: None, None, RoutingConfig(queue_timeout=0))
 
     async def place(self) -> tuple[str, int]:
