@@ -95,7 +95,7 @@ class Footprint:
         held = self._held(stage)
         if self.spec.quantization is None:
             return held.nbytes
-        matrices = [*chain.from_iterable(held.linears), *held.experts]
+        matrices = [*chain.from_iterable(held.linears), *held.tables]
         saved = sum(rows * columns * (self.item - 1) for rows, columns in matrices)
         return held.nbytes - saved + sum(rows for rows, _ in matrices) * self.item
 

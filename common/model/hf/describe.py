@@ -130,17 +130,19 @@ def name_of(config: Any) -> str:
 
 
 def _stored(name: str, folder: Path, overrides: Mapping[str, Any]) -> StoredWeights | None:
-    """Returns the format of weights that are dequantized while they are loaded. Raises ConfigError
-    for one whose weights would stay packed."""
+    """Returns the format of weights that are dequantized while they are loaded: packed ones, too.
+    Raises ConfigError for GGUF files."""
     config = overridden(read_json(folder / "config.json"), overrides)
     settings = native_text(config).get("quantization_config")
     packed, stored = weight_formats(settings, has_experts=False)
-    if packed is not None:
+    if packed is None or settings is None:
+        return stored
+    if settings.get("quant_method") == "gguf":
         raise ConfigError(
-            f"{name} runs through transformers, where {packed.method} weights are not supported; "
-            "FP8, INT8 and MXFP4 ones are, dequantized"
+            f"{name} runs through transformers, where the packed weights of GGUF files are not "
+            "supported: serve the files of the model that it is made of"
         )
-    return stored
+    return StoredWeights(packed.method, grouped=packed, everywhere=True)
 
 
 def first_line(error: Exception) -> str:
