@@ -193,8 +193,8 @@ class ParallelConfig:
     distributed_executor_backend: str = option(
         "auto",
         "how ranks run: mp: processes on this host; ray: actors of a Ray cluster, each stage on "
-        "one host; auto: a single rank in the node's process, several as mp if this host has "
-        "enough devices, else as ray if a cluster answers",
+        "one host, or on several if none has room; auto: a single rank in the node's process, "
+        "several as mp if this host has enough devices, else as ray if a cluster answers",
         choices=("auto", "mp", "ray"),
     )
     ray_address: str | None = option(

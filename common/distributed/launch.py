@@ -81,7 +81,8 @@ def _ray_executor(specs: Sequence[WorkerSpec], parallel: ParallelConfig, device:
     _connect_to_ray(parallel.ray_address)
     from pdserve.common.distributed.ray_executor import RayExecutor
 
-    return RayExecutor(specs, parallel.tensor_parallel_size, device)
+    timeout = parallel.distributed_timeout
+    return RayExecutor(specs, parallel.tensor_parallel_size, device, timeout)
 
 
 def _connect_to_ray(address: str | None) -> None:

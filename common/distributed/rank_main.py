@@ -120,6 +120,9 @@ def _connect(context: zmq.Context, node: NodeAddress, rank: int, link: Link) -> 
     if node.key:
         socket.curve_serverkey = node.key.encode()
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        # A link that is cut, or a host that stands still, closes no connection.
+        socket.heartbeat_timeout = int(1000 * node.timeout)
+        socket.heartbeat_ivl = socket.heartbeat_timeout // 3
     socket.connect(node.url)
     if link is not Link.OUT:
         number = wire.start_number(rank, link)

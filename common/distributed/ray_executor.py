@@ -1,5 +1,5 @@
-"""Runs ranks as Ray actors: a stage's ranks share a host (one bundle), stages are spread over
-hosts.
+"""Runs ranks as Ray actors: stages are spread over hosts. A stage's ranks share one (one bundle),
+or if none has room, as few as possible (equal bundles).
 
 Ray places and starts the processes and reports their deaths. Steps and calls go over `fanout.py`'s
 own TCP connections (CURVE), not through Ray.
@@ -11,8 +11,9 @@ import asyncio
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from socket import create_connection
 from typing import Any
 
@@ -51,13 +52,20 @@ _addresses = msgspec.msgpack.Decoder(NodeAddress)
 
 
 class RayExecutor(FanOutExecutor):
-    """Runs `specs[r]` in an actor, `tensor_parallel_size` neighbouring ranks per host. `device` is
-    "cpu" or "cuda". Call `connect` first."""
+    """Runs `specs[r]` in an actor; `tensor_parallel_size` neighbouring ranks are a stage. `device`
+    is "cpu" or "cuda"; ranks end after `timeout` seconds without a sign of life of the node. Call
+    `connect` first."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], tensor_parallel_size: int, device: str) -> None:
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        tensor_parallel_size: int,
+        device: str,
+        timeout: float = 30.0,
+    ) -> None:
         stages = len(specs) // tensor_parallel_size
         unit = "GPU" if device == "cuda" else "CPU"
-        super().__init__(specs, RayActors(stages, tensor_parallel_size, unit))
+        super().__init__(specs, RayActors(stages, tensor_parallel_size, unit, timeout))
 
 
 class RayActors(Launcher):
@@ -66,11 +74,12 @@ class RayActors(Launcher):
     # Ray waits a second for an unresponsive rank to come back.
     death_notice_seconds = 3.0
 
-    def __init__(self, stages: int, ranks: int, unit: str) -> None:
+    def __init__(self, stages: int, ranks: int, unit: str, timeout: float) -> None:
         self._stages = stages
         self._ranks = ranks  # per stage
         self._unit = unit
-        self._hosts: list[str] = []  # by stage
+        self._timeout = timeout
+        self._places: list[Place] = []  # by rank
         self._actors: list[Any] = []
         self._runs: dict[int, asyncio.Future[int]] = {}  # by rank; done when it has ended
         self._group: PlacementGroup | None = None
@@ -79,20 +88,23 @@ class RayActors(Launcher):
         self._node: NodeAddress
 
     async def open(self, socket: zmq.asyncio.Socket) -> None:
-        self._group = await reserve(self._stages, self._ranks, self._unit)
-        self._hosts = hosts_of(self._group)
-        for stage, host in enumerate(self._hosts):
-            logger.info("stage %d, %d ranks: host %s", stage, self._ranks, host)
+        self._group, share = await reserve_stages(self._stages, self._ranks, self._unit)
+        self._places = [place for place in places_of(self._group) for _ in range(share)]
+        for stage in range(self._stages):
+            first = stage * self._ranks
+            hosts = Counter(place.host for place in self._places[first : first + self._ranks])
+            where = ", ".join(f"{count} on host {host}" for host, count in hosts.items())
+            logger.info("stage %d, %d ranks: %s", stage, self._ranks, where)
         self._head = asyncio.create_task(wait_for_lost_head())
         here = ray.util.get_node_ip_address()
         self._rendezvous = await asyncio.to_thread(Rendezvous, here)
-        self._node = _listen(socket, here)
+        self._node = _listen(socket, here, self._timeout)
 
     async def launch(self, spec: WorkerSpec) -> None:
         group = self._group
         assert group is not None, "open comes first"
         strategy = PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=spec.rank // self._ranks
+            group, placement_group_bundle_index=self._places[spec.rank].bundle
         )
         share = {"num_gpus": 1, "num_cpus": 0} if self._unit == "GPU" else {"num_cpus": 1}
         kind: Any = ray.remote(RayRank)
@@ -117,7 +129,7 @@ class RayActors(Launcher):
         return f"exited with code {run.result()}" if error is None else _describe_death(error)
 
     def where(self, rank: int) -> str:
-        return f"host {self._hosts[rank // self._ranks]}"
+        return f"host {self._places[rank].host}"
 
     def kill(self) -> None:
         for actor in self._actors:
@@ -131,11 +143,11 @@ class RayActors(Launcher):
             await asyncio.wait([self._head])
 
 
-def _listen(socket: zmq.asyncio.Socket, address: str) -> NodeAddress:
+def _listen(socket: zmq.asyncio.Socket, address: str, timeout: float) -> NodeAddress:
     key, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_server = True
     port = socket.bind_to_random_port(f"tcp://{address}")
-    return NodeAddress(f"tcp://{address}:{port}", key.decode())
+    return NodeAddress(f"tcp://{address}:{port}", key.decode(), timeout)
 
 
 def _inherited_environment() -> dict[str, str]:
@@ -205,19 +217,49 @@ def _no_cluster(reason: str) -> ConfigError:
     )
 
 
-async def reserve(stages: int, ranks: int, unit: str) -> PlacementGroup:
-    """Reserves a bundle of `ranks` units ("CPU" or "GPU") per stage, each on one host, spread over
-    as many hosts as possible.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a rank."""
+
+    bundle: int  # index in the placement group
+    host: str  # address
+
+
+async def reserve_stages(stages: int, ranks: int, unit: str) -> tuple[PlacementGroup, int]:
+    """Reserves a unit ("CPU" or "GPU") for each rank: those of a stage on one host, stages spread
+    over as many as possible; without room for that, equal shares of each stage, as large as they
+    fit. Returns also how many ranks a bundle has.
 
     Raises:
         ConfigError: there are not enough resources.
     """
-    group = placement_group([{unit: ranks}] * stages, strategy="SPREAD")
+    *others, last = shares_of_a_stage(stages, ranks, list(_units(unit).values()))
+    for share in others:
+        try:
+            return await _reserve_shares(stages, ranks, unit, share), share
+        except ConfigError:
+            logger.info("there is no room for %d ranks of a stage on each host", share)
+    return await _reserve_shares(stages, ranks, unit, last), last
+
+
+async def _reserve_shares(stages: int, ranks: int, unit: str, share: int) -> PlacementGroup:
+    strategy = "SPREAD" if share == ranks else "PACK"
+    return await reserve(stages * ranks // share, share, unit, strategy)
+
+
+async def reserve(bundles: int, size: int, unit: str, strategy: str = "SPREAD") -> PlacementGroup:
+    """Reserves bundles of `size` units ("CPU" or "GPU"), each on one host, spread over as many
+    hosts as possible, or packed.
+
+    Raises:
+        ConfigError: there are not enough resources.
+    """
+    group = placement_group([{unit: size}] * bundles, strategy=strategy)
     try:
         if not await _placed(group):
             raise ConfigError(
-                f"Ray could not reserve {stages} x {ranks} {unit} within "
-                f"{_PLACEMENT_TIMEOUT:.0f} s, the {ranks} of a stage on one host; "
+                f"Ray could not reserve {bundles} x {size} {unit} within "
+                f"{_PLACEMENT_TIMEOUT:.0f} s, each {size} on one host; "
                 f"{_resources(unit)}: add hosts, or lower --tensor-parallel-size or "
                 "--pipeline-parallel-size"
             )
@@ -225,6 +267,19 @@ async def reserve(stages: int, ranks: int, unit: str) -> PlacementGroup:
         remove_placement_group(group)
         raise
     return group
+
+
+def shares_of_a_stage(stages: int, ranks: int, room: Sequence[float]) -> list[int]:
+    """Returns how many ranks of a stage may share a host, the most first; `room`: ranks for which
+    each host has devices, used or not. If it is too small for all, a host may yet come that has
+    room for a stage."""
+    divisors = [share for share in range(ranks, 0, -1) if ranks % share == 0]
+    fitting = [
+        share
+        for share in divisors
+        if sum(units // share for units in room) * share >= stages * ranks
+    ]
+    return fitting or [ranks]
 
 
 async def _placed(group: PlacementGroup) -> bool:
@@ -236,22 +291,32 @@ async def _placed(group: PlacementGroup) -> bool:
 
 
 def _resources(unit: str) -> str:
-    hosts = [
-        f"{node['NodeManagerAddress']} has {node['Resources'].get(unit, 0):g}"
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    addresses = _addresses_of_raylets()
+    hosts = [f"{addresses[node]} has {count:g}" for node, count in _units(unit).items()]
     free = ray.available_resources().get(unit, 0)
     return f"{', '.join(hosts)}; {free:g} free in total"
 
 
+def _units(unit: str) -> dict[str, float]:
+    """Returns what each raylet that lives has, used or not."""
+    return {node["NodeID"]: node["Resources"].get(unit, 0) for node in ray.nodes() if node["Alive"]}
+
+
+def _addresses_of_raylets() -> dict[str, str]:
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
 def hosts_of(group: PlacementGroup) -> list[str]:
-    """Returns the address of each stage's host."""
-    addresses: Mapping[str, str] = {
-        node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()
-    }
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return [addresses[nodes[stage]] for stage in sorted(nodes)]
+    """Returns the address of each bundle's host."""
+    nodes, addresses = placement_group_table(group)["bundles_to_node_id"], _addresses_of_raylets()
+    return [addresses[nodes[bundle]] for bundle in sorted(nodes)]
+
+
+def places_of(group: PlacementGroup) -> list[Place]:
+    """Returns the bundles, those of one host beside each other."""
+    hosts = hosts_of(group)
+    order = sorted(range(len(hosts)), key=lambda bundle: (hosts.index(hosts[bundle]), bundle))
+    return [Place(bundle, hosts[bundle]) for bundle in order]
 
 
 async def release(group: PlacementGroup) -> None:

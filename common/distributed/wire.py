@@ -67,6 +67,7 @@ class NodeAddress:
 
     url: str
     key: str = ""  # over a network: the node's public key (Z85), known only to its ranks
+    timeout: float = 30.0  # over a network: seconds without a sign of life until it counts as gone
 
 
 def start_number(rank: int, link: Link) -> int:

@@ -23,6 +23,7 @@ from pdserve.common.distributed.environment import (
     init_distributed_environment,
 )
 from pdserve.common.distributed.executor import Emit, Extension, WorkerSpec
+from pdserve.common.distributed.links import describe_cost, measure_stages
 from pdserve.common.distributed.parallel_state import (
     ParallelState,
     initialize_model_parallel,
@@ -121,6 +122,12 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     # Hosts may choose different dtypes by their CPU, and read their own copies of the folder.
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
+    spanned = measure_stages(environment, state, 2 * stage.num_layers)
+    if spanned and spec.rank == 0:
+        # On CPUs ranks add up in float32.
+        itemsize = torch.float32.itemsize if device.type == "cpu" else dtype.itemsize
+        row_bytes = model_spec.hidden_size * itemsize
+        logger.info(describe_cost(spanned, row_bytes, engine.scheduler.tokens))
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
     compiled = engine.compilation.compile
     kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)

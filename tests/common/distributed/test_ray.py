@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 from test_executor import eventually
@@ -120,7 +124,7 @@ def test_a_host_without_the_model_is_named() -> None:
 def test_nobody_is_heard_who_does_not_know_the_key() -> None:
     with zmq.Context() as context:
         node = context.socket(zmq.ROUTER)
-        address = ray_executor._listen(node, "127.0.0.1")
+        address = ray_executor._listen(node, "127.0.0.1", 30.0)
         stranger, _ = zmq.curve_keypair()
         for number, key in enumerate(("", stranger.decode(), address.key)):
             peer = context.socket(zmq.DEALER)
@@ -136,27 +140,95 @@ def test_nobody_is_heard_who_does_not_know_the_key() -> None:
         context.destroy(linger=0)
 
 
+@pytest.mark.parametrize(
+    ("stages", "ranks", "room", "shares"),
+    [
+        (1, 16, [8, 8], [8, 4, 2, 1]),
+        (2, 8, [8, 8], [8, 4, 2, 1]),
+        (2, 4, [4, 2, 2], [2, 1]),
+        (1, 4, [3, 1], [1]),
+        (1, 3, [2, 2], [1]),
+        (1, 4, [8], [4, 2, 1]),
+        (1, 8, [2, 2], [8]),  # a larger host may come
+        (1, 4, [], [4]),
+    ],
+)
+def test_how_many_ranks_of_a_stage_share_a_host(
+    stages: int, ranks: int, room: list[float], shares: list[int]
+) -> None:
+    assert ray_executor.shares_of_a_stage(stages, ranks, room) == shares
+
+
 RANK = """
 import sys
 from pdserve.common.distributed.rank_main import run_rank
 from pdserve.common.distributed.wire import NodeAddress
 from toy_worker import specs
-run_rank(specs(1)[0], NodeAddress(*sys.argv[1:]))
+run_rank(specs(1)[0], NodeAddress(*sys.argv[1:3], float(sys.argv[3])))
 """
+
+
+def start_rank(url: str, key: str, timeout: float) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", RANK, url, key, str(timeout)]
+    return subprocess.Popen(command, env=environment)
+
+
+def wait_until_built(node: Any, rank: subprocess.Popen[bytes]) -> None:
+    built = wire.start_number(0, Link.OUT)
+    while wire.HEADER.unpack(node.recv_multipart()[1])[2] != built:
+        pass
+    assert rank.poll() is None
 
 
 def test_a_rank_ends_with_the_connection_to_its_node() -> None:
     context = zmq.Context()
     node = context.socket(zmq.ROUTER)
-    address: NodeAddress = ray_executor._listen(node, "127.0.0.1")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    rank = subprocess.Popen([sys.executable, "-c", RANK, address.url, address.key], env=environment)
-    built = wire.start_number(0, Link.OUT)
-    while wire.HEADER.unpack(node.recv_multipart()[1])[2] != built:
-        pass
-    assert rank.poll() is None
+    address: NodeAddress = ray_executor._listen(node, "127.0.0.1", 30.0)
+    rank = start_rank(address.url, address.key, address.timeout)
+    wait_until_built(node, rank)
     context.destroy(linger=0)
     assert rank.wait(60) == 1
+
+
+def test_a_rank_ends_when_the_link_to_its_node_is_silent() -> None:
+    """No connection breaks when a cable is cut."""
+    with zmq.Context() as context, socket.create_server(("127.0.0.1", 0)) as relay:
+        node = context.socket(zmq.ROUTER)
+        address: NodeAddress = ray_executor._listen(node, "127.0.0.1", 5.0)
+        cut, over = threading.Event(), threading.Event()
+        carrier = threading.Thread(target=carry, args=(relay, address.url, cut, over))
+        carrier.start()
+        url = f"tcp://127.0.0.1:{relay.getsockname()[1]}"
+        rank = start_rank(url, address.key, address.timeout)
+        wait_until_built(node, rank)
+        cut.set()
+        try:
+            assert rank.wait(60) == 1
+        finally:
+            over.set()
+            carrier.join()
+            rank.kill()
+            context.destroy(linger=0)
+
+
+def carry(relay: socket.socket, url: str, cut: threading.Event, over: threading.Event) -> None:
+    """Carries bytes between what connects and `url` until the link is cut; connections stay until
+    it is over."""
+    with selectors.DefaultSelector() as ready, ExitStack() as stack:
+        ready.register(relay, selectors.EVENT_READ)
+        while not cut.is_set():
+            for key, _ in ready.select(0.05):
+                if key.data is None:
+                    near = stack.enter_context(relay.accept()[0])
+                    host, _, port = url.removeprefix("tcp://").rpartition(":")
+                    far = stack.enter_context(socket.create_connection((host, int(port))))
+                    ready.register(near, selectors.EVENT_READ, far)
+                    ready.register(far, selectors.EVENT_READ, near)
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    key.data.sendall(key.fileobj.recv(1 << 16))
+        over.wait()
 
 
 # ---- on a cluster ----
@@ -233,9 +305,21 @@ async def test_a_start_that_fails_leaves_nothing() -> None:
 async def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_executor, "_PLACEMENT_TIMEOUT", 0.5)
     with pytest.raises(
-        ConfigError, match=r"no room for 1 x 3 CPU .* has 2, .* has 2; free in all: 4"
+        ConfigError, match=r"could not reserve 1 x 5 CPU .* has 2, .* has 2; 4 free in total"
     ):
-        await RayExecutor(toys(3), 3, "cpu").start()
+        await RayExecutor(toys(5), 5, "cpu").start()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("all_free")
+async def test_a_stage_that_no_host_has_room_for_is_on_several() -> None:
+    executor = RayExecutor(toys(4), 4, "cpu")
+    try:
+        _, nodes, _ = zip(*await places(executor), strict=True)
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        assert await executor.step(b"0") == b"step 0 0"
+    finally:
+        await executor.shutdown(5.0)
 
 
 NODE = """

@@ -1,0 +1,54 @@
+"""The links between hosts that tensor-parallel ranks are on: measured, and what they cost."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pdserve.common.distributed.environment import init_distributed_environment
+from pdserve.common.distributed.links import (
+    HostLink,
+    SpannedStage,
+    describe_cost,
+    measure_stages,
+)
+from pdserve.common.distributed.parallel_state import initialize_model_parallel
+
+LINK = HostLink(("10.0.0.1", "10.0.0.2"), 0.001, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "pipeline", "spanned"),
+    [("aabb", 1, [(2, 6)]), ("abcc", 2, [(2, 6)]), ("aabb", 2, [])],
+)
+def test_stages_on_several_hosts_are_measured(
+    hosts: str, pipeline: int, spanned: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    def rank(number: int) -> list[SpannedStage]:
+        where = f"file://{tmp_path}/rendezvous"
+        environment = init_distributed_environment(number, 4, where)
+        environment.hosts = tuple(hosts)
+        state = initialize_model_parallel(environment, 4 // pipeline, pipeline)
+        try:
+            return measure_stages(environment, state, 6)
+        finally:
+            state.close()
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(rank, range(4))
+    assert [(stage.hosts, stage.all_reduces) for stage in first] == spanned
+    assert all(stage.slowest.latency > 0 and stage.slowest.bandwidth > 0 for stage in first)
+    assert others == [first] * 3
+
+
+def test_what_the_slowest_link_costs_a_step() -> None:
+    """2 × (1 ms + 1 kB / 1 MB/s), and of four hosts a half more of each sum leaves one."""
+    stages = [SpannedStage(2, 2, LINK)]
+    assert describe_cost(stages, 1000, 100) == (
+        "tensor-parallel ranks are on 2 hosts: the slowest link between them, 10.0.0.1 – 10.0.0.2, "
+        "takes 1 ms and carries 1 MB/s, so 2 all-reduces add about 4 ms to a step of one token and "
+        "202 ms to one of 100"
+    )
+    assert SpannedStage(4, 2, LINK).seconds(1000) == pytest.approx(0.005)
