@@ -1,5 +1,5 @@
-"""What placement by cached prefixes adds to a request on the router: hashing its prompt, looking it
-up in the index, and the policy's choice. CPU time, the least of many rounds.
+"""Measures what placement by cached prefixes adds to a request on the router: hashing its prompt,
+looking it up in the index, and the policy's choice. CPU time, the least of many rounds.
 
     python benchmarks/bench_prefix_lookup.py [--nodes 16] [--json FILE]
 

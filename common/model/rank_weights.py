@@ -1,4 +1,4 @@
-"""What a rank of a model of transformers holds. Its class says that, not arithmetic."""
+"""Tells what a rank of a model of transformers holds. Its class says that, not arithmetic."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Work = Callable[..., Any]
 class Ranks:
     """`run` gives what `work` returned on each rank, or fails with the traceback of one."""
 
-    def __init__(self, size: int, folder: Path, timeout: float = 20.0) -> None:
+    def __init__(self, size: int, folder: Path, timeout: float = 60.0) -> None:
         context = warm()
         self._pipes: list[Connection] = []
         self.processes = []

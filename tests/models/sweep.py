@@ -180,7 +180,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES["gemma4_unified_text"] = CASES["gemma4_text"]
 CASES["inkling2_loop_text"] = CASES["inkling2_text"]
-"""What a class needs beyond `SIZES`."""
+"""Sizes that a class needs beyond `SIZES`."""
 SEEN = {
     "patch_size": 4,
     "image_size": 16,

@@ -1,5 +1,5 @@
-"""What ranks of a model of transformers hold is what `pdserve plan` says, and experts spread over
-them compute the same."""
+"""Ranks of a model of transformers hold what `pdserve plan` says, and experts spread over them
+compute the same."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_plan_counts_what_is_loaded(
 def test_the_command_plans_a_class_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a node does, it refuses what cannot be split."""
+    """It refuses what cannot be split, as a node does."""
     folder = made("gemma3_text", tmp_path)
     command = ["plan", "--model", f"{folder}/config.json", "--gpu-memory", "24GiB"]
     assert main([*command, "--tp", "2", "--enable-lora", "--json"]) == 0
