@@ -6,7 +6,7 @@ Int8Experts       int8 matrices, one weight for each expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -63,15 +63,13 @@ class StackedExperts:
         return _has_kernel(self.tensor)
 
     def linear(self, x: Tensor, counts: Tensor, partial: bool = False) -> Tensor:
-        if self._packer is None or not self._packed:
-            return grouped_linear(x, self.tensor, counts)
-        packer, block = self._packer, self._block
-        return _by_expert(
-            x,
-            counts,
-            self.tensor.shape[1],
-            lambda i, rows: packer.linear(rows, self.tensor[i], block=block, partial=partial),
-        )
+        packer, matrices, block = self._packer, self.tensor, self._block
+        if packer is None or not self._packed:
+            return grouped_linear(x, matrices, counts)
+        out = _room(x, matrices.shape[1], partial)
+        for i, rows, target in _by_expert(x, out, counts):
+            packer.linear(rows, matrices[i], out=target, block=block, partial=partial)
+        return out
 
     def shards(self) -> Iterator[Shard]:
         for parts, matrix in zip(self.parts, self.tensor, strict=True):
@@ -97,12 +95,10 @@ class Int8Experts:
         self.weights = [Int8Weight(each, sharding) for each in parts]
 
     def linear(self, x: Tensor, counts: Tensor, partial: bool = False) -> Tensor:
-        return _by_expert(
-            x,
-            counts,
-            len(self.weights[0].scales),
-            lambda i, rows: self.weights[i].linear(rows, None, partial),
-        )
+        out = _room(x, len(self.weights[0].scales), partial)
+        for i, rows, target in _by_expert(x, out, counts):
+            target.copy_(self.weights[i].linear(rows, None, partial))
+        return out
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(*self.weights)
@@ -113,15 +109,22 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     returns `[N, out]`. `weight`: `[experts, out, in]`. Experts without rows cost nothing."""
     if len(x) and _has_kernel(weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    return _by_expert(x, counts, weight.shape[1], lambda i, rows: torch.mm(rows, weight[i].t()))
+    out = _room(x, weight.shape[1])
+    for i, rows, target in _by_expert(x, out, counts):
+        torch.mm(rows, weight[i].t(), out=target)
+    return out
 
 
-def _by_expert(
-    x: Tensor, counts: Tensor, outputs: int, multiply: Callable[[int, Tensor], Tensor]
-) -> Tensor:
-    """Calls `multiply` for each expert that has rows; returns `[N, outputs]`."""
-    parts = [multiply(i, rows) for i, rows in enumerate(x.split(counts.tolist())) if len(rows)]
-    return torch.cat(parts) if parts else x.new_empty(0, outputs)
+def _room(x: Tensor, outputs: int, partial: bool = False) -> Tensor:
+    return x.new_empty(len(x), outputs, dtype=torch.float32 if partial else x.dtype)
+
+
+def _by_expert(x: Tensor, out: Tensor, counts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields each expert that has rows, and its rows of `x` and `out`."""
+    sizes = counts.tolist()
+    for i, (rows, target) in enumerate(zip(x.split(sizes), out.split(sizes), strict=True)):
+        if len(rows):
+            yield i, rows, target
 
 
 def _has_kernel(weight: Tensor) -> bool:

@@ -200,8 +200,9 @@ class FusedExperts:
         `partial` this rank's part of it; zeros for experts of other ranks."""
         count, k = tokens.experts.shape
         order, counts = self._by_expert(tokens.experts)
-        inner = self._inner(tokens.hidden, order // k, counts)
-        outputs = self.down_proj.linear(inner, counts, partial)
+        outputs = self.down_proj.linear(
+            self._inner(tokens.hidden, order // k, counts), counts, partial
+        )
         if self.has_kernel:  # it has left out rows of other ranks' experts, which come last
             beyond = torch.arange(len(order), device=order.device) >= counts.sum()
             outputs.masked_fill_(beyond[:, None], 0)
