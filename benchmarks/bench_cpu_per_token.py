@@ -1,7 +1,7 @@
 """Measures the CPU time of router and nodes per token and per request, with a model so small that
 it hardly counts.
 
-    python benchmarks/bench_cpu_per_token.py [--clients 1,8,32] [--seconds 6] [--json FILE]
+    python benchmarks/bench_cpu_per_token.py [--clients 1,8,32] [--policy least-load,cost]
 
 A cluster of its own (`pdserve up`, one prefill and one decode node), closed-loop clients that
 stream. Each number of clients is measured with short and with long answers: CPU = requests × a +
@@ -201,34 +201,39 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--lengths", default="16,128", help="tokens of short and long answers")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--policy", default="least-load", help="of placement; several: one by one")
     parser.add_argument("--option", action="append", default=[], help="of `pdserve up`: name=value")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     short, long = map(int, args.lengths.split(","))
     options = dict(each.split("=", 1) for each in args.option)
     rows = []
-    with cluster(args.model, options) as (port, pids):
-        for clients in map(int, args.clients.split(",")):
-            runs = [
-                asyncio.run(measure(port, pids, args.model.name, clients, length, args.seconds))
-                for length in (short, long)
-            ]
-            rows.append(
-                {
-                    "clients": clients,
-                    "roles": {role: shares(*runs, role) for role in pids},
-                    "short": runs[0],
-                    "long": runs[1],
-                }
-            )
-            report(rows[-1])
+    for policy in args.policy.split(","):
+        placed = {"prefill_policy": policy, "decode_policy": policy}
+        with cluster(args.model, placed | options) as (port, pids):
+            for clients in map(int, args.clients.split(",")):
+                runs = [
+                    asyncio.run(measure(port, pids, args.model.name, clients, length, args.seconds))
+                    for length in (short, long)
+                ]
+                rows.append(
+                    {
+                        "policy": policy,
+                        "clients": clients,
+                        "roles": {role: shares(*runs, role) for role in pids},
+                        "short": runs[0],
+                        "long": runs[1],
+                    }
+                )
+                report(rows[-1])
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 
 
 def report(row: dict[str, Any]) -> None:
     long = row["long"]
-    table = Table(title=f"{row['clients']} clients, {long['tokens_per_s']:,.0f} tokens/s")
+    load = f"{row['clients']} clients, {long['tokens_per_s']:,.0f} tokens/s"
+    table = Table(title=f"{row['policy']}, {load}")
     for column in ("", "µs a token", "ms a request", "µs a token in all", "threads, µs a token"):
         table.add_column(column, justify="left" if column.startswith("threads") else "right")
     for role, share in row["roles"].items():

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace = [cut(each) for each in read_trace(args.trace, args.requests)]
     best = ideal(trace, args.nodes, args.blocks, SIZE).hit_ratio
     rows = []
-    for policy in args.policy or ("round-robin", "least-load", "prefix-aware"):
+    for policy in args.policy or ("round-robin", "least-load", "prefix-aware", "cost"):
         with serving(args, policy) as fleet:
             ttft = asyncio.run(replay(fleet, trace, args.clients))
             nodes = [node for node in fleet.state()["nodes"] if node["role"] == "prefill"]

@@ -1,4 +1,4 @@
-"""What `pdserve simulate` predicts beside what clusters of the same layouts do, on this host.
+"""Compares what `pdserve simulate` predicts with what clusters of such layouts do, on this host.
 
     python benchmarks/bench_simulated_live.py [--layouts 1P1D,2P1D] [--requests 30] [--json FILE]
 

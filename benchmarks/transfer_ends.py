@@ -123,7 +123,7 @@ def call(rank: GroupConnector, command: Command) -> Reply:
 
 
 def verify(rank: GroupConnector, commit: Verify) -> None:
-    """As a decode node does it, step by step, to the end."""
+    """Does as a decode node does, step by step, to the end."""
     reply = call(rank, commit)
     while reply.left and not reply.digests:
         start = len(commit.digests) - reply.left

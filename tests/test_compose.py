@@ -53,7 +53,7 @@ def load(name: str, **changed: str) -> Any:
 
 
 def merge(base: Any, top: Any) -> Any:
-    """As compose does with mappings, which is all these files overlay."""
+    """Merges as compose does with mappings, which is all these files overlay."""
     if not (isinstance(base, dict) and isinstance(top, dict)):
         return top
     return base | {key: merge(base.get(key), value) for key, value in top.items()}

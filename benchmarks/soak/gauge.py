@@ -1,4 +1,8 @@
-"""Samples the memory and open descriptors of processes over time."""
+"""Samples the memory and open descriptors of processes over time.
+
+A connection that its client holds open is the client's: when a router dies the load moves to the
+others, connections and all. Those that the client has left, and the router not, do count.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +69,8 @@ class Gauge:
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
                 rss, fds = process.memory_info().rss / MB, process.num_fds()
+                if ports := self._fleet.routers.get(name):
+                    fds = max(0, fds - held_by_clients(process, [ports["http"], ports["grpc"]]))
                 role = name.partition("-")[0]
                 life = self._lives.setdefault(pid, Life(role))
                 life.times.append(monotonic())
@@ -85,6 +91,14 @@ class Gauge:
             role: {measure: _worst(lives, measure, crowded) for measure in MAY_GROW}
             for role, lives in sorted(roles.items())
         }
+
+
+def held_by_clients(process: psutil.Process, ports: Sequence[int]) -> int:
+    """Counts the connections at these ports that neither end has closed."""
+    return sum(
+        each.status == psutil.CONN_ESTABLISHED and each.laddr.port in ports
+        for each in process.net_connections("tcp")
+    )
 
 
 def _worst(lives: Sequence[Life], measure: str, crowded: Callable[[float], bool]) -> Growth:

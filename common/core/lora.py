@@ -17,6 +17,7 @@ from typing import Any
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import cut
+from pdserve.common.core.towers import text_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 2**20  # bytes
@@ -46,12 +47,13 @@ class AdapterFile:
     digest: str  # 32 hex digits over rank, scale and weights: its identity
     rank: int
     scale: float  # factor of B·A
-    modules: tuple[str, ...]  # modules of the model that it changes, in order
+    modules: Mapping[str, str]  # modules of the model that it changes, and their names in the file
     weights: bytes = field(repr=False)  # the safetensors file
 
     @staticmethod
     def tensor_names(module: str) -> tuple[str, str]:
-        """Returns the names of the module's A `[rank, inputs]` and B `[outputs, rank]`."""
+        """Returns the names of A `[rank, inputs]` and B `[outputs, rank]` of a module, which is
+        named as the file does."""
         return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
@@ -109,7 +111,9 @@ def read_adapter(folder: str | Path, spec: ModelSpec | None, max_rank: int) -> A
         raise ConfigError(f"adapter {folder}: {error.message}") from None
     except OSError as error:
         raise ConfigError(f"adapter {folder}: {error.strerror or error}") from error
-    modules = tuple(_check_tensors(_header(weights), spec, rank))
+    header = _header(weights)
+    named, changed = _names_in(header, spec), _check_tensors(header, spec, rank)
+    modules = {module: named[module] for module in changed}
     digest = hashlib.blake2b(f"{rank} {scale!r}".encode(), digest_size=16)
     digest.update(weights)
     return AdapterFile(digest.hexdigest(), rank, scale, modules, weights)
@@ -209,8 +213,9 @@ def _check_tensors(header: Mapping[str, Any], spec: ModelSpec | None, rank: int)
     sizes: dict[str, int] = {}
     left = dict(header)
     known = _stated_shapes(header) if spec is None else adapted_shapes(spec)
+    named = _names_in(header, spec)
     for module, (outputs, inputs) in known.items():
-        names = AdapterFile.tensor_names(module)
+        names = AdapterFile.tensor_names(named.get(module, module))
         if not any(name in left for name in names):
             continue
         shapes = ([rank, inputs], [outputs, rank])
@@ -223,6 +228,18 @@ def _check_tensors(header: Mapping[str, Any], spec: ModelSpec | None, rank: int)
     if not sizes:
         raise ConfigError("it has no tensors")
     return sizes
+
+
+def _names_in(header: Mapping[str, Any], spec: ModelSpec | None) -> dict[str, str]:
+    """Returns module of the model → its name in the file. That may be the one of a text model
+    within a model with towers, of which the adapter was made."""
+    known = () if spec is None else adapted_shapes(spec)
+    names: dict[str, str] = {}
+    for tensor in header:
+        name = tensor.removeprefix(_PREFIX).partition(".lora_")[0]
+        module = name if spec is None or name in known else text_name(name) or name
+        names.setdefault(module, name)
+    return names
 
 
 def _stated_shapes(header: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

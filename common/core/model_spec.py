@@ -147,13 +147,35 @@ class ModelSpec:
         """
         if name is None:
             return self
-        self._check_native(f"--quantization {name}")
+        if self.impl != "native":
+            self._check_rounded(name)
         if self.quantization is not None:
             raise ConfigError(
                 f"--quantization {name} needs an unquantized checkpoint, and this one is quantized "
                 f"({self.quantization.method}): leave the option out"
             )
         return replace(self, quantization=QUANTIZATIONS[name])
+
+    def _check_rounded(self, name: str) -> None:
+        """Raises ConfigError if the class of transformers cannot run with rounded weights."""
+        if name != "int8":
+            raise ConfigError(
+                f"--quantization {name}: {self.architecture} runs through transformers, where the "
+                "only one is int8"
+            )
+        if not self.linears:
+            raise ConfigError(
+                f"--quantization {name}: pdserve knows no linear layers of {self.architecture}, "
+                "which runs through transformers: leave it out"
+            )
+        why = "experts" if self.num_experts else ""
+        if any(group.state for group in self.kv_groups):
+            why = "layers with a state"
+        if why:
+            raise ConfigError(
+                f"--quantization {name}: {self.architecture} has {why}, which transformers' own "
+                "code computes, with unquantized weights alone: leave it out"
+            )
 
     def check_max_model_len(self, max_model_len: int) -> None:
         """Raises ConfigError if the model cannot serve that many tokens exactly."""

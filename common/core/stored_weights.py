@@ -33,11 +33,13 @@ class StoredWeights:
     kind: str  # "FP8", "INT8", "MXFP4", "GGUF …", or the method of `grouped`
     block: tuple[int, int] | None = None  # outputs, inputs that share a scale
     grouped: Quantization | None = None
+    everywhere: bool = False  # whether all layers of the `grouped` format are dequantized
 
     def __str__(self) -> str:
         if self.block is not None:
             return f"{self.kind} in blocks of {self.block[0]}×{self.block[1]}"
-        return self.kind if self.grouped is None else f"{self.kind} experts"
+        experts = self.grouped is not None and not self.everywhere
+        return f"{self.kind} experts" if experts else self.kind
 
 
 def weight_formats(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,19 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """Native architectures of text models whose config does not name one, by model type."""
+
+
+_TEXT_NAME = re.compile(
+    r"(?:(?:model\.)?language_model\.)?(?P<head>lm_head\..+)"
+    r"|(?:model\.)?(?:language|text)_model\.(?:model\.)?(?P<rest>.+)"
+)
+
+
+def text_name(name: str) -> str | None:
+    """Returns the name that a module or tensor of the text model within another model has in a
+    checkpoint of its own; None for others."""
+    found = _TEXT_NAME.fullmatch(name)
+    return None if found is None else found["head"] or f"model.{found['rest']}"
 
 
 def has_towers(config: Mapping[str, Any]) -> bool:

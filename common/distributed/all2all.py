@@ -62,6 +62,9 @@ class All2AllManager(ABC):
     """Whether the host waits for a number that the device computes. Only without can steps be
     captured as CUDA graphs."""
 
+    replicates: ClassVar[bool] = False
+    """Whether each rank computes what its experts say of all tokens, and nothing moves."""
+
     def __init__(self, group: GroupCoordinator) -> None:
         """`group`: the ranks that hold different experts."""
         self.group = group
@@ -102,6 +105,7 @@ class Replicated(All2AllManager):
     all-reduce that follows also adds up the experts' outputs."""
 
     host_waits = False
+    replicates = True
 
     def share(self, num_tokens: int) -> slice:
         return slice(0, num_tokens)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,13 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.towers import text_name
 from pdserve.common.model.gguf_weights import is_gguf_folder, open_gguf, revision_parts
 
 INDEX_FILE = "model.safetensors.index.json"
-_TEXT_NAME = re.compile(
-    r"(?:(?:model\.)?language_model\.)?(?P<head>lm_head\..+)"
-    r"|(?:model\.)?(?:language|text)_model\.(?:model\.)?(?P<rest>.+)"
-)
 _PAGE = 4096  # bytes per tensor that the revision reads
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 _MAX_HEADER = 100_000_000  # the format's own limit
@@ -82,12 +78,8 @@ def open_checkpoint(folder: Path, stack: ExitStack) -> Checkpoint:
 def text_model(checkpoint: Checkpoint) -> Checkpoint:
     """Returns a view of a checkpoint that has towers too: the text model's tensors, by the names
     that they have in a checkpoint of their own."""
-    found = ((_TEXT_NAME.fullmatch(name), tensor) for name, tensor in checkpoint.items())
-    return {
-        name["head"] or f"model.{name['rest']}": tensor
-        for name, tensor in found
-        if name is not None
-    }
+    found = ((text_name(name), tensor) for name, tensor in checkpoint.items())
+    return {name: tensor for name, tensor in found if name is not None}
 
 
 # ---- the revision ----

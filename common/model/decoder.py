@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from pdserve.common.model.attention import (
 )
 from pdserve.common.model.device import make_backend
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
+from pdserve.common.model.kernels.packed import MAX_BLOCKS
 from pdserve.common.model.latent import LatentAttention, LatentBackend
 from pdserve.common.model.layers import (
     MLP,
@@ -180,7 +182,9 @@ class CausalLM(Decoder):
         group, device, dtype = sharding.group, sharding.device, sharding.dtype
         spec.validate_tensor_parallel(group.size)
         spec.validate_expert_parallel(group.size, sharding.all2all.group.size)
-        sharding = replace(sharding, quantization=spec.quantization)
+        # As many as there may be ranks whose sums agree to the bit: a power of two.
+        blocks = gcd(spec.num_heads, MAX_BLOCKS)
+        sharding = replace(sharding, quantization=spec.quantization, blocks=blocks)
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
         self.device = device

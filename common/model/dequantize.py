@@ -2,7 +2,7 @@
 
     FP8, INT8    X and X_scale_inv or X_scale    →  X
     MXFP4        X_blocks and X_scales           →  X
-    experts      X.qweight, X.qzeros … of AWQ, GPTQ and pack-quantized  →  X.weight
+    packed       X.qweight, X.qzeros … of AWQ, GPTQ and pack-quantized  →  X.weight
 
 A part of a weight is dequantized when it is read, with no more of the file than that needs.
 """
@@ -49,7 +49,7 @@ def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpo
     if stored is None or stored.kind.startswith(GGUF):  # `gguf_weights.py` reads those
         return checkpoint
     if stored.grouped is not None:
-        return _experts_view(checkpoint, stored.grouped)
+        return _grouped_view(checkpoint, stored.grouped, "" if stored.everywhere else _EXPERTS)
     if stored.kind == MXFP4:
         return _mxfp4_view(checkpoint)
     return _scaled_view(checkpoint, stored)
@@ -149,25 +149,29 @@ class _Mxfp4:
         return whole.narrow(-1, start, inputs[1] - inputs[0]).transpose(1, 2)
 
 
-# ---- experts of AWQ, GPTQ and pack-quantized ----
+# ---- AWQ, GPTQ and pack-quantized ----
 
 
-def _experts_view(checkpoint: Checkpoint, kind: Quantization) -> Checkpoint:
+def _grouped_view(checkpoint: Checkpoint, kind: Quantization, within: str) -> Checkpoint:
+    """`within`: part of the names of modules that are dequantized."""
     packed = PackedMatrix.of(kind.method, kind.bits)
-    view = {name: t for name, t in checkpoint.items() if not _of_quantized_expert(name)}
-    for name in checkpoint:
-        module, _, part = name.rpartition(".")
-        if _EXPERTS in name and part == packed.name:
-            view[f"{module}.weight"] = _ExpertMatrix(module, checkpoint, kind, packed)
+    modules = {
+        name.removesuffix(f".{packed.name}")
+        for name in checkpoint
+        if within in name and name.endswith(f".{packed.name}")
+    }
+    view = {
+        name: tensor
+        for name, tensor in checkpoint.items()
+        if name.endswith(".bias") or name.rpartition(".")[0] not in modules
+    }
+    for module in modules:
+        view[f"{module}.weight"] = _GroupedMatrix(module, checkpoint, kind, packed)
     return view
 
 
-def _of_quantized_expert(name: str) -> bool:
-    return _EXPERTS in name and not name.endswith((".weight", ".bias"))
-
-
-class _ExpertMatrix:
-    """An expert's `[out, in]`, read as a rank would read its part."""
+class _GroupedMatrix:
+    """A matrix `[out, in]`, read as a rank would read its part."""
 
     def __init__(
         self, module: str, checkpoint: Checkpoint, kind: Quantization, packed: PackedMatrix

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.common.model.kernels.packed import Packer
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
-from pdserve.common.model.weights import Int8Weight, MatrixPart
+from pdserve.common.model.weights import Int8Weight, MatrixPart, whole_words_of
 
 Parts = Sequence[Sequence[MatrixPart]]
 """For each expert the parts of its matrix, one below the other."""
@@ -28,9 +27,10 @@ class Experts(Protocol):
     def has_kernel(self) -> bool:
         """Whether one kernel multiplies by all, and reads on the device how many rows each."""
 
-    def linear(self, x: Tensor, counts: Tensor) -> Tensor:
+    def linear(self, x: Tensor, counts: Tensor, partial: bool = False) -> Tensor:
         """Multiplies the first `counts[0]` rows of `[N, in]` by expert 0, the next by expert 1 …;
-        returns `[N, out]`. Experts without rows cost nothing."""
+        returns `[N, out]`, with `partial` as `Weight.linear`. Experts without rows cost
+        nothing."""
 
     def shards(self) -> Iterator[Shard]:
         """Yields this rank's parts of the checkpoint."""
@@ -55,14 +55,21 @@ class StackedExperts:
         self.tensor = sharding.zeros(len(parts), rows, columns.stop - columns.start)
         """`[experts, out, in]`, in row-major order until it is packed."""
         self._packer = sharding.kernels.packer
+        self._block = parts[0][0].block(whole_words_of(self.tensor.itemsize))
         self._packed = False
 
     @property
     def has_kernel(self) -> bool:
         return _has_kernel(self.tensor)
 
-    def linear(self, x: Tensor, counts: Tensor) -> Tensor:
-        return grouped_linear(x, self.tensor, counts, self._packer if self._packed else None)
+    def linear(self, x: Tensor, counts: Tensor, partial: bool = False) -> Tensor:
+        packer, matrices, block = self._packer, self.tensor, self._block
+        if packer is None or not self._packed:
+            return grouped_linear(x, matrices, counts)
+        out = _room(x, matrices.shape[1], partial)
+        for i, rows, target in _by_expert(x, out, counts):
+            packer.linear(rows, matrices[i], out=target, block=block, partial=partial)
+        return out
 
     def shards(self) -> Iterator[Shard]:
         for parts, matrix in zip(self.parts, self.tensor, strict=True):
@@ -87,34 +94,37 @@ class Int8Experts:
     def __init__(self, parts: Parts, sharding: Sharding) -> None:
         self.weights = [Int8Weight(each, sharding) for each in parts]
 
-    def linear(self, x: Tensor, counts: Tensor) -> Tensor:
-        out = x.new_empty(len(x), len(self.weights[0].scales))
-        sizes = counts.tolist()
-        rows, targets = x.split(sizes), out.split(sizes)
-        for each, target, weight in zip(rows, targets, self.weights, strict=True):
-            if len(each):
-                target.copy_(weight.linear(each, None))
+    def linear(self, x: Tensor, counts: Tensor, partial: bool = False) -> Tensor:
+        out = _room(x, len(self.weights[0].scales), partial)
+        for i, rows, target in _by_expert(x, out, counts):
+            target.copy_(self.weights[i].linear(rows, None, partial))
         return out
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(*self.weights)
 
 
-def grouped_linear(
-    x: Tensor, weight: Tensor, counts: Tensor, packer: Packer | None = None
-) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiplies the first `counts[0]` rows of `[N, in]` by expert 0, the next by expert 1 …;
-    returns `[N, out]`. `weight`: `[experts, out, in]`, packed if there is a `packer`. Experts
-    without rows cost nothing."""
+    returns `[N, out]`. `weight`: `[experts, out, in]`. Experts without rows cost nothing."""
     if len(x) and _has_kernel(weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
-    for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
-        if len(rows) and packer is not None:
-            packer.linear(rows, matrix, out=target)
-        elif len(rows):
-            torch.mm(rows, matrix.t(), out=target)
+    out = _room(x, weight.shape[1])
+    for i, rows, target in _by_expert(x, out, counts):
+        torch.mm(rows, weight[i].t(), out=target)
     return out
+
+
+def _room(x: Tensor, outputs: int, partial: bool = False) -> Tensor:
+    return x.new_empty(len(x), outputs, dtype=torch.float32 if partial else x.dtype)
+
+
+def _by_expert(x: Tensor, out: Tensor, counts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields each expert that has rows, and its rows of `x` and `out`."""
+    sizes = counts.tolist()
+    for i, (rows, target) in enumerate(zip(x.split(sizes), out.split(sizes), strict=True)):
+        if len(rows):
+            yield i, rows, target
 
 
 def _has_kernel(weight: Tensor) -> bool:

@@ -26,13 +26,13 @@ class Runs(NamedTuple):
     order: Tensor | None  # int32 [in]; None: as they are
 
     @classmethod
-    def of(cls, group_of: Tensor, bits: int) -> Runs | None:
-        """Returns the longest that are equally long, and of whole words of `bits` each; None if
-        there are none."""
+    def of(cls, group_of: Tensor, bits: int, block: int) -> Runs | None:
+        """Returns the longest that are equally long, of whole words of `bits` each, and as a block
+        of inputs whole; None if there are none."""
         order = group_of.argsort(stable=True)
         groups = group_of[order]
         counts = groups.unique_consecutive(return_counts=True)[1].tolist()
-        word, whole = 32 // bits, gcd(*counts)
+        word, whole = 32 // bits, gcd(*counts, block)
         lengths = [length for length in range(word, MAX_RUN + 1, word) if whole % length == 0]
         if not lengths:
             return None
@@ -56,9 +56,12 @@ class GroupedMatrix:
         groups: int,
         sharding: Sharding,
         quantization: Quantization,
+        block: int | None = None,
     ) -> None:
-        """`group_of`: int32 `[in]`; `desc_act` overwrites it while loading."""
+        """`group_of`: int32 `[in]`; `desc_act` overwrites it while loading. `block`: inputs that
+        kernels sum up by themselves (default: all)."""
         self.rows, self.group_of, self.quantization = rows, group_of, quantization
+        self._block = block or len(group_of)
         self._packer = sharding.kernels.packer
         held = rows if self._packer is None else -(-rows // ROWS) * ROWS
         inputs, stored = len(group_of), 0 if self.quantization.symmetric else groups
@@ -81,7 +84,7 @@ class GroupedMatrix:
         packer = self._packer
         if self.packed or packer is None or not packer.multiplies(self.scales.dtype):
             return
-        self._runs = runs = Runs.of(self.group_of, self.bits)
+        self._runs = runs = Runs.of(self.group_of, self.bits, self._block)
         if runs is None or self.values.device.type != "cpu":
             return
         packer.pack_grouped(self.values, self.bits, runs.order)
@@ -91,6 +94,7 @@ class GroupedMatrix:
             bits=self.bits,
             rows=self.rows,
             inputs=len(self.group_of),
+            block=self._block,
             run=runs.length,
             groups=self.scales.shape[1],
             words=self.values.data_ptr(),
@@ -101,11 +105,11 @@ class GroupedMatrix:
             zero=self.quantization.zero_offset,
         )
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes `[T, in] → [T, out]`."""
+    def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
+        """Computes as `Weight.linear`."""
         if self._described is None or self._packer is None:
             return F.linear(x, self.dense(), bias)
-        return self._packer.grouped_linear(x, self._described, bias)
+        return self._packer.grouped_linear(x, self._described, bias, partial)
 
     def dense(self) -> Tensor:
         """Returns `[out, in]` in the dtype."""

@@ -16,9 +16,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.sharding import Shard, Sharding, shards_of
 from pdserve.common.model.weights import MatrixPart, Table, make_table, make_weight
 
@@ -27,9 +29,9 @@ class LoRA(ABC):
     """The LoRA adapters of a step's rows."""
 
     @abstractmethod
-    def add(self, name: str, x: Tensor, y: Tensor) -> None:
+    def add(self, name: str, x: Tensor, y: Tensor, group: GroupCoordinator | None = None) -> None:
         """Adds the adapters' product with `x` `[T, in]` to `y` `[T, out]` in place; `name`: the
-        layer's first matrix."""
+        layer's first matrix; `group`: ranks that share the inputs."""
 
 
 class RMSNorm:
@@ -115,8 +117,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear:
-    """Takes this rank's input features `[T, in / size]`; returns the sum over ranks `[T, out]`, or
-    this rank's addend without `reduce_results`."""
+    """Takes this rank's input features `[T, in / size]`; returns the sum over ranks `[T, out]`.
+
+    Native kernels sum blocks of inputs by a tree, of which each rank has a branch, and ranks add up
+    these in float32 as the tree goes on: the bits are the same for each number of ranks that is a
+    power of two, `sharding.blocks` at most."""
 
     def __init__(
         self,
@@ -125,24 +130,37 @@ class RowParallelLinear:
         out_features: int,
         bias: bool,
         sharding: Sharding,
-        reduce_results: bool = True,
     ) -> None:
         self.name = name
-        self.reduce_results = reduce_results
         self.group = sharding.group
         columns = sharding.split(in_features)
-        part = MatrixPart(name, (out_features, in_features), slice(0, out_features), columns)
+        shape, rows = (out_features, in_features), slice(0, out_features)
+        part = MatrixPart(name, shape, rows, columns, sharding.blocks)
         self.parts = (part,)
         self.weight = make_weight([part], sharding)
         self.bias = sharding.zeros(out_features) if bias else None
 
     def __call__(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
-        # Only one rank adds the bias, or the sum would contain it once per rank.
-        bias = self.bias if self.group.rank == 0 else None
-        part = self.weight.linear(x, bias)
+        if self.group.size == 1:
+            y = self.weight.linear(x, self.bias)
+        else:
+            y = self.finish(self.group.all_reduce(self.partial(x)), x.dtype)
         if lora is not None:
-            lora.add(self.name, x, part)
-        return self.group.all_reduce(part) if self.reduce_results else part
+            lora.add(self.name, x, y, self.group)
+        return y
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over ranks, of which `finish` makes the result."""
+        return self.weight.linear(x, None, partial=True)
+
+    def finish(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounds the sum over ranks, with the bias, to `dtype`."""
+        return (total if self.bias is None else total + self.bias).to(dtype)
+
+    def addend(self, x: Tensor) -> Tensor:
+        """Returns this rank's addend of the result, in the dtype of `x`. Only one rank adds the
+        bias, or the sum would contain it once per rank."""
+        return self.weight.linear(x, self.bias if self.group.rank == 0 else None)
 
     def shards(self) -> Iterator[Shard]:
         yield from self.weight.shards()
@@ -157,25 +175,22 @@ Linear = ColumnParallelLinear | RowParallelLinear
 class MLP:
     """A SwiGLU MLP (arXiv:2002.05202) with `inner` features between its two products."""
 
-    def __init__(
-        self,
-        prefix: str,
-        spec: ModelSpec,
-        inner: int,
-        sharding: Sharding,
-        reduce_results: bool = True,
-    ) -> None:
+    def __init__(self, prefix: str, spec: ModelSpec, inner: int, sharding: Sharding) -> None:
         names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         self.gate_up_proj = MergedColumnParallelLinear(
             names, spec.hidden_size, inner, spec.mlp_bias, sharding
         )
         self.down_proj = RowParallelLinear(
-            f"{prefix}.down_proj", inner, spec.hidden_size, spec.mlp_bias, sharding, reduce_results
+            f"{prefix}.down_proj", inner, spec.hidden_size, spec.mlp_bias, sharding
         )
         self.kernels = sharding.kernels
 
     def __call__(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
-        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x, lora)), lora)
+        return self.down_proj(self.inner(x, lora), lora)
+
+    def inner(self, x: Tensor, lora: LoRA | None = None) -> Tensor:
+        """Returns the input of `down_proj`."""
+        return self.kernels.silu_and_mul(self.gate_up_proj(x, lora))
 
     def shards(self) -> Iterator[Shard]:
         return shards_of(self.gate_up_proj, self.down_proj)

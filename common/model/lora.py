@@ -3,7 +3,7 @@ have one. All rows share the product with W; then each adapter's product is adde
 
 A linear layer's fused matrices share their input, so their adapters form one pair: the As stacked,
 and the scaled Bs block-diagonal. Tensor-parallel ranks split them like W: rows of B if W is split
-by outputs, columns of A if by inputs (the layer's all-reduce then adds the parts).
+by outputs, columns of A if by inputs; then the ranks add up A x.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from pdserve.common.core.lora import AdapterFile
+from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.layers import LoRA
-from pdserve.common.model.weights import WeightMatrix
+from pdserve.common.model.weights import MatrixPart, WeightMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,13 @@ class Pair:
     a: WeightMatrix  # [R, in]
     b: WeightMatrix  # [out, R]
 
-    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.b.linear(self.a.linear(x.to(self.a.tensor.dtype))).to(dtype)
+    def __call__(self, x: Tensor, dtype: torch.dtype, group: GroupCoordinator | None) -> Tensor:
+        own = self.a.tensor.dtype
+        if group is None or group.size == 1:
+            inner = self.a.linear(x.to(own))
+        else:
+            inner = group.all_reduce(self.a.linear(x.to(own), partial=True)).to(own)
+        return self.b.linear(inner).to(dtype)
 
 
 Pairs = Mapping[str, Pair]  # name of a layer's first matrix → pair
@@ -42,15 +48,15 @@ class StepLoRA(LoRA):
 
     groups: Sequence[tuple[Pairs, Tensor | None]]
 
-    def add(self, name: str, x: Tensor, y: Tensor) -> None:
+    def add(self, name: str, x: Tensor, y: Tensor, group: GroupCoordinator | None = None) -> None:
         for pairs, rows in self.groups:
             pair = pairs.get(name)
             if pair is None:
                 continue
             if rows is None:
-                y += pair(x, y.dtype)
+                y += pair(x, y.dtype, group)
             else:
-                y.index_add_(0, rows, pair(x.index_select(0, rows), y.dtype))
+                y.index_add_(0, rows, pair(x.index_select(0, rows), y.dtype, group))
 
 
 def load_pairs(model: Decoder, file: AdapterFile) -> dict[str, Pair]:
@@ -67,18 +73,21 @@ def load_pairs(model: Decoder, file: AdapterFile) -> dict[str, Pair]:
             rank = file.rank if part.name in changed else 0
             whole_a, whole_b = torch.zeros(0, part.shape[1]), torch.zeros(part.shape[0], 0)
             if rank:
-                whole_a, whole_b = (tensors[name].float() for name in file.tensor_names(part.name))
+                whole_a, whole_b = (
+                    tensors[name].float() for name in file.tensor_names(file.modules[part.name])
+                )
             a.append(whole_a[:, part.columns])
             b.append(whole_b[part.rows] * file.scale)
         pairs[parts[0].name] = Pair(
-            _packed(torch.cat(a).to(device, dtype), model.kernels),
+            _packed(torch.cat(a).to(device, dtype), model.kernels, parts[0]),
             _packed(torch.block_diag(*b).to(device, dtype), model.kernels),
         )
     return pairs
 
 
-def _packed(values: Tensor, kernels: Kernels) -> WeightMatrix:
-    matrix = WeightMatrix(torch.empty_like(values), kernels)
+def _packed(values: Tensor, kernels: Kernels, part: MatrixPart | None = None) -> WeightMatrix:
+    """`part`: has the same inputs."""
+    matrix = WeightMatrix(torch.empty_like(values), kernels, part)
     matrix.tensor.copy_(values)
     matrix.pack()
     return matrix

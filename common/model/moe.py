@@ -22,6 +22,8 @@ class MoE:
 
     def __init__(self, prefix: str, spec: ModelSpec, moe: MoESpec, sharding: Sharding) -> None:
         self.group, self.all2all = sharding.group, sharding.all2all
+        native = sharding.kernels.packer is not None
+        self._exact = native and self.group.size > 1 and self.all2all.replicates
         self.router = ExpertRouter(f"{prefix}.gate", moe, spec.hidden_size, sharding)
         self.experts = FusedExperts(prefix, moe, spec.hidden_size, sharding)
         self.shared: SharedExpert | None = None
@@ -33,12 +35,25 @@ class MoE:
         graph. Its memory stays the same, because graphs write to it."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        total = torch.zeros_like(x) if self.shared is None else self.shared(x)
         own = self.all2all.share(len(x))
         dispatched = self.all2all.dispatch(self.router(x[own]), len(x))
-        total[own] += self.all2all.combine(self.experts(dispatched.tokens), dispatched)
         self.loads.copy_(dispatched.loads)
+        if self._exact:
+            return self._sum_slots(x, dispatched.tokens)
+        total = torch.zeros_like(x) if self.shared is None else self.shared.addend(x)
+        total[own] += self.all2all.combine(self.experts(dispatched.tokens), dispatched)
         return self.group.all_reduce(total)
+
+    def _sum_slots(self, x: Tensor, tokens: RoutedTokens) -> Tensor:
+        """Adds up what ranks say of each expert of a token before experts are weighted, so that all
+        that is rounded is so as on one rank."""
+        slots = self.experts.slots(tokens, partial=True)
+        if self.shared is not None:
+            slots = torch.cat((slots, self.shared.partial(x)[:, None]), dim=1)
+        totals = self.group.all_reduce(slots)
+        k = tokens.experts.shape[1]
+        y = weighted(totals[:, :k].to(x.dtype).contiguous(), tokens.weights)
+        return y if self.shared is None else self.shared.finish(x, totals[:, k]).add_(y)
 
     @property
     def why_host_waits(self) -> str:
@@ -105,6 +120,12 @@ def _whole(name: str, matrix: WeightMatrix) -> Shard:
     return Shard(name, tuple(target.shape), everything, target, finish=matrix.pack)
 
 
+def weighted(slots: Tensor, weights: Tensor) -> Tensor:
+    """Returns the sums `[T, H]` of contiguous `[T, k, H]` with weights `[T, k]`; overwrites
+    `slots`."""
+    return slots.mul_(weights[:, :, None]).sum(1)
+
+
 class SharedExpert:
     """An MLP for every token, scaled by its own gate if it has one. Ranks split it like a dense
     MLP."""
@@ -115,11 +136,20 @@ class SharedExpert:
         if moe.family.shared_gate:
             self.gate = WeightMatrix(sharding.zeros(1, spec.hidden_size), sharding.kernels)
         inner = moe.shared_intermediate_size
-        self.mlp = MLP(name, spec, inner, sharding, reduce_results=False)
+        self.mlp = MLP(name, spec, inner, sharding)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def addend(self, x: Tensor) -> Tensor:
         """Returns this rank's addend of the sum over ranks, `[T, H]`."""
-        y = self.mlp(x)
+        return self._scaled(x, self.mlp.down_proj.addend(self.mlp.inner(x)))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over ranks, of which `finish` makes the result."""
+        return self.mlp.down_proj.partial(self.mlp.inner(x))
+
+    def finish(self, x: Tensor, total: Tensor) -> Tensor:
+        return self._scaled(x, self.mlp.down_proj.finish(total, x.dtype))
+
+    def _scaled(self, x: Tensor, y: Tensor) -> Tensor:
         return y if self.gate is None else sigmoid(self.gate.linear(x)) * y
 
     def shards(self) -> Iterator[Shard]:
@@ -150,7 +180,8 @@ class FusedExperts:
                     for name in (names.gate_proj, names.up_proj)
                 ]
             )
-            down.append([MatrixPart(f"{of}.{names.down_proj}", (hidden, size), all_hidden, rows)])
+            shape, name = (hidden, size), f"{of}.{names.down_proj}"
+            down.append([MatrixPart(name, shape, all_hidden, rows, sharding.blocks)])
         self.gate_up_proj = make_experts(gate_up, sharding)
         self.down_proj = make_experts(down, sharding)
 
@@ -162,16 +193,22 @@ class FusedExperts:
     def __call__(self, tokens: RoutedTokens) -> Tensor:
         """Returns `[T, H]`: per token the weighted sum of its experts on this rank, zeros without
         any. The order of summation does not depend on other tokens in the step."""
+        return weighted(self.slots(tokens), tokens.weights)
+
+    def slots(self, tokens: RoutedTokens, partial: bool = False) -> Tensor:
+        """Returns `[T, k, H]`: for each of a token's experts on this rank its output, or with
+        `partial` this rank's part of it; zeros for experts of other ranks."""
         count, k = tokens.experts.shape
         order, counts = self._by_expert(tokens.experts)
-        outputs = self.down_proj.linear(self._inner(tokens.hidden, order // k, counts), counts)
-        outputs *= tokens.weights.flatten()[order, None]
+        outputs = self.down_proj.linear(
+            self._inner(tokens.hidden, order // k, counts), counts, partial
+        )
         if self.has_kernel:  # it has left out rows of other ranks' experts, which come last
             beyond = torch.arange(len(order), device=order.device) >= counts.sum()
             outputs.masked_fill_(beyond[:, None], 0)
-        places = outputs.new_zeros(count, k, outputs.shape[1])
-        places.flatten(0, 1)[order] = outputs
-        return places.sum(1)
+        slots = outputs.new_zeros(count, k, outputs.shape[1])
+        slots.flatten(0, 1)[order] = outputs
+        return slots
 
     def _inner(self, hidden: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         gate_up = self.gate_up_proj.linear(hidden[rows], counts)

@@ -1,4 +1,4 @@
-"""What a rank of a model of transformers holds. Its class says that, not arithmetic."""
+"""Tells what a rank of a model of transformers holds. Its class says that, not arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RankWeights:
 
     nbytes: int
     linears: tuple[Sizes, ...]  # of linear layers; those of a module with as many inputs together
-    experts: Sizes  # all experts of a matrix one below the other
+    tables: Sizes  # the head, and an embedding that is tied to it
 
 
 WeightsOf = Callable[[str, int, int, Stage], RankWeights]

@@ -69,6 +69,7 @@ class Sharding:
     quantization: Quantization | None = None
     kernels: Kernels = field(default_factory=TorchKernels)
     kv_cache_dtype: str = KV_AUTO  # one of KV_CACHE_DTYPES
+    blocks: int = 1  # of the inputs that ranks share (`MatrixPart.blocks`)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)

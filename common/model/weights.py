@@ -12,7 +12,7 @@ computes the bytes of each format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -40,11 +40,23 @@ class MatrixPart:
     shape: tuple[int, int]  # of the whole matrix: outputs, inputs
     rows: slice
     columns: slice
+    blocks: int = 1
+    """Into how many blocks, a power of two, the inputs of the whole matrix are cut, each of which
+    kernels sum up by itself."""
 
     @property
     def count(self) -> int:
         """The number of rows kept."""
         return int(self.rows.stop - self.rows.start)
+
+    def block(self, fits: Callable[[int], bool]) -> int:
+        """Returns the inputs of a block: for fewer blocks where their size does not fit; all that
+        this rank keeps if they are not whole blocks."""
+        blocks, own = self.blocks, self.columns.stop - self.columns.start
+        while blocks > 1 and (self.shape[1] % blocks or not fits(self.shape[1] // blocks)):
+            blocks //= 2
+        block = self.shape[1] // blocks
+        return int(own if own % block else block)
 
 
 class Weight(Protocol):
@@ -53,8 +65,9 @@ class Weight(Protocol):
     def dense(self) -> Tensor:
         """Returns `[out, in]` in the dtype; read-only."""
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes `[T, in] → [T, out]`, in the dtype of `x`."""
+    def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
+        """Computes `[T, in] → [T, out]`, in the dtype of `x`; with `partial`, without bias, what is
+        to be added to that of other ranks: in float32 by native kernels."""
 
     def shards(self) -> Iterator[Shard]:
         """Yields this rank's parts of the checkpoint."""
@@ -97,16 +110,28 @@ def _columns(parts: Sequence[MatrixPart]) -> slice:
     return parts[0].columns
 
 
+def whole_words_of(itemsize: int) -> Callable[[int], bool]:
+    """Returns whether so many numbers fill words of kernels."""
+    return lambda inputs: inputs * itemsize % 4 == 0
+
+
 class WeightMatrix:
     """A matrix `[out, in]`, in row-major order while it is loaded. `pack` then reorders it in place
     if the kernels multiply it in their own order, faster, and each token alike in every batch."""
 
-    def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
+    def __init__(self, tensor: Tensor, kernels: Kernels, part: MatrixPart | None = None) -> None:
+        """`part`: of which the inputs are, all if None."""
         self._packer = kernels.packer
+        whole_words = whole_words_of(tensor.itemsize)
+        self._block = tensor.shape[1] if part is None else part.block(whole_words)
         self._memory = tensor if self._packer is None else self._packer.padded(tensor)
         self.tensor = self._memory[: len(tensor)]
         """The matrix, in the order of `dense()` until it is packed."""
         self.packed = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
 
     def pack(self) -> None:
         """Packs the matrix, once, after it was loaded."""
@@ -126,27 +151,29 @@ class WeightMatrix:
             return F.embedding(ids, self.tensor)
         return self._packer.unpack(self._memory, ids)
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes `[T, in] → [T, out]`; `x` has the matrix's dtype."""
+    def linear(self, x: Tensor, bias: Tensor | None = None, partial: bool = False) -> Tensor:
+        """Computes as `Weight.linear`; `x` has the matrix's dtype."""
         if not self.packed or self._packer is None:
             return F.linear(x, self.tensor, bias)
-        return self._product(self._packer, x, bias)
+        return self._product(self._packer, x, bias, None, partial)
 
-    def scaled_linear(self, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor | None:
+    def scaled_linear(
+        self, x: Tensor, scales: Tensor, bias: Tensor | None, partial: bool = False
+    ) -> Tensor | None:
         """Multiplies by an int8 matrix with `scales` per row; None if the kernels do not."""
         if not self.packed or self._packer is None or not self._packer.multiplies(x.dtype):
             return None
-        return self._product(self._packer, x, bias, scales)
+        return self._product(self._packer, x, bias, scales, partial)
 
     def _product(
-        self, packer: Packer, x: Tensor, bias: Tensor | None, scales: Tensor | None = None
+        self, packer: Packer, x: Tensor, bias: Tensor | None, scales: Tensor | None, partial: bool
     ) -> Tensor:
         rows = len(self.tensor)
-        if not (missing := len(self._memory) - rows):
-            return packer.linear(x, self._memory, bias, scales)
-        bias = None if bias is None else F.pad(bias, (0, missing))
-        scales = None if scales is None else F.pad(scales, (0, missing))
-        return packer.linear(x, self._memory, bias, scales)[:, :rows].contiguous()
+        if missing := len(self._memory) - rows:
+            bias = None if bias is None else F.pad(bias, (0, missing))
+            scales = None if scales is None else F.pad(scales, (0, missing))
+        out = packer.linear(x, self._memory, bias, scales, block=self._block, partial=partial)
+        return out[:, :rows].contiguous() if missing else out
 
 
 class PlainWeight:
@@ -159,13 +186,13 @@ class PlainWeight:
         self.parts = parts
         columns = _columns(parts)
         tensor = sharding.zeros(rows or _rows(parts), columns.stop - columns.start)
-        self.matrix = WeightMatrix(tensor, sharding.kernels)
+        self.matrix = WeightMatrix(tensor, sharding.kernels, parts[0])
 
     def dense(self) -> Tensor:
         return self.matrix.dense()
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.matrix.linear(x, bias)
+    def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
+        return self.matrix.linear(x, bias, partial)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.matrix.rows(ids)
@@ -182,20 +209,19 @@ class PlainWeight:
 # ---- int8 ----
 
 
-class Int8Weight:
-    """Weights quantized to int8 while they are loaded: symmetric, with ±127 for the largest of an
-    output channel. Ranks that split a channel's inputs share its scale."""
+class Int8Matrix:
+    """An int8 matrix `[out, in]` with a scale per output channel: symmetric, with ±127 for the
+    channel's largest weight. Ranks that split a channel's inputs share its scale."""
 
     def __init__(
-        self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
+        self, values: Tensor, scales: Tensor, kernels: Kernels, part: MatrixPart | None = None
     ) -> None:
-        """`rows`: as in `PlainWeight`."""
-        self.parts = parts
-        columns = _columns(parts)
-        shape = (rows or _rows(parts), columns.stop - columns.start)
-        values = sharding.zeros(*shape, dtype=torch.int8)
-        self.matrix = WeightMatrix(values, sharding.kernels)
-        self.scales = sharding.zeros(shape[0])
+        self.matrix = WeightMatrix(values, kernels, part)
+        self.scales = scales
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes + self.scales.nbytes
 
     @property
     def values(self) -> Tensor:
@@ -205,8 +231,8 @@ class Int8Weight:
     def dense(self) -> Tensor:
         return self.values * self.scales[:, None]
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product = self.matrix.scaled_linear(x, self.scales, bias)
+    def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
+        product = self.matrix.scaled_linear(x, self.scales, bias, partial)
         return self._converted_linear(x, bias) if product is None else product
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -218,6 +244,20 @@ class Int8Weight:
         # Scaling the output is cheaper than scaling the weights.
         out = F.linear(x, self.values.to(x.dtype)).mul_(self.scales)
         return out if bias is None else out.add_(bias)
+
+
+class Int8Weight(Int8Matrix):
+    """Weights quantized to int8 while they are loaded."""
+
+    def __init__(
+        self, parts: Sequence[MatrixPart], sharding: Sharding, rows: int | None = None
+    ) -> None:
+        """`rows`: as in `PlainWeight`."""
+        self.parts = parts
+        columns = _columns(parts)
+        shape = (rows or _rows(parts), columns.stop - columns.start)
+        values = sharding.zeros(*shape, dtype=torch.int8)
+        super().__init__(values, sharding.zeros(shape[0]), sharding.kernels, parts[0])
 
     def shards(self) -> Iterator[Shard]:
         counts, dtype = [part.count for part in self.parts], self.scales.dtype
@@ -233,14 +273,24 @@ class Int8Weight:
 def channel_scales(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scale of each output channel of `[out, in]`, `[out]` in `dtype`; 1 if all weights
     of a channel are 0."""
-    scales = (matrix.abs().amax(dim=1).float() / INT8_MAX).to(dtype)
+    return scales_of(matrix.abs().amax(dim=1), dtype)
+
+
+def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the scales of channels `[out]` whose largest weights are these."""
+    scales = (largest.float() / INT8_MAX).to(dtype)
     return scales.masked_fill(scales == 0, 1.0)
 
 
 def round_columns(matrix: Tensor, columns: slice, dtype: torch.dtype) -> Tensor:
     """Quantizes whole rows `[out, in]` to int8 `[out, columns]`, with scales rounded to `dtype`."""
-    steps = channel_scales(matrix, dtype).float()[:, None]
-    return (matrix[:, columns] / steps).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return rounded(matrix[:, columns], channel_scales(matrix, dtype))
+
+
+def rounded(matrix: Tensor, scales: Tensor) -> Tensor:
+    """Quantizes `[out, in]` to int8 with scales `[out]`."""
+    steps = scales.float()[:, None]
+    return (matrix / steps).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 Table = PlainWeight | Int8Weight
@@ -268,20 +318,26 @@ class GroupedWeight:
         group_of = torch.arange(columns.start, columns.stop, device=sharding.device) // size
         rows = [part.count for part in parts] if quantization.desc_act else [_rows(parts)]
         count = self.groups.stop - self.groups.start
-        self.matrices = [
-            GroupedMatrix(
-                number, (group_of - self.groups.start).int(), count, sharding, quantization
-            )
+        block, own = parts[0].block(self._fits), group_of - self.groups.start
+        self.matrices = [  # each with group ids of its own
+            GroupedMatrix(number, own.int(), count, sharding, quantization, block)
             for number in rows
         ]
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _fits(self, block: int) -> bool:
+        """Returns whether blocks of so many inputs, in order, have whole groups or these blocks."""
+        size = self.quantization.group_size or self.parts[0].shape[1]
+        nested = block % size == 0 or size % block == 0
+        words = block * self.quantization.bits % 32 == 0
+        return nested and words and not self.quantization.desc_act
+
+    def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
         if len(self.matrices) == 1:
-            return self.matrices[0].linear(x, bias)
+            return self.matrices[0].linear(x, bias, partial)
         counts = [matrix.rows for matrix in self.matrices]
         biases = [None] * len(counts) if bias is None else bias.split(counts)
         pairs = zip(self.matrices, biases, strict=True)
-        return torch.cat([matrix.linear(x, part) for matrix, part in pairs], dim=1)
+        return torch.cat([matrix.linear(x, part, partial) for matrix, part in pairs], dim=1)
 
     def dense(self) -> Tensor:
         return torch.cat([matrix.dense() for matrix in self.matrices])

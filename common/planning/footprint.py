@@ -95,7 +95,7 @@ class Footprint:
         held = self._held(stage)
         if self.spec.quantization is None:
             return held.nbytes
-        matrices = [*chain.from_iterable(held.linears), *held.experts]
+        matrices = [*chain.from_iterable(held.linears), *held.tables]
         saved = sum(rows * columns * (self.item - 1) for rows, columns in matrices)
         return held.nbytes - saved + sum(rows for rows, _ in matrices) * self.item
 
@@ -287,7 +287,7 @@ class Footprint:
         # The layer's output, copies of tokens from other ranks, and `top_k` times a token's part
         # of the grouped products.
         inner, came = self._expert_inner(moe), self.ep > 1
-        peaks = (hidden + 2 * inner, 4 * inner, inner + hidden, 2 * hidden + hidden // moe.top_k)
+        peaks = (hidden + 2 * inner, 4 * inner, inner + hidden, 2 * hidden)
         yield (1 + came) * hidden + moe.top_k * max(peaks)
 
     def _dense(self) -> int:

@@ -18,7 +18,7 @@ from pdserve.common.core.errors import ConfigError
 
 PATHS = {
     "native": "native: TP, PP, EP, LoRA, quantization",
-    "transformers": "transformers: {split}",
+    "transformers": "transformers: {ways}",
 }
 KV = {"full": "all tokens", "windows": "windows", "latent": "latents", "states": "states"}
 
@@ -35,7 +35,7 @@ def known_models() -> dict[str, dict[str, str]]:
 def shown(row: dict[str, str]) -> tuple[str, str]:
     """Returns (path, KV or the reason) of a row."""
     if row["result"] == "exact":
-        return PATHS[row["path"]].format(split=row.get("split", "one rank")), KV[row["kv"]]
+        return PATHS[row["path"]].format(ways=row.get("with", "one rank")), KV[row["kv"]]
     return row["result"], row["why"]
 
 

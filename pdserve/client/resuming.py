@@ -37,7 +37,7 @@ from pdserve.common.core.printable import printable
 
 Chunk = dict[str, Any]
 
-PATIENCE = 30.0  # seconds without a new event after which a stream is given up
+PATIENCE = 30.0  # seconds of tries without a new event after which a stream is given up
 PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two tries
 SILENCE = 60.0  # seconds without a byte after which a router counts as dead
 KEY_HEADER = "Idempotency-Key"
@@ -51,7 +51,7 @@ class Progress:
         self._body = {**body, "stream": True, "resumable": True}
         self._patience = patience
         self._ids: list[str] = []
-        self._since = time.monotonic()
+        self._since: float | None = None  # the first failure after the last event
         self.done = False
         self.begin()
 
@@ -89,7 +89,7 @@ class Progress:
         if self._id is not None:
             self._ids.append(self._id)
             self._id = None
-        self._since = time.monotonic()
+        self._since = None
         held, self._held = self._held, []
         return held
 
@@ -99,7 +99,9 @@ class Progress:
         Raises:
             Exception: `error`, because another try would not help, or too much time has passed.
         """
-        if not _may_pass(error) or time.monotonic() - self._since > self._patience:
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if not _may_pass(error) or now - self._since > self._patience:
             raise error
         return _pause(error)
 
@@ -130,8 +132,8 @@ class ResumingClient:
     def __init__(
         self, urls: Sequence[str], api_key: str | None = None, patience: float = PATIENCE
     ) -> None:
-        """`urls`: of the routers, without /v1. A stream without a new event for `patience` seconds
-        fails."""
+        """`urls`: of the routers, without /v1. A stream fails when its tries have brought no
+        new event for `patience` seconds."""
         self._urls = _checked(urls)
         self._headers = {"Content-Type": "application/json"}
         if api_key:

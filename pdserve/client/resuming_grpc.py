@@ -42,7 +42,7 @@ class Progress:
         self.asked.CopyFrom(request)
         self.asked.resumable = True
         self._patience = patience
-        self._since = time.monotonic()
+        self._since: float | None = None  # the first failure after the last response with an id
         self.begin()
 
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class Progress:
         if not response.event_id:
             return []
         self.asked.resume.append(response.event_id)
-        self._since = time.monotonic()
+        self._since = None
         return self.rest()
 
     def rest(self) -> list[pb.GenerateResponse]:
@@ -70,8 +70,10 @@ class Progress:
         Raises:
             grpc.RpcError: `error`, because another try would not help, or too much time has passed.
         """
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
         elsewhere = error.code() in ELSEWHERE  # type: ignore[attr-defined]
-        if not elsewhere or time.monotonic() - self._since > self._patience:
+        if not elsewhere or now - self._since > self._patience:
             raise error
         return min(PAUSE * (1 + tries), LONGEST_PAUSE)
 
@@ -89,7 +91,7 @@ class _Routers:
         patience: float = PATIENCE,
     ) -> None:
         """`addresses`: HOST:PORT of the routers' --grpc-port. `credentials`: of TLS, if they serve
-        it. A stream without a new response for `patience` seconds fails."""
+        it. A stream fails when no try has brought a new response for `patience` seconds."""
         if isinstance(addresses, str) or not addresses:
             raise ConfigError("addresses: give a list of the routers' addresses, one at least")
         self._channels = [self._channel(each, credentials) for each in addresses]

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Points:
-    """What is measured: lists of counts, checked."""
+    """Says what is measured: lists of counts, checked."""
 
     def __init__(self, config: CalibrateConfig) -> None:
         self.batch = _counts("--batch", config.batch)

@@ -53,7 +53,7 @@ _GROUP = KVGroup((0,), 1, 1)  # the shape of the KV does not matter
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated."""
+    """Describes what is simulated."""
 
     layout: str  # as `read_layout`
     calibration: Calibration

@@ -50,9 +50,9 @@ class PlacementRequest:
     session: str = ""  # of its client's; "": none is known
     waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
-    views: dict[int, PolicyRequest] = field(
-        default_factory=dict
-    )  # by role; `RolePolicy` makes them
+    # `RolePolicy` writes these: who has its blocks, once somebody has asked; and views by role.
+    matched: list[Mapping[Node, int]] = field(default_factory=list)
+    views: dict[int, PolicyRequest] = field(default_factory=dict)
 
 
 def load_policies(config: RoutingConfig) -> dict[int, Policy]:
@@ -130,10 +130,12 @@ class RolePolicy:
 
     def _cached(self, request: PlacementRequest) -> dict[NodeState, int]:
         assert self._match is not None
+        if not request.matched:
+            request.matched.append(self._match(request.blocks))
         most = request.num_tokens - 1  # the last token is computed in any case
         return {
             node: min(most, num_blocks * node.info.block_size)
-            for node, num_blocks in self._match(request.blocks).items()
+            for node, num_blocks in request.matched[0].items()
             if node.info.role == self.role
         }
 

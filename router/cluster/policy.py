@@ -1,5 +1,5 @@
-"""What a placement policy is: it says which of the nodes that fit takes a request. Pure: it reads
-numbers. `policies` has those that are built in.
+"""A placement policy says which of the nodes that fit takes a request. Pure: it reads numbers.
+`policies` has those that are built in.
 
 A policy of your own is a subclass of `Policy`, made once for each role of nodes. What it raises, or
 a node that does not fit, costs it this choice: the least loaded node gets the request.

@@ -39,7 +39,7 @@ class Waiter:
 
 
 class Ahead(NamedTuple):
-    """What is served before a piece that comes now, unless others come later."""
+    """Returns what is served before a piece that comes now, unless others come later."""
 
     tokens: int = 0
     amount: int = 0

@@ -104,7 +104,7 @@ is."""
 
 
 Updates = list[tuple[int, Update]]
-"""What has come together: (the prompt's index, its update), in order."""
+"""Updates that have come together: (the prompt's index, its update), in order."""
 
 Put = Callable[[Update], None]
 Serve = Callable[[GenerationRequest, Put], Coroutine[Any, Any, GenerationStats]]

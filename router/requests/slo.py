@@ -15,7 +15,7 @@ STRETCH = 2.0  # times that a prompt takes alone: the least that --slo-ttft prom
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What one request is promised, in seconds; None: nothing."""
+    """Holds what one request is promised, in seconds; None: nothing."""
 
     ttft: float | None = None
     itl: float | None = None

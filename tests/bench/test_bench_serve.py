@@ -293,8 +293,8 @@ async def test_timings_of_a_known_stream(
     assert (timing.prompt_tokens, timing.completion_tokens, timing.cached_tokens) == (11, 6, 4)
     assert 55 < timing.ttft < 60_000  # not the role chunk, which comes at once
     assert len(timing.itl) == 4 and len(timing.gap) == 2
-    assert 40 < sum(timing.itl) < 60_000
-    assert timing.tpot is not None and 8 < timing.tpot < 12_000
+    assert 0 < sum(timing.itl) < 60_000  # a late client reads several chunks at once
+    assert timing.tpot is not None and 0 < timing.tpot < 12_000
     assert timing.e2el == timing.e2el_sent > 130
     body = server.seen[0]
     assert body["stream_options"] == {"include_usage": True} and body["max_tokens"] == 6

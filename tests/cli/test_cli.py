@@ -133,7 +133,7 @@ def test_completion_has_every_command(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_reader_who_leaves_is_no_failure_to_tell() -> None:
-    """As in `pdserve … | head -1`."""
+    """So it is in `pdserve … | head -1`."""
     program = "import sys; from pdserve.cli.main import main; sys.exit(main(sys.argv[1:]))"
     for argv in ("--help", "version", "bench --help"):
         command = f'{sys.executable} -c "{program}" {argv} | true'

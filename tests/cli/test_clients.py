@@ -116,7 +116,7 @@ def test_an_interrupted_answer_to_a_pipe_is_no_success(
 def test_a_page_is_no_answer_of_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As of a wrong --url, or of a proxy that wants a log-in."""
+    """They come of a wrong --url, or of a proxy that wants a log-in."""
 
     async def ask(*_: object, **__: object) -> ServerAnswer:
         return ServerAnswer(200, "<html>", "")

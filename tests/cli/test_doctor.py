@@ -85,7 +85,7 @@ def test_a_check_that_breaks_stops_no_other(
 
 
 def test_gpus_that_are_not_there_are_said_so() -> None:
-    """As a command: a table, its fixes whole, without colours in a pipe."""
+    """It is a command: a table, its fixes whole, without colours in a pipe."""
     pdserve = Path(sys.executable).with_name("pdserve")
     done = subprocess.run(
         [pdserve, "doctor", "--gpu"],

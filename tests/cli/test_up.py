@@ -100,7 +100,7 @@ async def running(lines: Lines, **options: object) -> AsyncIterator[Cluster]:
 
 
 async def kill_again_and_again(lines: Lines, name: str, times: int) -> None:
-    """As often as it is started, up to so many times."""
+    """Kills it as often as it is started, up to so many times."""
     for number in range(1, times + 1):
         await eventually(lambda number=number: len(lines.starts(name)) >= number)
         os.kill(int(lines.starts(name)[-1].split()[2]), signal.SIGKILL)

@@ -35,7 +35,7 @@ class Server:
 
     @property
     def base_url(self) -> str:
-        """As OpenAI's clients want it."""
+        """The address as OpenAI's clients want it."""
         return f"{self.url}/v1"
 
 

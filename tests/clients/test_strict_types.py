@@ -83,7 +83,7 @@ def adapter(declared: Any) -> TypeAdapter[Any]:
 
 
 def check(declared: Any, said: Any) -> Any:
-    """As the package declares it; "3" is no number, and nothing it needs is left out."""
+    """Checks it as the package declares it; "3" is no number, and nothing it needs is left out."""
     return adapter(declared).validate_json(json.dumps(said), strict=True)
 
 

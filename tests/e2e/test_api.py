@@ -240,7 +240,7 @@ def test_echo_repeats_the_prompt(cluster: WarmCluster) -> None:
 
 
 def test_an_echo_has_logprobs(cluster: WarmCluster) -> None:
-    """As evaluation harnesses ask: batches of token ids, and what is read of the answer."""
+    """Evaluation harnesses ask so: batches of token ids, and what is read of the answer."""
     ids = tuple(reference.encode(cluster.model, PET))
     prompts = [ids, ids[:7], ids[3:]]
     options: dict[str, Any] = {"echo": True, "logprobs": 1}

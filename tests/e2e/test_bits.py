@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ SETUPS = [
     ),
     *(slow((scheme, dtype)) for scheme in SCHEMES for dtype in ("float32", "bfloat16")),
 ]
+DEGREES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]  # of prefill and decode nodes
 CONFIGURATIONS = {
     "chunks of 16 tokens, blocks of 8, over tcp": (
         ("prefill", "decode"),
@@ -133,6 +135,20 @@ def test_beside_others(cluster: WarmCluster, expected: list[str]) -> None:
 def test_other_nodes(setup: tuple[str, str], expected: list[str], name: str) -> None:
     roles, options = CONFIGURATIONS[name]
     with running(setup, *roles, **options) as other:
+        assert ask_all(other) == expected
+        assert ask_all(other) == expected
+
+
+@pytest.mark.parametrize(("prefill", "decode"), only(DEGREES, [(2, 1)]))
+def test_unequal_ranks(
+    setup: tuple[str, str], expected: list[str], prefill: int, decode: int
+) -> None:
+    if Path(setup[0]).is_absolute():
+        pytest.skip("its groups are not those of two ranks")
+    with running(setup) as other:
+        other.start_node("prefill", tensor_parallel_size=prefill)
+        other.start_node("decode", tensor_parallel_size=decode)
+        other.wait_nodes()
         assert ask_all(other) == expected
         assert ask_all(other) == expected
 

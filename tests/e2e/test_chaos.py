@@ -40,7 +40,7 @@ FEW_BLOCKS = 192  # of a node: sequences wait, some restart
 
 
 def paced(soak: Soak) -> Soak:
-    """As many requests at a time as a slow machine answers before one of them counts as hung."""
+    """Has as many requests at a time as a slow machine answers before one counts as hung."""
     return replace(soak, requests=round(soak.requests / slowness()))
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 
 import grpc
+import psutil
 import pytest
 from rich.console import Console
 
@@ -20,7 +21,7 @@ from benchmarks.hosts import ROUTER, Network, front
 from benchmarks.relay import Relays
 from benchmarks.site import site_network
 from benchmarks.soak import floods
-from benchmarks.soak.gauge import Gauge, Life
+from benchmarks.soak.gauge import Gauge, Life, held_by_clients
 from benchmarks.soak.load import Tally
 from benchmarks.soak.report import make_report, print_report
 from pdserve.common.rpc import server as rpc_server
@@ -170,6 +171,20 @@ def test_what_a_crowd_takes_is_not_what_a_process_has_grown_by() -> None:
     growth = gauge.growth(lambda at: 40 <= at < 50)
     assert not growth["decode"]["fds"].grown and growth["decode"]["fds"].most == 1300
     assert growth["router"]["fds"].grown
+
+
+def test_a_connection_is_its_client_s_until_the_client_leaves() -> None:
+    process = psutil.Process()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ports = [server.getsockname()[1]]
+        assert held_by_clients(process, ports) == 0
+        client = socket.create_connection(("127.0.0.1", ports[0]), PATIENCE)
+        accepted, _ = server.accept()
+        with accepted:
+            assert held_by_clients(process, ports) == 1
+            client.close()
+            assert accepted.recv(1) == b""
+            assert held_by_clients(process, ports) == 0
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -17,13 +17,15 @@ from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.implementation import read_spec
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.planning.kv_budget import format_bytes
 from slow_quantization import dequantized_folder
 from stored_folders import SCALED, folders, scaled
+from sweep import rounded_model
 from tiny_engine import CPU, greedy, single_threaded_inference
-from warm import WarmCluster
+from warm import WarmCluster, shared
 
 LLAMA = MODELS / "llama-gqa"
 PROMPTS = [tuple(range(5, 75)), (7, 300, 41), tuple(range(3, 500, 3))]
@@ -95,6 +97,25 @@ def test_an_adapter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
             said[name] = answers(cluster, model=name)
             assert said[name] == [reference.decode(model, each) for each in right]
         assert not {*said["a"]} & {*said[folder.name]}
+        cluster.wait_idle()
+
+
+def test_a_class_of_transformers_in_int8(tmp_path: Path) -> None:
+    """The tokens are transformers' own with the rounded weights, over unequal layouts."""
+    folder, rounded = MODELS / "qwen3", tmp_path / "rounded"
+    model, tokenizer = reference.load.__wrapped__(folder)  # a copy of its own: it is changed
+    rounded_model(model, read_spec(folder, "transformers", {})).save_pretrained(rounded)
+    tokenizer.save_pretrained(rounded)
+    assert min(reference.margin(rounded, each, NUM_TOKENS) for each in PROMPTS) > 1e-2
+    right = [reference.greedy(rounded, each, NUM_TOKENS) for each in PROMPTS]
+    assert right != [reference.greedy(folder, each, NUM_TOKENS) for each in PROMPTS]
+    options = {"quantization": "int8", "model_impl": "transformers"}
+    shared().load("transformers.models.qwen3.modeling_qwen3", "pdserve.common.model.hf.model")
+    with WarmCluster(folder, 0, 0, **options) as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=2)
+        cluster.start_node("decode")
+        cluster.wait_nodes()
+        assert answers(cluster) == [reference.decode(rounded, each) for each in right]
         cluster.wait_idle()
 
 

@@ -22,6 +22,7 @@ from benchmarks.soak.faults import restart
 from benchmarks.soak.load import Load, Tally, clients
 from callers import KINDS, call
 from cluster import MODELS, node_metrics
+from thinned import slow
 from warm import WarmCluster
 
 MODEL = "llama-gqa"
@@ -112,17 +113,19 @@ def moved(cluster: WarmCluster) -> list[float]:
     return [node_metrics(node)["pdserve_kv_transfer_bytes_total"] for node in nodes]
 
 
-def test_every_node_is_replaced(cluster: WarmCluster) -> None:
-    """A prefill and a decode node at a time."""
-    pairs = list(zip(cluster.names("prefill"), cluster.names("decode"), strict=True))
+@pytest.mark.parametrize("count", [1, slow(2)])
+def test_nodes_are_replaced(cluster: WarmCluster, count: int) -> None:
+    """A prefill and a decode node at a time; all of them in the end, or the first."""
+    pairs = list(zip(cluster.names("prefill"), cluster.names("decode"), strict=True))[:count]
+    before = len(cluster.drained)
     old = {name for pair in pairs for name in pair}
 
-    async def replace_all() -> None:
+    async def replace() -> None:
         for pair in pairs:
             await asyncio.gather(*(restart(cluster, name, 0) for name in pair))
 
-    check(cluster, under_load(cluster, replace_all))
-    assert [cluster.exit_code(pid) for pid in cluster.drained] == [0] * len(old)
+    check(cluster, under_load(cluster, replace))
+    assert [cluster.exit_code(pid) for pid in cluster.drained[before:]] == [0] * len(old)
     assert cluster.ready().isdisjoint(old)
 
 

@@ -38,7 +38,7 @@ def cluster() -> Iterator[WarmCluster]:
 
 
 def workers(cluster: WarmCluster) -> list[dict[str, Any]]:
-    """As `/v1/cluster` lists them; empty while only one answers."""
+    """Returns them as `/v1/cluster` lists them; empty while only one answers."""
     found: list[dict[str, Any]] = cluster.get("/v1/cluster").json().get("workers", [])
     return found if len(found) == 2 else []
 

@@ -374,15 +374,22 @@ def test_what_a_dead_router_left_ends_with_its_lease(cluster: WarmCluster) -> No
     other, body = cluster.at(OTHER), bodies(WAYS[0], max_tokens=400)
     with ThreadPoolExecutor() as pool, cluster.standing_still("decode"):
         ask = pool.submit(keyed, cluster, "left", WAYS[0], body)
-        cluster.wait_for(lambda: other.nodes("decode")[0]["running"] == 1)
+        cluster.wait_for(lambda: has_kv(other))
+        since = monotonic()  # a client may hear late of it
         cluster.kill("router")
         assert ask.exception() is not None
-        since = monotonic()
         cluster.start_router()
         cluster.wait_nodes()
         cluster.wait_for(lambda: not other.nodes("decode")[0]["running"])
         assert monotonic() - since > LEASE
     cluster.wait_idle()
+
+
+def has_kv(cluster: WarmCluster) -> bool:
+    """Whether the decode node could compute its one request, whose KV it waits for no more."""
+    (node,) = cluster.nodes("decode")
+    values = node_metrics(node)
+    return values["pdserve_num_requests_running"] + values["pdserve_num_requests_waiting"] == 1
 
 
 def test_a_key_is_of_one_request_at_a_time(cluster: WarmCluster) -> None:

@@ -50,7 +50,7 @@ KEPT = {"cluster-key": "cHJlY2lvdXM=", "api-key": "c2stMQ=="}
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """As much of Kubernetes' API as `lookup` needs; it has a Secret of keys."""
+    """Has as much of Kubernetes' API as `lookup` needs; it has a Secret of keys."""
 
     def do_GET(self) -> None:
         secret = {

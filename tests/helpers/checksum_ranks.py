@@ -167,7 +167,7 @@ class ChecksumRanks(StepsAlone):
         return msgspec.msgpack.encode(output)
 
     def _with_drafts(self, delta: StepDelta) -> StepDelta:
-        """As `Drafter.complete`; guesses are right more often than not."""
+        """Does as `Drafter.complete`; guesses are right more often than not."""
         batch = self._draft_batch.apply(StepDelta(delta.step, delta.drafting, delta.ended))
         wanted = {each.seq_id: each.num_drafts for each in delta.drafting}
         drafts = {each.seq_id: self._guess(each, wanted[each.seq_id]) for each in batch.sequences}

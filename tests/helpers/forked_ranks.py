@@ -29,7 +29,7 @@ async def spawn(directory: Path, rank: int) -> ForkedRank:
 
 
 class ForkedRank:
-    """As much of `asyncio.subprocess.Process` as an executor uses."""
+    """Has as much of `asyncio.subprocess.Process` as an executor uses."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         theirs, self._stdin = warm().Pipe(duplex=False)

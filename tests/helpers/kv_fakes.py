@@ -143,7 +143,7 @@ class FakeNode:
         return self.multi(rank).children
 
     async def call(self, rank: int, message: bytes) -> bytes:
-        """As executors do: a single rank is in the node's process."""
+        """Does as executors do: a single rank is in the node's process."""
         alone = len(self.ranks) == 1
         if alone and (answer := self.ranks[rank].handle_at_once(message)) is not None:
             return answer

@@ -18,6 +18,7 @@ from pdserve.common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 
+PATIENCE = 240.0  # seconds for an answer; the first one comes after torch is imported
 Work = Callable[..., Any]
 """Called as `work(state, *args)` in each rank; a module's function."""
 
@@ -25,7 +26,7 @@ Work = Callable[..., Any]
 class Ranks:
     """`run` gives what `work` returned on each rank, or fails with the traceback of one."""
 
-    def __init__(self, size: int, folder: Path, timeout: float = 20.0) -> None:
+    def __init__(self, size: int, folder: Path, timeout: float = 60.0) -> None:
         context = warm()
         self._pipes: list[Connection] = []
         self.processes = []
@@ -49,7 +50,7 @@ class Ranks:
             pipe.send((work, args, layout))
         return count
 
-    def results(self, ranks: Any, seconds: float = 60.0) -> list[Any]:
+    def results(self, ranks: Any, seconds: float = PATIENCE) -> list[Any]:
         answers = {}
         for rank in ranks:
             assert wait([self._pipes[rank]], seconds), f"rank {rank} does not answer"

@@ -66,7 +66,7 @@ def scaled(matrix: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def pack_quantized(matrix: Tensor, bits: int, symmetric: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """As `scaled`, 32 weights to a group, packed along inputs from the low bits on."""
+    """Does as `scaled`: 32 weights to a group, packed along inputs from the low bits on."""
     groups = matrix.unflatten(1, (-1, 32))
     least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     high, low = groups.amax(2).clamp_min(0), groups.amin(2).clamp_max(0)

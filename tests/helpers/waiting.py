@@ -15,7 +15,7 @@ async def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Non
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """As `eventually`, where no loop runs."""
+    """Waits as `eventually` does, where no loop runs."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not in {seconds} s"

@@ -41,7 +41,7 @@ def _serve(_: str) -> int:
 
 
 class Peer:
-    """As much of `subprocess.Popen` as the kit uses."""
+    """Has as much of `subprocess.Popen` as the kit uses."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

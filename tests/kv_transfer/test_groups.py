@@ -153,7 +153,7 @@ def part(full: torch.Tensor, rect: Rect) -> torch.Tensor:
 
 
 def announce(transfer: SendTransfer, firsts: Sequence[int] = (0, 2, 0)) -> None:
-    """As a prefill node does after chunks of 2 and 3 blocks."""
+    """Does as a prefill node does after chunks of 2 and 3 blocks."""
     for start, end in ((0, 2), (2, 5)):
         for group, first in enumerate(firsts):
             begin = max(start, first)

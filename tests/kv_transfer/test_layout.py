@@ -172,7 +172,7 @@ def test_copied_blocks_are_those_and_no_others(
 
 
 def rows(data: np.ndarray, place: BlockLayout) -> np.ndarray:
-    """As `[planes, blocks, heads, bytes]`."""
+    """Returns it as `[planes, blocks, heads, bytes]`."""
     shape = (2 * place.rect.num_layers, place.num_blocks, place.rect.num_heads, place.head_nbytes)
     return data.reshape(shape)
 

@@ -60,7 +60,7 @@ def frame(mover: channel.Mover) -> Frame:
 
 
 def staged_mover(monkeypatch: pytest.MonkeyPatch, where: CacheView, wire: Any) -> channel.Mover:
-    """As tcp has it for a CUDA cache, with staging memory that is not pinned."""
+    """Makes what tcp has for a CUDA cache, with staging memory that is not pinned."""
     mover = channel.PipeMover(where, wire)
     mover._on_host = False
     staging = torch.empty(channel.FRAME_NBYTES, dtype=torch.uint8)

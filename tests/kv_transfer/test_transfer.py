@@ -297,7 +297,7 @@ async def test_ticket_survives_the_wire_and_is_checked() -> None:
 
 
 class Clock:
-    """As much of an event loop as a lease uses; its time is what a test says."""
+    """Has as much of an event loop as a lease uses; its time is what a test says."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -195,7 +195,7 @@ async def test_a_rank_that_failed_is_its_own_node_s_fault() -> None:
 
 
 async def test_runs_that_a_rank_takes_at_once_starve_nobody() -> None:
-    """As many as a failover announces again; the rank is one of this process."""
+    """They are as many as a failover announces again; the rank is one of this process."""
     turns, taken = 0, Counter[int]()  # of this task; commands in each
 
     async def at_once(rank: int, message: bytes) -> bytes:

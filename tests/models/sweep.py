@@ -3,7 +3,8 @@
 For every class that the installed transformers has for causal language models it makes a tiny
 checkpoint (seeded random weights, float32) and compares with transformers: the log-probabilities of
 a prompt of 60 tokens, in chunks over the cache, and 16 greedy tokens where the best two logits are
-apart. Those of the transformers path run on two tensor-parallel ranks and as two stages too.
+apart. Those of the transformers path run in other ways too: on two tensor-parallel ranks, as two
+stages, with experts spread over two ranks, with a LoRA adapter, and with weights rounded to int8.
 Each class has a process of its own. Writes `common/model/models.json`, from which
 `pdserve models` and docs/models.md are made:
 
@@ -179,7 +180,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES["gemma4_unified_text"] = CASES["gemma4_text"]
 CASES["inkling2_loop_text"] = CASES["inkling2_text"]
-"""What a class needs beyond `SIZES`."""
+"""Sizes that a class needs beyond `SIZES`."""
 SEEN = {
     "patch_size": 4,
     "image_size": 16,
@@ -270,11 +271,11 @@ def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
         if why := _difference(found, expected):
             return {"result": "differs", "why": why}
         exact = []
-        for what, tp, pp in (("TP", 2, 1), ("PP", 1, 2)):
-            if spec.impl == "native" or not split:
-                continue
+        for what, check in WAYS.items() if spec.impl != "native" and split else ():
             try:
-                why = _difference(logits(folder, spec, tokens, tp, pp), expected)
+                why = check(folder, spec, tokens, reference)
+            except ConfigError:
+                continue  # it is refused
             except Exception as error:
                 why = _first(error)
             if why:
@@ -285,8 +286,105 @@ def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
         "result": "exact",
         "path": spec.impl,
         "kv": _kv(spec),
-        **({"split": ", ".join(exact)} if exact else {}),
+        **({"with": ", ".join(exact)} if exact else {}),
     }
+
+
+# ---- other ways to run a class ----
+
+
+def _two_ranks(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
+    return _difference(logits(folder, spec, tokens, tp=2), _right(reference, tokens))
+
+
+def _two_stages(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
+    return _difference(logits(folder, spec, tokens, pp=2), _right(reference, tokens))
+
+
+def _spread(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
+    spec.validate_expert_parallel(2, 2)
+    return _difference(logits(folder, spec, tokens, tp=2, spread=True), _right(reference, tokens))
+
+
+def _with_adapter(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
+    import copy
+
+    import torch
+    from safetensors.torch import save_file
+
+    from pdserve.common.core.lora import AdapterFile
+
+    rank, tensors, changed = 2, {}, copy.deepcopy(reference)
+    for name, module in named_linears(changed, spec).items():
+        outputs, inputs = next(each[1:] for each in spec.linears if each[0] == name)
+        a, b = torch.randn(rank, inputs), 0.03 * torch.randn(outputs, rank)
+        tensors |= dict(zip(AdapterFile.tensor_names(name), (a, b), strict=True))
+        with torch.no_grad():
+            _as_linear(module).add_(b @ a)
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    found = logits(folder, spec, tokens, adapter=adapter)
+    return _difference(found, _right(changed, tokens))
+
+
+def _rounded(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
+    found = logits(folder, spec, tokens, quantization="int8")
+    return _difference(found, _right(rounded_model(reference, spec), tokens))
+
+
+WAYS = {
+    "TP": _two_ranks,
+    "PP": _two_stages,
+    "EP": _spread,
+    "LoRA": _with_adapter,
+    "int8": _rounded,
+}
+"""Return what differs from `reference`."""
+
+
+def _right(model: Any, tokens: Any) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return model(tokens[None], use_cache=False).logits[0]
+
+
+def named_linears(model: Any, spec: Any) -> dict[str, Any]:
+    """Returns the modules of transformers' model that adapters may change, by the spec's names."""
+    from pdserve.common.core.towers import text_name
+
+    modules = dict(model.named_modules())
+    by_text = {text_name(name) or name: module for name, module in modules.items()}
+    return {name: modules.get(name) or by_text[name] for name, _, _ in spec.linears}
+
+
+def _as_linear(module: Any) -> Any:
+    """Returns its matrix `[out, in]`."""
+    from transformers.pytorch_utils import Conv1D
+
+    return module.weight.t() if isinstance(module, Conv1D) else module.weight
+
+
+def rounded_model(model: Any, spec: Any) -> Any:
+    """Returns a copy of transformers' model of which the weights are those that `--quantization
+    int8` rounds to."""
+    import copy
+
+    import torch
+
+    from pdserve.common.model.weights import channel_scales, rounded
+
+    model = copy.deepcopy(model)
+    heads = [each for each in [model.get_output_embeddings()] if each is not None]
+    with torch.no_grad():
+        for module in (*named_linears(model, spec).values(), *heads):
+            weight = _as_linear(module)
+            scales = channel_scales(weight, torch.float32)
+            weight.copy_(rounded(weight, scales) * scales[:, None])
+    return model
 
 
 def _without_model(kind: Any, model_class: Any, folder: Path, why: str) -> dict[str, Any]:
@@ -316,21 +414,34 @@ def _kv(spec: Any) -> str:
     return "windows" if any(group.window for group in spec.kv_groups) else "full"
 
 
-def logits(folder: Path, spec: Any, tokens: Any, tp: int = 1, pp: int = 1) -> Any:
+def logits(
+    folder: Path,
+    spec: Any,
+    tokens: Any,
+    tp: int = 1,
+    pp: int = 1,
+    spread: bool = False,
+    adapter: Path | None = None,
+    **options: Any,
+) -> Any:
     """Returns the logits of `tokens`, the first 60 of them a prompt in chunks, by `tp` ranks, which
-    are threads, or `pp` stages. Each step has a token of another sequence before them."""
+    are threads, or `pp` stages; experts may be `spread` over the ranks. `options` are a
+    `ModelConfig`'s. Each step has a token of another sequence before them."""
     import torch
 
     from crowd import Crowd
     from pdserve.common.config.node import ModelConfig
+    from pdserve.common.distributed.all2all import Replicated
+    from pdserve.common.distributed.group import GroupCoordinator
     from pdserve.common.model.attention import AttentionBatch
     from pdserve.common.model.implementation import load_decoder
     from pdserve.common.model.sharding import Sharding
     from pdserve.common.model.stages import pipeline_stages
 
     def work(member: Any) -> Any:
-        sharding = Sharding(member, torch.device("cpu"), torch.float32)
-        config = ModelConfig(model=str(folder))
+        all2all = Replicated(member if spread else GroupCoordinator())
+        sharding = Sharding(member, torch.device("cpu"), torch.float32, all2all)
+        config = ModelConfig(model=str(folder), **options)
         stages = []
         for stage in pipeline_stages(spec.num_layers, pp):
             model = load_decoder(spec, config, sharding, stage)
@@ -351,7 +462,8 @@ def logits(folder: Path, spec: Any, tokens: Any, tp: int = 1, pp: int = 1) -> An
             hidden = tokens[positions]
             for model, caches in stages:
                 contexts = model.prepare(batch * len(spec.kv_groups))
-                hidden = model.forward(hidden, positions, contexts, caches)
+                lora = None if adapter is None else _of_step(model, adapter, end - start)
+                hidden = model.forward(hidden, positions, contexts, caches, lora)
             return model.compute_logits(hidden)[1:]
 
         cuts = [0, 30, 59, *range(60, len(tokens) + 1)]
@@ -359,6 +471,17 @@ def logits(folder: Path, spec: Any, tokens: Any, tp: int = 1, pp: int = 1) -> An
 
     found: list[Any] = Crowd(tp).run(work)
     return found[-1]
+
+
+def _of_step(model: Any, adapter: Path, count: int) -> Any:
+    """Returns the adapter for a step with a row of none before `count` rows of it."""
+    import torch
+
+    from pdserve.common.core.lora import read_adapter
+    from pdserve.common.model.lora import StepLoRA, load_pairs
+
+    pairs = load_pairs(model, read_adapter(adapter, model.spec, 16))
+    return StepLoRA([(pairs, torch.arange(1, count + 1))])
 
 
 def _greedy(reference: Any) -> tuple[Any, Any]:

@@ -83,7 +83,7 @@ def turn(role: str, text: str) -> str:
 
 
 def called(calls: list[Call]) -> str:
-    """As Hermes models write them."""
+    """Writes them as Hermes models do."""
     return "\n".join(
         f"{TOOL_CALL}\n"
         + json.dumps({"name": name, "arguments": arguments})

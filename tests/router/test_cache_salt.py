@@ -34,7 +34,9 @@ def test_a_job_carries_its_salt_wherever_it_goes_on() -> None:
     job = GenerateJob("r", (1, 2, 3), SamplingParams(), cache_salt="a", adapter="b")
     assert job_from_pb(job_to_pb(job)) == job
     adapter = Adapter("name", "/folder", digest="b")
-    request = GenerationRequest("r", (1, 2, 3), SamplingParams(), cache_salt="a", adapter=adapter)
+    request = GenerationRequest(
+        "r", (1, 2, 3), SamplingParams(), skip_special_tokens=False, cache_salt="a", adapter=adapter
+    )
     after_failure: Any = RequestState(
         request,
         lambda update: None,

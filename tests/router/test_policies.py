@@ -24,7 +24,7 @@ from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.cost import Cost, Sessions
 from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.policies import BUILT_IN, PowerOfTwo, PrefixAware, load_policy
-from pdserve.router.cluster.policy import Policy, PolicyRequest, Rates
+from pdserve.router.cluster.policy import NOT_MEASURED, Policy, PolicyRequest, Rates
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.kit import checks
 from pdserve.router.kit.checks import check_policy
@@ -383,7 +383,8 @@ class World:
         return {n: self.cached[n.id] for n in self.registry.nodes() if n.id in self.cached}
 
     def run(self) -> RequestState:
-        request = GenerationRequest("r", TOKENS, SamplingParams(max_tokens=4))
+        sampling = SamplingParams(max_tokens=4)
+        request = GenerationRequest("r", TOKENS, sampling, skip_special_tokens=False)
         return RequestState(request, lambda update: None, None, RoutingConfig(queue_timeout=0))
 
     async def place(self) -> tuple[str, int]:
@@ -442,3 +443,14 @@ async def test_whatever_a_policy_does_load_decides(
         assert (await world.place())[0] == "p0"
     assert f"load decides: {why}" in caplog.text
     assert world.count("placement_policy_failures") >= 1
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, 1e300, float("inf"), float("nan")])
+async def test_a_rate_that_cannot_be_counts_as_not_measured(rate: float) -> None:
+    world = World("cost")
+    told = pb.NodeLoad(healthy=True, rates=pb.Rates(prefill=rate, step=0.02, transfer=1e-6))
+    world.registry.heartbeat("p0", told)
+    node = next(each for each in world.registry.nodes() if each.id == "p0")
+    assert node.rates == (Rates(step=0.02, transfer=1e-6) if rate == 0 else NOT_MEASURED)
+    assert {(await world.place())[0] for _ in range(8)} == {"p0", "p1"}
+    assert world.count("placement_policy_failures") == 0

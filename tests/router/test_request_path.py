@@ -102,7 +102,7 @@ def breakers(cluster: FakeCluster) -> set[BreakerState]:
 
 
 async def stood_still_and_lost(context: Any) -> None:
-    """As after a SIGSTOP, or a step of the loop that took long: connections are gone."""
+    """So it is after a SIGSTOP, or a step of the loop that took long: connections are gone."""
     stand_still(STANDSTILL + 0.2)
     await context.abort(grpc.StatusCode.UNAVAILABLE, "ping timeout")
 

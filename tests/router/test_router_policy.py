@@ -57,7 +57,7 @@ def add(
 
 
 def add_all(registry, words):
-    """As `p0 d0 d1=g b0`: a node for each word; its role is the letter, its version behind `=`."""
+    """Adds `p0 d0 d1=g b0`: a node a word; its letter is the role, behind `=` is its version."""
     roles = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE, "b": pb.ROLE_BOTH}
     for node_id, _, fingerprint in (word.partition("=") for word in words.split()):
         connector = "" if node_id[0] == "b" else "tcp"
@@ -67,7 +67,8 @@ def add_all(registry, words):
 
 def a_run(num_tokens=8, **options) -> RequestState:
     sampling = SamplingParams(max_tokens=4)
-    request = GenerationRequest("r", tuple(range(num_tokens)), sampling)
+    # No token is made into text.
+    request = GenerationRequest("r", tuple(range(num_tokens)), sampling, skip_special_tokens=False)
     return RequestState(
         request, lambda update: None, None, RoutingConfig(queue_timeout=0, **options)
     )

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from pdserve.common.model.hf.attention import Answers
 from pdserve.common.model.kernels.ops import Kernels
-from pdserve.common.model.weights import WeightMatrix
+from pdserve.common.model.weights import Int8Matrix, WeightMatrix
 
 Value = Any  # a `torch.fx.Node`, whose arguments torch types too loosely
 
@@ -37,16 +37,13 @@ class Norm:
         return total[None], normed[None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Product:
-    """Linear layers with one input: `[…, in] → […, Σ out]`."""
+    """Linear layers with one input: `[…, in] → […, Σ out]`. `quantize.py` may round its matrix."""
 
-    matrix: WeightMatrix
+    matrix: WeightMatrix | Int8Matrix
     bias: Tensor | None
-
-    @property
-    def width(self) -> int:
-        return len(self.matrix.tensor)
+    width: int
 
     def __call__(self, x: Tensor) -> Tensor:
         found = self.matrix.linear(x.reshape(-1, x.shape[-1]), self.bias)

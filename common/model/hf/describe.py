@@ -39,6 +39,7 @@ from pdserve.common.model.hf.positions import takes_positions
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 3  # of the run
+MAX_LAYERS = 1024  # which take seconds to be described
 MAX_REASON = 160  # characters of another library's error
 LAYERS = {
     "conv": "a short convolution, whose state is not supported",
@@ -130,17 +131,19 @@ def name_of(config: Any) -> str:
 
 
 def _stored(name: str, folder: Path, overrides: Mapping[str, Any]) -> StoredWeights | None:
-    """Returns the format of weights that are dequantized while they are loaded. Raises ConfigError
-    for one whose weights would stay packed."""
+    """Returns the format of weights that are dequantized while they are loaded: packed ones, too.
+    Raises ConfigError for GGUF files."""
     config = overridden(read_json(folder / "config.json"), overrides)
     settings = native_text(config).get("quantization_config")
     packed, stored = weight_formats(settings, has_experts=False)
-    if packed is not None:
+    if packed is None or settings is None:
+        return stored
+    if settings.get("quant_method") == "gguf":
         raise ConfigError(
-            f"{name} runs through transformers, where {packed.method} weights are not supported; "
-            "FP8, INT8 and MXFP4 ones are, dequantized"
+            f"{name} runs through transformers, where the packed weights of GGUF files are not "
+            "supported: serve the files of the model that it is made of"
         )
-    return stored
+    return StoredWeights(packed.method, grouped=packed, everywhere=True)
 
 
 def first_line(error: Exception) -> str:
@@ -251,6 +254,10 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     config = read_config(folder, overrides)
     model_class(config)
     name = name_of(config)
+    if (count := getattr(config, "num_hidden_layers", 0) or 0) > MAX_LAYERS:
+        raise ConfigError(
+            f"config.json: {name} has {count} layers, and no more than {MAX_LAYERS} are served"
+        )
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         known = ("hybrid",) if config.model_type in BESIDE else ("conv", "linear_attention")
         if layer_type in LAYERS and not (layer_type in known and _has_states(config)):

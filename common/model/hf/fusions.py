@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -37,6 +37,8 @@ from pdserve.common.model.weights import WeightMatrix
 
 Release = Callable[[Tensor], None]
 Groups = Sequence[tuple[str, ...]]
+Products = Mapping[tuple[str, ...], Product]
+"""Products by the names of their parameters."""
 ROUNDING = 4.0  # steps of a dtype by which two ways to compute a norm may differ
 
 
@@ -46,25 +48,29 @@ def fuse(
     kernels: Kernels,
     layers: frozenset[int],
     adapted: Collection[str],
+    tables: Set[str],
     release: Release,
-) -> Groups:
+) -> tuple[Groups, Products]:
     """Rewrites the graphs in place. Returns the names of linear layers that became one product, of
-    those whose products have adapters.
+    those whose products have adapters, and all products.
 
     Args:
         layers: those whose attention is the backend's as it is.
         adapted: names of linear layers that may have LoRA adapters.
+        tables: names of embeddings that are products too, as those are that a graph also
+            multiplies by.
         release: is called with tensors that are no longer needed: their numbers were copied.
     """
     for graph in graphs:
         drop_unused(graph)
-    groups = _Linears(graphs, tensors, kernels, release).replace(adapted)
+    linears = _Linears(graphs, tensors, kernels, release)
+    groups = linears.replace(adapted, tables)
     for graph in graphs:
         _fuse_swiglu(graph, kernels)
         fuse_attention(graph, layers)
         drop_unused(graph)
         _fuse_sums(graph)
-    return groups
+    return groups, linears.products
 
 
 # ---- norms ----
@@ -141,7 +147,7 @@ class _Linears:
         release: Release,
     ) -> None:
         self._tensors, self._kernels, self._release = tensors, kernels, release
-        self._products: dict[tuple[str, ...], Product] = {}
+        self.products: dict[tuple[str, ...], Product] = {}
         self._looked_up: dict[str, list[Value]] = defaultdict(list)
         self._together: dict[Any, list[_Linear]] = defaultdict(list)
         others: set[str] = set()
@@ -155,6 +161,7 @@ class _Linears:
                     self._looked_up[str(node.target)].append(user)
                 elif linear is None:
                     others.add(str(node.target))
+        self._others = others
         self._group([each for each in found if each.weight not in others])
 
     def _group(self, linears: Sequence[_Linear]) -> None:
@@ -166,7 +173,7 @@ class _Linears:
             if self._tensors[each.weight].ndim == 2:
                 self._together[each.x, owner, each.bias is None, each.transposed].append(each)
 
-    def replace(self, adapted: Collection[str]) -> Groups:
+    def replace(self, adapted: Collection[str], tables: Set[str]) -> Groups:
         groups = []
         for group in self._together.values():
             product = self._product(group)
@@ -176,9 +183,15 @@ class _Linears:
                 self._put(AdaptedProduct(product, names[0]), product.width, group)
             else:
                 self._put(product, product.width, group)
-            for node in self._looked_up.get(group[0].weight, ()):
-                node.target, node.args, node.kwargs = product.rows, (node.args[0],), {}
+            self._look_up(group[0].weight, product)
+        for name in self._looked_up.keys() & tables - self._others:
+            if (name,) not in self.products:
+                self._look_up(name, self._made((name,), [self._tensors.pop(name)], None))
         return groups
+
+    def _look_up(self, name: str, product: Product) -> None:
+        for node in self._looked_up.get(name, ()):
+            node.target, node.args, node.kwargs = product.rows, (node.args[0],), {}
 
     def _put(self, call: Product | AdaptedProduct, width: int, group: Sequence[_Linear]) -> None:
         first = group[0].node
@@ -195,18 +208,29 @@ class _Linears:
 
     def _product(self, group: Sequence[_Linear]) -> Product:
         names = tuple(each.weight for each in group)
-        if names not in self._products:
+        if names not in self.products:
             weights = [self._tensors.pop(name) for name in names]
-            columns = [each.t() for each in weights] if group[0].transposed else weights
-            shape = sum(map(len, columns)), columns[0].shape[1]
-            matrix = WeightMatrix(weights[0].new_empty(shape), self._kernels)
-            torch.cat(columns, out=matrix.tensor)
-            matrix.pack()
-            for weight in weights:
-                self._release(weight)
             biases = [self._tensors[each.bias] for each in group if each.bias is not None]
-            self._products[names] = Product(matrix, torch.cat(biases) if biases else None)
-        return self._products[names]
+            bias = torch.cat(biases) if biases else None
+            self._made(names, weights, bias, group[0].transposed)
+        return self.products[names]
+
+    def _made(
+        self,
+        names: tuple[str, ...],
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        transposed: bool = False,
+    ) -> Product:
+        columns = [each.t() for each in weights] if transposed else weights
+        shape = sum(map(len, columns)), columns[0].shape[1]
+        matrix = WeightMatrix(weights[0].new_empty(shape), self._kernels)
+        torch.cat(list(columns), out=matrix.tensor)
+        matrix.pack()
+        for weight in weights:
+            self._release(weight)
+        self.products[names] = Product(matrix, bias, shape[0])
+        return self.products[names]
 
 
 # ---- activations and sums ----

@@ -47,4 +47,4 @@ def part_of(
     if (cut := cuts.get(f"{name}.weight")) is not None:
         ((start, end),) = cut.ranges
         kept[cut.dim ^ isinstance(module, Conv1D)] = slice(start, end)
-    return MatrixPart(name, whole, *kept)
+    return MatrixPart(name, whole, kept[0], kept[1])

@@ -37,7 +37,7 @@ MIXERS = {
 BESIDE = {"falcon_h1": "FalconH1Attention"}
 """The class of attention that layers have beside such a one: it counts as a layer before it."""
 FROM_NOTHING = ("JambaMambaMixer",)
-"""Those whose code computes several tokens from no state alone."""
+"""Classes whose code computes several tokens from no state alone."""
 
 
 class States:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from pdserve.common.core.printable import some_of
 from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.model.attention import (
     AttentionBackend,
-    AttentionBatch,
     AttentionContext,
     AttentionShape,
     StepBackend,
@@ -48,7 +47,9 @@ from pdserve.common.model.hf.mixers import Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.parallel import Cut
 from pdserve.common.model.hf.pipeline import check_stage
-from pdserve.common.model.hf.steps import ClassSteps, Recorded, Steps
+from pdserve.common.model.hf.probe import difference, probe
+from pdserve.common.model.hf.quantize import needs_graph, round_products, tables_of
+from pdserve.common.model.hf.steps import ClassSteps, GraphSteps, Recorded, Steps
 from pdserve.common.model.hf.trace import RecordedRanks
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.layers import LoRA
@@ -60,9 +61,6 @@ from pdserve.common.model.weights import MatrixPart
 logger = logging.getLogger(__name__)
 
 _BUILDING = threading.Lock()  # transformers changes its own classes while it makes a model
-PROBE_BLOCK = 16  # tokens of the only block of a cache to try a graph with
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""How far a graph and its class may be apart, in parts of the largest number."""
 
 
 class Differs(Exception):
@@ -99,6 +97,7 @@ class TransformersModel(Decoder):
 
         Raises:
             Differs: the graph computes something else. The model is unusable.
+        ConfigError: the model is to be quantized, and cannot be recorded.
         """
         assert isinstance(self._steps, ClassSteps)
         try:
@@ -107,19 +106,34 @@ class TransformersModel(Decoder):
         except Exception as error:  # whatever a class of transformers does
             logger.debug("%s is not recorded", self.spec.architecture, exc_info=True)
             why = first_line(error)
+            if self.spec.quantization is not None:
+                raise needs_graph(self.spec.architecture, why) from error
             logger.info("%s runs by its class's own code: %s", self.spec.architecture, why)
             return
         self.attentions, plain = self._backends(recorded.calls)
+        rounds = self.spec.quantization is not None
+        tables = tables_of(self._steps.model).keys() if rounds else frozenset[str]()
         with torch.inference_mode():
-            expected = probe(self)
+            expected = probe(self, self.group)
             try:
-                self._steps = recorded.fused(plain)
-                why = difference(probe(self), expected)
+                self._steps = recorded.fused(plain, tables)
+                why = difference(probe(self, self.group), expected)
             except Exception as error:
                 logger.debug("%s's graph fails", self.spec.architecture, exc_info=True)
                 raise Differs(first_line(error)) from error
         if why:
             raise Differs(why)
+        if rounds:
+            with torch.inference_mode():
+                self._round(tables)
+
+    def _round(self, tables: Set[str]) -> None:
+        assert isinstance(self._steps, GraphSteps)
+        names = {f"{name}.weight": part for name, part in self._parts.items()}
+        parts = {name for name, part in names.items() if part.columns != slice(0, part.shape[1])}
+        self._bytes -= round_products(
+            self._steps.products, names.keys() | tables, parts, self.group, self.kernels
+        )
 
     def _backends(self, calls: Mapping[int, Node]) -> tuple[list[StepBackend], frozenset[int]]:
         """Returns a backend for each KV group, and the layers that ask for no more than it does:
@@ -271,46 +285,6 @@ class _Step(Answers):
         return out[None]
 
 
-def probe(model: TransformersModel) -> list[Tensor]:
-    """Returns what a model computes of some inputs, over caches of its own."""
-    chance = torch.Generator().manual_seed(0)
-    found = []
-    for count in (1, 7):
-        positions = torch.arange(count)
-        if model.stage.first:
-            inputs = torch.randint(model.spec.vocab_size, (count,), generator=chance)
-        else:
-            inputs = torch.randn(count, model.spec.hidden_size, generator=chance).to(model.dtype)
-        caches = [_small_cache(model, kv) for kv in model.spec.kv_groups]
-        batch = AttentionBatch([count], [0], [[0]], PROBE_BLOCK)
-        contexts = model.prepare([batch] * len(caches))
-        given = inputs.to(model.device), positions.to(model.device)
-        hidden = model.forward(*given, contexts, caches)
-        found += [hidden, *caches]
-        if model.stage.last:
-            found.append(model.compute_logits(hidden))
-    return found
-
-
-def _small_cache(model: TransformersModel, kv: KVGroup) -> Tensor:
-    start, end = kv.head_range(model.group.rank, model.group.size)
-    first, last = kv.layers_between(model.stage.start, model.stage.end)
-    size = (last - first, kv.planes, 1, end - start, PROBE_BLOCK, kv.head_dim)
-    return torch.zeros(size, dtype=model.dtype, device=model.device)
-
-
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Says how far results of `probe` are apart, if that is more than rounding."""
-    for ours, theirs in zip(found, expected, strict=True):
-        if not theirs.numel():  # layers of other stages
-            continue
-        off = (ours.float() - theirs.float()).abs().max().item()
-        off /= max(1e-6, theirs.abs().max().item())
-        if not off < TOLERANCE[found[0].dtype]:
-            return f"a step differs by {off:.2g} of its largest number"
-    return ""
-
-
 def load_transformers_model(
     spec: ModelSpec,
     config: ModelConfig,
@@ -325,12 +299,15 @@ def load_transformers_model(
             the message lists differences.
     """
     assert config.model is not None
+    spec = spec.quantized(config.quantization)
     folder = folder or ModelFolder(config.model)
     with _BUILDING:
         model = _load(spec, config, sharding, stage, folder)
     try:
         model.record()
     except Differs as error:
+        if spec.quantization is not None:
+            raise needs_graph(spec.architecture, str(error)) from error
         if type(folder) is not ModelFolder:  # others read, and wait for no one
             raise ConfigError(
                 f"the graph of {spec.architecture} is of no use ({error}), and --load-broadcast "

@@ -13,11 +13,11 @@ import torch
 from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.hf.describe import build, read_config
-from pdserve.common.model.hf.experts import experts_of, sizes_of
 from pdserve.common.model.hf.layout import choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, size_of
 from pdserve.common.model.hf.parallel import OutlineRanks
 from pdserve.common.model.hf.pipeline import check_stage
+from pdserve.common.model.hf.quantize import tables_of
 from pdserve.common.model.rank_weights import RankWeights, WeightsOf
 from pdserve.common.model.stages import Stage
 
@@ -37,7 +37,7 @@ def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> W
         return RankWeights(
             nbytes=sum(each.nbytes for each in model.parameters()),
             linears=tuple(map(tuple, _linears(spec, model))),
-            experts=tuple(size for each in experts_of(model) for size in sizes_of(each)),
+            tables=tuple((len(each), each.shape[1]) for each in tables_of(model).values()),
         )
 
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from pdserve.common.model.hf.adapt import layers_of
 from pdserve.common.model.hf.attention import Answers, answering
 from pdserve.common.model.hf.calls import Norm
 from pdserve.common.model.hf.experts import experts_of
-from pdserve.common.model.hf.fusions import Groups, fuse, norms_of
+from pdserve.common.model.hf.fusions import Groups, Products, fuse, norms_of
 from pdserve.common.model.hf.linears import let_adapt
 from pdserve.common.model.hf.pipeline import StageRun
 from pdserve.common.model.hf.program import Program
@@ -113,6 +113,7 @@ class GraphSteps:
     body: Program
     head: Program | None  # None: the stage has none
     adapted: Groups
+    products: Products
 
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
         return self.body(inputs, positions, step)
@@ -139,15 +140,17 @@ class Recorded:
         found = (node for node in self._body.nodes if isinstance(node.target, Attend))
         self.calls = {node.target.layer: node for node in found}
 
-    def fused(self, plain: frozenset[int]) -> GraphSteps:
+    def fused(self, plain: frozenset[int], tables: Set[str]) -> GraphSteps:
         """Returns the graphs with our kernels, which use up the class's weights. `plain`: layers
-        whose attention is the backend's as it is."""
+        whose attention is the backend's as it is; `tables`: as `fuse` has them."""
         graphs = [self._body] if self._head is None else [self._body, self._head]
         names = {name for group in self._steps.adapted for name in group}
-        adapted = fuse(graphs, self._tensors, self._kernels, plain, names, self._release)
+        adapted, products = fuse(
+            graphs, self._tensors, self._kernels, plain, names, tables, self._release
+        )
         body = Program(self._body, self._tensors, "inputs")
         head = None if self._head is None else Program(self._head, self._tensors, "hidden")
-        return GraphSteps(body, head, adapted)
+        return GraphSteps(body, head, adapted, products)
 
     def _release(self, tensor: Tensor) -> None:
         for module in self._steps.model.modules():

@@ -4,7 +4,7 @@
 // Inputs are cut into runs, each of one group. A token's inputs of a run are rounded to multiples of
 // a step of their own: to a byte for 4-bit weights, which are tens of times less precise, to two
 // bytes for 8-bit weights. The sums over a run are of integers, exact; those over runs are float32,
-// in order. In float32 nothing is rounded, and all sums are in order. So a token's result depends
+// in order, within each block of inputs that tensor-parallel ranks may share (block_sums.h). In float32 nothing is rounded, and all sums are in order. So a token's result depends
 // neither on how many others there are nor on the number of threads.
 //
 // A word of four bytes of a row holds 8 or 4 numbers in order, each byte of 4-bit weights one of the
@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "block_sums.h"
 #include "packed.h"
 #include "tiles.h"
 
@@ -168,7 +169,7 @@ struct Exact {
 
 // As the Python side describes a matrix (`GroupedMatrix` of packed.py).
 struct Grouped {
-    int64_t bits, rows, inputs, run, groups;  // run: inputs
+    int64_t bits, rows, inputs, block, run, groups;  // block, run: inputs
     const uint32_t* words;
     const int32_t* order;   // input of each place, or null: as they are
     const int32_t* groups_of_runs;
@@ -183,11 +184,13 @@ namespace {
 template <typename T>
 struct Layer : Grouped {
     const T* bias;  // or null
-    T* out;  // [tokens, rows]
+    T* out;         // [tokens, rows], or null
+    float* sums;    // the same, before they are rounded
 
     int64_t words_of_run() const { return run * bits / 32; }
     int64_t words_of_row() const { return inputs * bits / 32; }
     int64_t runs() const { return inputs / run; }
+    int64_t runs_of_block() const { return block / run; }
     int64_t units() const { return inputs / 4; }  // a token's Inputs
 
     // Of LANES rows, and a run.
@@ -201,6 +204,7 @@ struct Layer : Grouped {
     INLINE void finish(int64_t token, int64_t row, Vec sum) const {
         const int64_t some = std::min<int64_t>(LANES, rows - row);
         if (some <= 0) return;
+        if (!out) return store_some(sums + token * rows + row, sum, some);
         if (bias) sum += load_some(bias + row, some);
         store_some(out + token * rows + row, sum, some);
     }
@@ -214,9 +218,10 @@ __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t 
                                     const Step* steps) {
     constexpr int PARTS = 8 / BITS;
     const int64_t apart = layer.words_of_row() * LANES, runs = layer.runs();
-    const int64_t count = layer.words_of_run();
+    const int64_t count = layer.words_of_run(), block = layer.runs_of_block();
     const uint32_t* words = layer.words + row * layer.words_of_row();
-    Vec totals[TOKENS][WIDTH] = {};
+    Vec totals[TOKENS * WIDTH] = {};
+    BlockSums<TOKENS * WIDTH> tree(layer.inputs / layer.block);
     for (int64_t run = 0; run < runs; run++) {
         typename Kind::Sum sums[TOKENS][WIDTH] = {};
         for (int64_t k = 0; k < count; k++, words += LANES) {
@@ -244,16 +249,19 @@ __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t 
             for (int t = 0; t < TOKENS; t++) {
                 const Vec all = Kind::result(sums[t][v], steps[t]);
                 const Vec shifted = fma(-zero, broadcast(steps[t].sum), all);
-                totals[t][v] = fma(scale, shifted, totals[t][v]);
+                totals[t * WIDTH + v] = fma(scale, shifted, totals[t * WIDTH + v]);
             }
         }
         steps += TOKENS;
+        if ((run + 1) % block == 0 && !tree.add(run / block, totals))
+#pragma GCC unroll 32
+            for (int i = 0; i < TOKENS * WIDTH; i++) totals[i] = Vec{};
     }
 #pragma GCC unroll 16
     for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++)
-            if (t < real) layer.finish(first + t, row + v * LANES, totals[t][v]);
+            if (t < real) layer.finish(first + t, row + v * LANES, totals[t * WIDTH + v]);
 }
 
 // The tokens of the next tile, if `left` are left: all, rounded up to a size that exists, or as
@@ -353,7 +361,8 @@ void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_
         share_ranges(team, groups, tile_of(GROUP * row), [&](int64_t from, int64_t to) {
             multiply_rows<Kind, BITS>(layer, from * GROUP, to * GROUP, some, prepared);
         });
-        layer.out += some * layer.rows;
+        if (layer.out) layer.out += some * layer.rows;
+        if (layer.sums) layer.sums += some * layer.rows;
     }
 }
 
@@ -379,8 +388,10 @@ struct PlainPlace {
 }  // namespace
 
 // out[t] = x[t] · weightᵀ + bias, for `count` tokens whose rows are `stride` apart. `bias` may be null.
+// `partial`: out is float32, without `bias`.
 EXPORT void grouped_linear(int64_t dtype, int64_t threads, int64_t count, const void* x,
-                           int64_t stride, const void* matrix, const void* bias, void* out) {
+                           int64_t stride, const void* matrix, const void* bias, int64_t partial,
+                           void* out) {
     const Grouped& grouped = *(const Grouped*)matrix;
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -388,7 +399,8 @@ EXPORT void grouped_linear(int64_t dtype, int64_t threads, int64_t count, const 
             constexpr bool exact = std::is_same<T, float>::value;
             using Four = typename std::conditional<exact, Exact, Rounded<1>>::type;
             using Eight = typename std::conditional<exact, Exact, Rounded<2>>::type;
-            const Layer<T> layer{grouped, (const T*)bias, (T*)out};
+            const Layer<T> layer{grouped, (const T*)bias, partial ? nullptr : (T*)out,
+                                 partial ? (float*)out : nullptr};
             if (grouped.bits == 4) {
                 multiply<Four, 4>(layer, threads, count, (const T*)x, stride);
             } else {

@@ -7,13 +7,15 @@
 // operands so, doi:10.1145/2764454.)
 //
 // Each output is one chain of sums over the inputs, in order, whatever else is in the batch: a
-// token's result depends neither on how many others there are nor on the number of threads.
+// token's result depends neither on how many others there are nor on the number of threads. Where
+// tensor-parallel ranks share the inputs there is a chain for each block of them (block_sums.h).
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "amx.h"
+#include "block_sums.h"
 #include "packed.h"
 #include "tiles.h"
 
@@ -33,7 +35,7 @@ INLINE float to_float(T x) {
     }
 }
 
-// A kind of product has, for one word of a token, `Input`; for the sums of LANES rows, `Sum`; what
+// A kind of product has, for one word of NUMBERS of a token, `Input`; for the sums of LANES rows, `Sum`; what
 // it knows of a token beside its inputs, `Token`. `prepare` makes a token's inputs, `stride` apart,
 // of its row; `result` turns sums into the product.
 
@@ -46,6 +48,7 @@ struct Plain {
 };
 
 struct Float32 : Plain {
+    static constexpr int64_t NUMBERS = 1;
     typedef float Input;
     template <typename T>
     static void prepare(const T* row, int64_t words, int64_t stride, Input* out, Token*) {
@@ -58,6 +61,7 @@ struct Float32 : Plain {
 
 #if defined(__AVX512BF16__)
 struct Bf16 : Plain {
+    static constexpr int64_t NUMBERS = 2;
     typedef uint32_t Input;
     template <typename T>
     static void prepare(const T* row, int64_t words, int64_t stride, Input* out, Token*) {
@@ -70,6 +74,7 @@ struct Bf16 : Plain {
 };
 #else
 struct Bf16 : Plain {
+    static constexpr int64_t NUMBERS = 2;
     struct Input {
         float first, second;
     };
@@ -87,6 +92,7 @@ struct Bf16 : Plain {
 
 // int8, of which 128 was added to each.
 struct Int8 : Plain {
+    static constexpr int64_t NUMBERS = 4;
     struct Input {
         float x[4];
     };
@@ -111,6 +117,7 @@ struct Int8 : Plain {
 // where sums start from.
 struct Int8Dot {
     static constexpr int SUMS = 2;
+    static constexpr int64_t NUMBERS = 4;
     struct Input {
         uint32_t high, low;  // four signed digits each
     };
@@ -174,51 +181,75 @@ template <typename T>
 struct Layer {
     const uint32_t* words;
     int64_t rows, inputs;  // inputs: in words
+    int64_t block;         // of inputs, in words
     const T* scales;       // of the rows, or null
     const T* bias;         // of the rows, or null
-    T* out;                // [tokens, rows]
+    T* out;                // [tokens, rows], or null
+    float* sums;           // the same, before they are rounded
+
+    int64_t blocks() const { return inputs / block; }
 };
 
 template <typename T>
-INLINE void finish(const Layer<T>& layer, int64_t token, int64_t row, Vec sum) {
-    if (layer.scales) sum *= load(layer.scales + row);
-    if (layer.bias) sum += load(layer.bias + row);
-    store(layer.out + token * layer.rows + row, sum);
+INLINE Vec scaled(const Layer<T>& layer, int64_t row, Vec sum) {
+    return layer.scales ? sum * load(layer.scales + row) : sum;
 }
 
-// TOKENS tokens from `first` on, of which `real` exist, by LANES · WIDTH rows. Asks for the next
-// rows' words meanwhile, if they are not in the cache yet.
+template <typename T>
+INLINE void finish(const Layer<T>& layer, int64_t token, int64_t row, Vec sum) {
+    const int64_t place = token * layer.rows + row;
+    if (!layer.out) return store(layer.sums + place, sum);
+    if (layer.bias) sum += load(layer.bias + row);
+    store(layer.out + place, sum);
+}
+
+// TOKENS tokens from `first` on, of which `real` exist, by LANES · WIDTH rows; `tokens`: of each
+// block of inputs. Asks for the next rows' words meanwhile, if they are not in the cache yet.
 template <typename Kind, int TOKENS, int WIDTH, bool FETCH, typename T>
 __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t first,
                                     int64_t real, const typename Kind::Input* x,
                                     const typename Kind::Token* tokens) {
-    typename Kind::Sum sums[TOKENS][WIDTH];
-    const int64_t apart = layer.inputs * LANES;
+    const int64_t apart = layer.inputs * LANES, blocks = layer.blocks();
     const uint32_t* words = layer.words + row * layer.inputs;
     const char* next = (const char*)(words + WIDTH * apart);
-#pragma GCC unroll 32
-    for (int t = 0; t < TOKENS; t++)
-#pragma GCC unroll 32
-        for (int v = 0; v < WIDTH; v++) sums[t][v] = Kind::start(tokens[t]);
-    for (int64_t k = 0; k < layer.inputs; k++) {
-        BitVec w[WIDTH];
-#pragma GCC unroll 32
-        for (int v = 0; v < WIDTH; v++) {
-            if (FETCH) __builtin_prefetch(next + 4 * LANES * (k * WIDTH + v));
-            w[v] = load_words(words + v * apart + k * LANES);
-        }
+    BlockSums<TOKENS * WIDTH> tree(blocks);
+    for (int64_t block = 0;; block++) {
+        typename Kind::Sum sums[TOKENS][WIDTH];
 #pragma GCC unroll 32
         for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 32
-            for (int v = 0; v < WIDTH; v++) sums[t][v] = Kind::add(sums[t][v], w[v], x[t]);
-        x += TOKENS;
+            for (int v = 0; v < WIDTH; v++) sums[t][v] = Kind::start(tokens[t * blocks + block]);
+        for (int64_t k = 0; k < layer.block; k++) {
+            BitVec w[WIDTH];
+#pragma GCC unroll 32
+            for (int v = 0; v < WIDTH; v++) {
+                if (FETCH) __builtin_prefetch(next + 4 * LANES * v);
+                w[v] = load_words(words + v * apart);
+            }
+#pragma GCC unroll 32
+            for (int t = 0; t < TOKENS; t++)
+#pragma GCC unroll 32
+                for (int v = 0; v < WIDTH; v++) sums[t][v] = Kind::add(sums[t][v], w[v], x[t]);
+            x += TOKENS;
+            words += LANES;
+            if (FETCH) next += 4 * LANES * WIDTH;
+        }
+        Vec totals[TOKENS * WIDTH];
+#pragma GCC unroll 32
+        for (int t = 0; t < TOKENS; t++)
+#pragma GCC unroll 32
+            for (int v = 0; v < WIDTH; v++)
+                totals[t * WIDTH + v] =
+                    scaled(layer, row + v * LANES,
+                           Kind::result(sums[t][v], tokens[t * blocks + block]));
+        if (!tree.add(block, totals)) continue;
+#pragma GCC unroll 32
+        for (int t = 0; t < TOKENS; t++)
+#pragma GCC unroll 32
+            for (int v = 0; v < WIDTH; v++)
+                if (t < real) finish(layer, first + t, row + v * LANES, totals[t * WIDTH + v]);
+        return;
     }
-#pragma GCC unroll 32
-    for (int t = 0; t < TOKENS; t++)
-#pragma GCC unroll 32
-        for (int v = 0; v < WIDTH; v++)
-            if (t < real)
-                finish(layer, first + t, row + v * LANES, Kind::result(sums[t][v], tokens[t]));
 }
 
 // The rows `begin … end`, whole groups, for one tile of tokens.
@@ -269,10 +300,11 @@ void multiply_rows(const Layer<T>& layer, int64_t begin, int64_t end, int64_t co
         for (int64_t t = 0, size; t < count; t += size) {
             size = tile_size<Kind>(count - t);
             const auto* inputs = x + t * layer.inputs;
+            const auto* infos = tokens + t * layer.blocks();
 #define TILES(SIZE)                                                                              \
     case SIZE:                                                                                   \
         if constexpr (2 * SIZE * Kind::SUMS <= REGISTERS)                                        \
-            tiles<Kind, SIZE>(layer, begin, stop, t, count - t, inputs, tokens + t, t == 0);     \
+            tiles<Kind, SIZE>(layer, begin, stop, t, count - t, inputs, infos, t == 0);     \
         break;
             switch (size) {
                 TILES(1) TILES(2) TILES(3) TILES(4) TILES(6) TILES(8) TILES(12)
@@ -287,19 +319,25 @@ void prepare_token(const Layer<T>& layer, int64_t token, int64_t count, const T*
                    typename Kind::Input* inputs, typename Kind::Token* tokens) {
     const int64_t first = token - token % tile_size<Kind>(count);  // all but the last are alike
     const int64_t size = tile_size<Kind>(count - first);
-    Kind::prepare(x + token * stride, layer.inputs, size,
-                  inputs + first * layer.inputs + (token - first), tokens + token);
+    auto* out = inputs + first * layer.inputs + (token - first);
+    const T* row = x + token * stride;
+    const int64_t step = layer.block * Kind::NUMBERS;
+    for (int64_t block = 0; block < layer.blocks(); block++)
+        Kind::prepare(row + block * step, layer.block, size, out + block * layer.block * size,
+                      tokens + token * layer.blocks() + block);
 }
 
 template <typename Kind, typename T>
 void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_t stride) {
     static thread_local std::vector<typename Kind::Input> buffer;
-    typename Kind::Token tokens[MAX_TOKENS + 12] = {};
+    static thread_local std::vector<typename Kind::Token> blocks;
     const int64_t groups = layer.rows / GROUP;
     for (int64_t first = 0; first < count; first += MAX_TOKENS) {
         const int64_t some = std::min(MAX_TOKENS, count - first);
         buffer.resize(std::max<size_t>(buffer.size(), (some + 12) * layer.inputs));
+        blocks.resize(std::max<size_t>(blocks.size(), (some + 12) * layer.blocks()));
         auto* inputs = buffer.data();
+        auto* tokens = blocks.data();
         const Cost cost(layer, some);
         for_rows(threads, some, layer.inputs, [&](int64_t t) {
             prepare_token<Kind>(layer, t, some, x + first * stride, stride, inputs, tokens);
@@ -307,7 +345,8 @@ void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_
         share_ranges(cost.team(threads), groups, cost.groups(), [&](int64_t from, int64_t to) {
             multiply_rows<Kind>(layer, from * GROUP, to * GROUP, some, inputs, tokens);
         });
-        layer.out += some * layer.rows;
+        if (layer.out) layer.out += some * layer.rows;
+        if (layer.sums) layer.sums += some * layer.rows;
     }
 }
 
@@ -316,12 +355,7 @@ void multiply(Layer<T> layer, int64_t threads, int64_t count, const T* x, int64_
 // one order here, too, and another one than vectors have: a matrix is multiplied by one of the two
 // for any number of tokens.
 
-bool fits_tiles(int64_t inputs) { return inputs % TILE == 0 && has_tiles(); }
-
-INLINE void finish_tile(const Layer<BFloat16>& layer, int64_t token, int64_t tokens, int64_t row,
-                        const float* sums) {
-    for (int64_t t = 0; t < tokens; t++) finish(layer, token + t, row, load(sums + t * TILE));
-}
+bool fits_tiles(int64_t block) { return block % TILE == 0 && has_tiles(); }
 
 // `first` tokens from `token` on, and `second` more behind them, by the rows `row … row+31`. Tiles 0
 // to 3 are sums of two sets of tokens by two panels of rows, 4 and 5 tokens, 6 and 7 rows. COLD: the
@@ -333,37 +367,43 @@ void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, in
     const BFloat16* one = x + token * stride;
     const BFloat16* other = one + TILE * stride;
     constexpr int64_t AHEAD = 4 << 10;  // bytes
-    settle_memory();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < layer.inputs; k += TILE) {
-        for (int64_t i = 0; COLD && i < TILE * 64; i += 64) {
-            __builtin_prefetch((const char*)(upper + k * TILE) + AHEAD + i);
-            __builtin_prefetch((const char*)(lower + k * TILE) + AHEAD + i);
+    alignas(64) Vec sums[4 * TILE] = {};  // tiles may have fewer rows
+    const int64_t tokens[] = {first, first, second, second};
+    BlockSums<4 * TILE> tree(layer.blocks());
+    for (int64_t block = 0;; block++) {
+        settle_memory();
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = block * layer.block; k < (block + 1) * layer.block; k += TILE) {
+            for (int64_t i = 0; COLD && i < TILE * 64; i += 64) {
+                __builtin_prefetch((const char*)(upper + k * TILE) + AHEAD + i);
+                __builtin_prefetch((const char*)(lower + k * TILE) + AHEAD + i);
+            }
+            _tile_loadd(6, upper + k * TILE, 64);
+            _tile_loadd(7, lower + k * TILE, 64);
+            _tile_loadd(4, one + 2 * k, stride * sizeof(BFloat16));
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (second > 0) {
+                _tile_loadd(5, other + 2 * k, stride * sizeof(BFloat16));
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
         }
-        _tile_loadd(6, upper + k * TILE, 64);
-        _tile_loadd(7, lower + k * TILE, 64);
-        _tile_loadd(4, one + 2 * k, stride * sizeof(BFloat16));
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        _tile_stored(0, sums, 64);
+        _tile_stored(1, sums + TILE, 64);
         if (second > 0) {
-            _tile_loadd(5, other + 2 * k, stride * sizeof(BFloat16));
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            _tile_stored(2, sums + 2 * TILE, 64);
+            _tile_stored(3, sums + 3 * TILE, 64);
         }
+        if (!tree.add(block, sums)) continue;
+        for (int64_t i = 0; i < 4; i++)
+            for (int64_t t = 0; t < tokens[i]; t++)
+                finish(layer, token + i / 2 * TILE + t, row + i % 2 * TILE, sums[i * TILE + t]);
+        return;
     }
-    alignas(64) float sums[TILE * TILE];
-    _tile_stored(0, sums, 64);
-    finish_tile(layer, token, first, row, sums);
-    _tile_stored(1, sums, 64);
-    finish_tile(layer, token, first, row + TILE, sums);
-    if (second == 0) return;
-    _tile_stored(2, sums, 64);
-    finish_tile(layer, token + TILE, second, row, sums);
-    _tile_stored(3, sums, 64);
-    finish_tile(layer, token + TILE, second, row + TILE, sums);
 }
 
 void multiply_by_tiles(const Layer<BFloat16>& layer, int64_t threads, int64_t count,
@@ -412,23 +452,25 @@ void multiply_int8(const Layer<T>& layer, int64_t threads, int64_t count, const 
 
 // out[t] = x[t] · weightᵀ · scales + bias, for `count` tokens whose rows are `stride` apart. The
 // weight is packed, of the dtype, or with `scales` int8; `rows` is a multiple of 32. `scales` and
-// `bias` may be null.
+// `bias` may be null. Sums are of blocks of `block` inputs, whole words, of which there is a power of
+// two. `partial`: out is float32, without `bias`.
 EXPORT void linear(int64_t dtype, int64_t threads, int64_t count, int64_t rows, int64_t inputs,
-                   const void* x, int64_t stride, const void* weight, const void* scales,
-                   const void* bias, void* out) {
+                   int64_t block, const void* x, int64_t stride, const void* weight,
+                   const void* scales, const void* bias, int64_t partial, void* out) {
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         if constexpr (!std::is_same<T, Float16>::value) {
-            const int64_t words = inputs * (scales ? 1 : sizeof(T)) / 4;
-            Layer<T> layer{(const uint32_t*)weight, rows, words, (const T*)scales,
-                           (const T*)bias, (T*)out};
+            const int64_t numbers = scales ? 4 : 4 / sizeof(T);  // of a word
+            Layer<T> layer{(const uint32_t*)weight, rows,           inputs / numbers,
+                           block / numbers,         (const T*)scales, (const T*)bias,
+                           partial ? nullptr : (T*)out, partial ? (float*)out : nullptr};
             if (scales) {
                 multiply_int8<T>(layer, threads, count, (const T*)x, stride);
             } else if constexpr (std::is_same<T, float>::value) {
                 multiply<Float32>(layer, threads, count, (const T*)x, stride);
             } else {
 #if defined(HAS_AMX)
-                if (fits_tiles(words))
+                if (fits_tiles(layer.block))
                     return multiply_by_tiles(layer, threads, count, (const T*)x, stride);
 #endif
                 multiply<Bf16>(layer, threads, count, (const T*)x, stride);

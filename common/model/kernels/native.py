@@ -34,10 +34,10 @@ SIGNATURES = {
     "rotate_and_cache": "IIIIIIPPPDPPPPP",
     "paged_attention": "IIIIIIIIDPIPPPPPPPIP",
     "delta_net": "IIIIIIIPPPPPPPPPIP",
-    "linear": "IIIPIPPPP",
+    "linear": "IIIIPIPPPIP",
     "pack_rows": "IIIP",
     "unpack_rows": "IIIPPP",
-    "grouped_linear": "IPIPPP",
+    "grouped_linear": "IPIPPIP",
     "pack_grouped": "IIIPP",
     "unpack_grouped": "IIIPPP",
 }

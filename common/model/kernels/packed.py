@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 ROWS = 32  # rows of a packed matrix are a multiple of this: two of the widest vectors
+MAX_BLOCKS = 8  # of inputs: `block_sums.h`
 MAX_INT8_INPUTS = 1 << 16  # above this, sums of products could exceed 32 bits
 FLIPPED = 0x80808080  # packed int8 values are stored with 128 added
 
@@ -24,6 +25,7 @@ class Grouped(Structure):
         ("bits", c_int64),
         ("rows", c_int64),
         ("inputs", c_int64),
+        ("block", c_int64),
         ("run", c_int64),
         ("groups", c_int64),
         ("words", c_void_p),
@@ -41,7 +43,8 @@ class Packer:
     A packed matrix keeps its shape, dtype and memory but has another order: float32 or bfloat16
     like the tokens, or int8. The result has the tokens' dtype. Sums are in float32; for int8 with
     bfloat16 they are in integers, with each token rounded to 16 bits. A token's result does not
-    depend on other tokens.
+    depend on other tokens. Inputs may be summed in blocks, a power of two of them: then the sums of
+    ranks that have some blocks each, added up as a tree, have the bits of those of one rank.
     """
 
     def __init__(self, function: Callable[[str], Callable[..., None]]) -> None:
@@ -101,14 +104,23 @@ class Packer:
         bias: Tensor | None = None,
         scales: Tensor | None = None,
         out: Tensor | None = None,
+        block: int | None = None,
+        partial: bool = False,
     ) -> Tensor:
         """Multiplies `x` `[T, in]` by a packed `[out, in]`; returns contiguous `[T, out]`. int8
-        needs `scales` `[out]`."""
+        needs `scales` `[out]`.
+
+        Args:
+            block: inputs of a block, whole words (default: all).
+            partial: returns float32 sums, without the bias, to be added to those of other ranks.
+        """
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = x.new_empty(len(x), len(matrix)) if out is None else out
+        if out is None:
+            out = x.new_empty(len(x), len(matrix), dtype=torch.float32 if partial else x.dtype)
         self._linear(
-            _DTYPES[x.dtype], torch.get_num_threads(), len(x), *matrix.shape, x.data_ptr(),
-            x.stride(0), matrix.data_ptr(), _pointer(scales), _pointer(bias), out.data_ptr(),
+            _DTYPES[x.dtype], torch.get_num_threads(), len(x), *matrix.shape,
+            block or matrix.shape[1], x.data_ptr(), x.stride(0), matrix.data_ptr(),
+            _pointer(scales), _pointer(bias), partial, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -129,15 +141,17 @@ class Packer:
         )  # fmt: skip
         return out
 
-    def grouped_linear(self, x: Tensor, matrix: Grouped, bias: Tensor | None) -> Tensor:
-        """Multiplies `x` `[T, in]` by a packed matrix of groups; returns `[T, out]`. In bfloat16
-        each token's inputs of a run are rounded: to 8 bits for 4-bit numbers, to 16 for 8-bit
-        ones."""
+    def grouped_linear(
+        self, x: Tensor, matrix: Grouped, bias: Tensor | None, partial: bool = False
+    ) -> Tensor:
+        """Multiplies `x` `[T, in]` by a packed matrix of groups; returns `[T, out]`, with `partial`
+        as `linear`. In bfloat16 each token's inputs of a run are rounded: to 8 bits for 4-bit
+        numbers, to 16 for 8-bit ones."""
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = x.new_empty(len(x), matrix.rows)
+        out = x.new_empty(len(x), matrix.rows, dtype=torch.float32 if partial else x.dtype)
         self._grouped_linear(
             _DTYPES[x.dtype], torch.get_num_threads(), len(x), x.data_ptr(), x.stride(0),
-            byref(matrix), _pointer(bias), out.data_ptr(),
+            byref(matrix), _pointer(bias), partial, out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -59,7 +59,7 @@ class ArgumentKind(StrEnum):
 
 
 Kinds = Mapping[str, Mapping[str, ArgumentKind]]
-"""Of each tool the arguments whose kind is not OTHER, by name."""
+"""The arguments of each tool whose kind is not OTHER, by name."""
 
 
 class ToolParser(Parser):

@@ -184,9 +184,11 @@ async def test_shutdown_closes_extension_then_worker(
 def test_threads_that_still_speak_do_not_keep_a_rank_from_its_end() -> None:
     """ZeroMQ's sockets are not safe between threads, and a context ends when all are closed."""
     context, spoke = zmq.Context(), threading.Event()
+    context.setsockopt(zmq.LINGER, 0)  # nobody reads
     with context.socket(zmq.PULL) as node:
         port = node.bind_to_random_port("tcp://127.0.0.1")
         socket = context.socket(zmq.PUSH)
+        wire.remove_high_water_mark(socket)
         socket.connect(f"tcp://127.0.0.1:{port}")
         out = Outbox(socket, 0)
 

@@ -382,7 +382,7 @@ def test_a_killed_rank_is_an_error_in_all_others(
         processes.signal(3, signal.SIGKILL)
         for code, message, heard in processes.results(range(count - 1)):
             assert code == "RANK_LOST"
-            assert 0 <= heard - killed < 10.0  # half of what a silent one would take
+            assert 0 <= heard - killed < 30.0  # half of what a silent one would take
             if name == "shm-4" and work is _until_lost:
                 assert "is gone" in message
     finally:

@@ -1,4 +1,4 @@
-"""What a replica measures of its steps and hand-offs."""
+"""Figures that a replica measures of its steps and hand-offs."""
 
 from __future__ import annotations
 

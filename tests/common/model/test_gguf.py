@@ -62,7 +62,7 @@ def all_of(kind: str) -> Choose:
 
 
 def mixed(name: str) -> str:
-    """As Q4_K_M files are: the head and half of the down projections have more bits."""
+    """Q4_K_M files are so: the head and half of the down projections have more bits."""
     if name.startswith(("lm_head", "model.embed")) or "0.mlp.down" in name:
         return "Q6_K"
     return "Q5_K" if "v_proj" in name else "Q4_K"

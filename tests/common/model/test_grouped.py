@@ -208,7 +208,7 @@ def test_a_packed_matrix_is_where_the_plain_one_was(kind: Quantization, dtype: t
 
 def test_the_longest_runs_of_one_group() -> None:
     def lengths(group_of: Tensor) -> list[int | None]:
-        found = [Runs.of(group_of.int(), bits) for bits in (4, 8)]
+        found = [Runs.of(group_of.int(), bits, len(group_of)) for bits in (4, 8)]
         return [None if each is None else each.length for each in found]
 
     assert lengths(even(256, 32)) == [32, 32]

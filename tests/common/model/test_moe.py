@@ -149,7 +149,7 @@ def test_a_token_is_computed_alike_in_any_company() -> None:
 
 
 def test_rows_that_a_kernel_leaves_out_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a rank with some of the experts: torch's grouped product leaves them undefined."""
+    """So is a rank with some of the experts: torch's grouped product leaves them undefined."""
     spec = ModelSpec.from_folder(MODELS / "mixtral")
     assert spec.moe is not None
     experts = FusedExperts("", spec.moe, 16, Sharding(GroupCoordinator(), CPU, torch.float32))

@@ -108,6 +108,34 @@ def test_a_token_is_computed_alike_in_any_company(
 
 
 @every_kind
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_that_share_the_inputs_make_the_same_sums(
+    packer: Packer, ranks: int, dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    """To the bit, if they add up theirs as a tree: so does each of blocks."""
+    block = 12
+    matrix, x = some(96, 8 * block, dtype=stored), some(27, 8 * block, dtype=dtype, seed=1)
+    scales, bias = scales_of(matrix, dtype), some(96, dtype=dtype, seed=2)
+    alone = packer.linear(x, packed(packer, matrix), bias, scales, block=block)
+    parts = [
+        packer.linear(inputs, packed(packer, part), None, scales, block=block, partial=True)
+        for inputs, part in zip(
+            x.chunk(ranks, dim=1),
+            (each.contiguous() for each in matrix.chunk(ranks, 1)),
+            strict=True,
+        )
+    ]
+    assert all(part.dtype == torch.float32 for part in parts)
+    assert torch.equal((tree(parts) + bias).to(dtype), alone)
+
+
+def tree(parts: list[Tensor]) -> Tensor:
+    while len(parts) > 1:
+        parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+@every_kind
 def test_tokens_may_be_part_of_wider_rows(
     packer: Packer, dtype: torch.dtype, stored: torch.dtype
 ) -> None:

@@ -68,7 +68,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(weight: Weight, tensors: Mapping[str, Tensor]) -> Weight:
-    """As the loader fills it."""
+    """Fills it as the loader does."""
     for shard in weight.shards():
         assert tuple(tensors[shard.name].shape) == shard.shape
         shard.target.copy_(shard.convert(tensors[shard.name][shard.index]))

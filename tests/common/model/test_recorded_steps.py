@@ -18,7 +18,8 @@ from pdserve.common.model.attention_native import NativeAttention
 from pdserve.common.model.device import choose_kernels
 from pdserve.common.model.hf import model as hf_model
 from pdserve.common.model.hf.attention_fusion import FusedAttention
-from pdserve.common.model.hf.model import TransformersModel, difference, probe
+from pdserve.common.model.hf.model import TransformersModel
+from pdserve.common.model.hf.probe import difference, probe
 from pdserve.common.model.hf.steps import ClassSteps, GraphSteps
 from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
@@ -58,9 +59,8 @@ def test_a_class_like_ours_becomes_our_kernels(name: str) -> None:
     assert kinds.count(FusedAttention.__name__) == layers
     assert kinds.count("AdaptedProduct") == 4 * layers
     assert isinstance(model.attentions[0], NativeAttention)
-    native.group = GroupCoordinator()  # which `probe` asks for its heads
     with torch.inference_mode():
-        found, expected = probe(model), probe(native)
+        found, expected = (probe(each, GroupCoordinator()) for each in (model, native))
     del found[::3], expected[::3]  # hidden states: the class's are normed
     assert len(found) == 4 and not difference(found, expected)
 
@@ -92,7 +92,7 @@ def test_code_that_cannot_be_recorded_runs_as_it_is(
     assert isinstance(model._steps, ClassSteps)
     assert "runs by its class's own code" in caplog.text
     with torch.inference_mode():
-        assert not difference(probe(model), probe(expected))
+        assert not difference(*(probe(each, GroupCoordinator()) for each in (model, expected)))
 
 
 def test_a_graph_that_computes_something_else_is_not_used(

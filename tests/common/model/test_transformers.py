@@ -69,7 +69,7 @@ SPLIT = ("glm4_moe", "gpt2", "gpt_oss")  # by a plan, without one, whole experts
 def test_log_probabilities_and_tokens_are_those_of_transformers(name: str) -> None:
     row = {**known_models()[name], "result": "exact"}
     if name not in SPLIT:
-        row.pop("split", None)
+        row.pop("with", None)
     assert one(name, split=name in SPLIT) == row
 
 
@@ -80,8 +80,8 @@ def test_the_list_of_models_is_what_the_sweep_finds(name: str) -> None:
     if known["result"] == "not compared":
         pytest.skip(known["why"])
     found = one(name)
-    assert [found.get(key) for key in ("result", "split")] == [
-        known.get(key) for key in ("result", "split")
+    assert [found.get(key) for key in ("result", "with")] == [
+        known.get(key) for key in ("result", "with")
     ]
 
 
@@ -326,6 +326,8 @@ def test_heads_of_falcon(heads: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
             "cannot read .*'time_step_limit'",
         ),
         ({"vision_config": {"hidden_size": 8}}, "images or audio"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings must be from 1 to"),
+        ({"vocab_size": 10**15}, "vocab_size must be from 1 to"),
         ({"layer_types": ["conv"] + ["full_attention"] * 3}, "layer 0 is a short convolution"),
     ],
 )

@@ -185,7 +185,7 @@ async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
 async def test_a_name_stands_for_a_router_at_each_of_its_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As they come and go: one that has left the name is kept while it answers."""
+    """They come and go: one that has left the name is kept while it answers."""
     monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
     known = {"routers": list(HOSTS[:2])}
     monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.5)

@@ -89,7 +89,7 @@ def test_in_a_thought_all_but_the_end_may_come_and_in_a_call_all(tokens: Grammar
 
 
 def test_a_matcher_made_anew_goes_on_alike(tokens: GrammarTokens) -> None:
-    """As that of another node, or after preemption."""
+    """So is that of another node, or after preemption."""
     answer = ids(tokens, [THINK, "a naïve", END_OF_THINK, "\nab", EOS[0]])
     first = matcher(tokens, ANY)
     for count in range(len(answer) + 1):
@@ -123,7 +123,7 @@ def test_openings_are_not_for_clients(tokens: GrammarTokens) -> None:
 
 
 def test_a_heading_says_which_message_is_the_text(tokens: GrammarTokens) -> None:
-    """As in Harmony: the same token ends every header; only that of the last message counts."""
+    """Harmony: the same token ends every header; only that of the last message counts."""
     channel, final, message, other = 40, 41, 42, 43
     opening = Opening((channel, message), heading=(channel, final), thinking=True)
     answer = matcher(tokens, opening)

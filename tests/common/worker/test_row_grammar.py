@@ -166,7 +166,7 @@ def test_one_that_fails_by_itself_has_failed(
 
 
 def test_tokens_that_are_not_its_end_a_row(grammars: Grammars, tokens: GrammarTokens) -> None:
-    """As of a node with another tokenizer."""
+    """They are of a node with another tokenizer."""
     mine = ready(grammars, "ab")
     mine.advance(tokens.library.tokenize_str("x"))
     assert MaskScheduler().take([row(mine)], alone=True) == ({}, [1])

@@ -68,7 +68,7 @@ async def test_too_small_a_cache_is_a_config_error(size: int) -> None:
 
 
 async def test_ranks_that_would_serve_other_models_are_named() -> None:
-    """As on two hosts whose folders differ."""
+    """So it is on two hosts whose folders differ."""
     first, second = worker_specs(config(2))
     second.config["engine"]["model"]["max_model_len"] = 32
     executor = make_executor([first, second])

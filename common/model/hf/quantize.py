@@ -1,0 +1,67 @@
+"""Quantizes a recorded class of transformers to int8, after its graph was compared with it.
+
+Rounded are linear layers within decoder layers, the head, and an embedding that is tied to it. The
+numbers are the same however the model is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.hf.fusions import Products
+from pdserve.common.model.kernels.ops import Kernels
+from pdserve.common.model.weights import Int8Matrix, WeightMatrix, rounded, scales_of
+
+
+def tables_of(model: Any) -> dict[str, nn.Parameter]:
+    """Returns the head, and an embedding that is tied to it, by the names of their parameters."""
+    modules = [model.get_output_embeddings()]
+    if model.config.get_text_config().tie_word_embeddings:
+        modules.append(model.get_input_embeddings())
+    kept = {id(getattr(each, "weight", None)) for each in modules}
+    return {name: each for name, each in model.named_parameters() if id(each) in kept}
+
+
+def round_products(
+    products: Products,
+    names: Collection[str],
+    parts: Collection[str],
+    ranks: GroupCoordinator,
+    kernels: Kernels,
+) -> int:
+    """Rounds the products whose parameters all are in `names`; returns the bytes that this saves.
+    Those in `parts` have some of the inputs of their channels: all ranks call this together."""
+    saved = 0
+    for of, product in products.items():
+        if not all(name in names for name in of):
+            continue
+        matrix = product.matrix
+        assert isinstance(matrix, WeightMatrix), "it is rounded once"
+        group = ranks if any(name in parts for name in of) else GroupCoordinator()
+        product.matrix = _int8(matrix, group, kernels)
+        saved += matrix.nbytes - product.matrix.nbytes
+    return saved
+
+
+def _int8(matrix: WeightMatrix, ranks: GroupCoordinator, kernels: Kernels) -> Int8Matrix:
+    dense = matrix.dense()
+    largest = ranks.all_gather(dense.abs().amax(dim=1, keepdim=True), dim=1).amax(dim=1)
+    scales = scales_of(largest, dense.dtype)
+    found = Int8Matrix(torch.empty_like(dense, dtype=torch.int8), scales, kernels)
+    found.matrix.tensor.copy_(rounded(dense, scales))
+    found.matrix.pack()
+    return found
+
+
+def needs_graph(architecture: str, why: str) -> ConfigError:
+    """Returns the error for a class that runs by its own code."""
+    return ConfigError(
+        f"--quantization int8: {architecture} runs by its class's own code ({why}), which "
+        "multiplies by unquantized weights alone: leave it out"
+    )

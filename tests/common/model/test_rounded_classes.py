@@ -1,0 +1,125 @@
+"""`--quantization int8` and packed checkpoints where transformers' classes compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.quantized_folder import Scheme, quantize_folder
+from paths import MODELS
+from pdserve.common.config.node import ModelConfig
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.device import choose_kernels
+from pdserve.common.model.hf import model as hf_model
+from pdserve.common.model.implementation import load_decoder, read_spec, read_weights_of
+from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.stages import Stage
+from pdserve.common.planning.footprint import Footprint
+from sweep import logits, rounded_model
+from thinned import slow
+from tiny_engine import CPU
+from windowed import STATES, THROUGH_TRANSFORMERS
+
+TOKENS = torch.arange(3, 79)
+CLOSE = {"rtol": 1e-3, "atol": 1e-3}
+
+
+def load(folder: Path, impl: str = "transformers", kernels: str = "torch") -> Any:
+    spec = read_spec(folder, impl, {})
+    sharding = Sharding(
+        GroupCoordinator(), CPU, torch.float32, kernels=choose_kernels(kernels, CPU)
+    )
+    config = ModelConfig(model=str(folder), model_impl=impl, quantization="int8")
+    return load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))
+
+
+def made(name: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(THROUGH_TRANSFORMERS[name]).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gemma3", slow("gpt2")])
+def test_numbers_are_those_of_rounded_weights_however_the_class_is_split(
+    name: str, tmp_path: Path
+) -> None:
+    """Gemma's head is its embedding, and so is GPT-2's, whose matrices lie the other way round."""
+    folder = made(name, tmp_path)
+    spec = read_spec(folder, "transformers", {})
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        right = rounded_model(model, spec)(TOKENS[None]).logits[0]
+    for split in ({}, {"tp": 2}, {"pp": 2}):
+        found = logits(folder, spec, TOKENS, quantization="int8", **split)
+        torch.testing.assert_close(found, right[: len(found)], **CLOSE)
+    plain = logits(folder, spec, TOKENS)
+    assert (plain - found).abs().max() > 5 * CLOSE["atol"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("qwen3", "native"), slow("qwen3", "torch"), slow("llama-gqa", "native")]
+)
+def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
+    folder = MODELS / name
+    ours, native = load(folder, kernels=kernels), load(folder, "native", kernels)
+    assert ours.weights_bytes == native.weights_bytes
+    spec = ours.spec
+    plan = Footprint(spec, "float32", weights_of=read_weights_of(spec, folder, {}))
+    assert plan.weights(Stage.whole(spec.num_layers)) == ours.weights_bytes
+    found, right = (
+        logits(folder, read_spec(folder, impl, {}), TOKENS, quantization="int8")
+        for impl in ("transformers", "native")
+    )
+    torch.testing.assert_close(found, right, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [Scheme("awq", group_size=64), slow(Scheme("gptq", desc_act=True))],
+    ids=["awq", "gptq"],
+)
+def test_packed_checkpoints_are_dequantized(scheme: Scheme, tmp_path: Path) -> None:
+    folder = quantize_folder(MODELS / "llama-gqa", tmp_path / "packed", scheme)
+    specs = [read_spec(folder, impl, {}) for impl in ("transformers", "native")]
+    assert str(specs[0].stored) == scheme.method
+    found, split, right = (
+        logits(folder, specs[0], TOKENS),
+        logits(folder, specs[0], TOKENS, tp=2),
+        logits(folder, specs[1], TOKENS),
+    )
+    torch.testing.assert_close(found, right, **CLOSE)
+    torch.testing.assert_close(split, right, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (STATES["qwen3-next"], "Qwen3NextForCausalLM has layers with a state"),
+        (THROUGH_TRANSFORMERS["gpt-oss"], "GptOssForCausalLM has experts"),
+        (THROUGH_TRANSFORMERS["bart"], "pdserve knows no linear layers of BartForCausalLM"),
+    ],
+    ids=["states", "experts", "layers"],
+)
+def test_what_cannot_be_rounded_is_refused_by_its_config(
+    config: Any, message: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    spec_of = json.loads((tmp_path / "config.json").read_text())
+    spec_of["architectures"] = [next(word for word in message.split() if word[0].isupper())]
+    (tmp_path / "config.json").write_text(json.dumps(spec_of))
+    with pytest.raises(ConfigError, match=f"--quantization int8: {message}"):
+        read_spec(tmp_path, "auto", {}).quantized("int8")
+
+
+def test_a_class_that_runs_by_its_own_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_model, "difference", lambda *_: "a step differs by 0.5")
+    with pytest.raises(ConfigError, match=r"own code \(a step differs by 0\.5\)"):
+        load(made("gemma3", tmp_path))
