@@ -46,7 +46,8 @@ class SpannedStage:
         return self.all_reduces * self.slowest.seconds(traffic)
 
 
-_Stages = list[SpannedStage]
+_links = msgspec.msgpack.Decoder(list[HostLink])
+_stages = msgspec.msgpack.Decoder(list[SpannedStage])
 
 
 def measure_stages(
@@ -58,13 +59,13 @@ def measure_stages(
     if not any(len({environment.hosts[rank] for rank in ranks}) > 1 for ranks in groups):
         return []
     links = _measure(environment, state.tp)
-    own: _Stages = []
+    own: list[SpannedStage] = []
     if state.tp.rank == 0 and links:
         hosts = len({environment.hosts[rank] for rank in state.tp.ranks})
         slowest = max(links, key=lambda link: link.seconds(_BULK_BYTES))
         own.append(SpannedStage(hosts, all_reduces, slowest))
     everyones = state.world.all_gather_bytes(msgspec.msgpack.encode(own))
-    return [stage for body in everyones for stage in msgspec.msgpack.decode(body, type=_Stages)]
+    return [stage for body in everyones for stage in _stages.decode(body)]
 
 
 def _measure(environment: DistributedEnvironment, group: GroupCoordinator) -> list[HostLink]:
@@ -84,7 +85,7 @@ def _measure(environment: DistributedEnvironment, group: GroupCoordinator) -> li
             hosts = environment.addresses[ranks[0]], environment.addresses[ranks[1]]
             own.append(HostLink(hosts, latency, _BULK_BYTES / max(bulk - latency, 1e-9)))
     bodies = group.all_gather_bytes(msgspec.msgpack.encode(own))
-    return [link for body in bodies for link in msgspec.msgpack.decode(body, type=list[HostLink])]
+    return [link for body in bodies for link in _links.decode(body)]
 
 
 def _round_trips(
