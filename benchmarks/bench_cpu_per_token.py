@@ -127,6 +127,7 @@ class Load:
         self._body = {"model": model, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         self.requests = 0
         self.events = 0
+        self.first_ms: list[float] = []  # until the first event of each request
         self._begun = 0
 
     async def client(self) -> None:
@@ -140,12 +141,15 @@ class Load:
             self.requests += 1
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        tail = b""
+        tail, asked, is_first = b"", time.monotonic(), True
         while b"data: [DONE]\n\n\r\n0\r\n\r\n" not in tail:
             data = await reader.read(2**16)
             if not data or b'"error"' in data:
                 raise SystemExit(f"a request failed: {data!r}")
-            self.events += data.count(b"data: ")
+            self.events += (count := data.count(b"data: "))
+            if is_first and count:
+                is_first = False
+                self.first_ms.append(1e3 * (time.monotonic() - asked))
             tail = tail[-64:] + data
 
 

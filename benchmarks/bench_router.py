@@ -1,7 +1,8 @@
 """Measures the router alone, with simulated nodes over real gRPC: tokens, and what a fleet costs.
 
     python benchmarks/bench_router.py [--workers 1,2] [--nodes 1000] [--seconds 8] [--json FILE]
-    python benchmarks/bench_router.py --against PATH [--rounds 4] [--nodes 0]
+    python benchmarks/bench_router.py --against PATH [--rounds 4] [--workers ""] [--nodes 0]
+    python benchmarks/bench_router.py --peers-python PATH [--plot FILE] [--workers ""] [--nodes 0]
 
 `tokens`: closed-loop clients that stream, 8 + 8 nodes, `--router-workers` 1, 2 … Tokens a second
 are this host's, where clients and simulated nodes take their share; CPU time a token is the
@@ -10,6 +11,13 @@ router's alone (all its processes), and what a worker on a core of its own could
 `against`: the same load on the router of another checkout, in turns with this one, each with nodes
 of its own: CPU time a request. `events a token` says whether a busy host
 made a client get several tokens at once, which costs the router less.
+
+`peers`: the same load on smg and vllm-router, where the environment of that Python has them (`pip
+install smg vllm-router`, outside this repository), in turns with this router, and on the servers
+without any. These two forward HTTP to simulated OpenAI servers (`simulated_servers.py`), each
+request to one; this one has prompts computed at one node and tokens at another, and makes tokens
+from text and text from tokens. All simulated nodes and servers answer at once, so that the first
+token tells the latency that a router adds.
 
 `fleet`: so many nodes, half of each role, which register at one worker and are idle: seconds until
 all are there, the router's share of a core, `/ready` over HTTP, and placement in a process with as
@@ -35,14 +43,14 @@ from typing import Any
 from urllib.request import urlopen
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_cpu_per_token import TICK_US, Load, ticks, wait_for  # noqa: E402
+from benchmarks.compared import routers  # noqa: E402
 from benchmarks.fleet import flags  # noqa: E402
+from benchmarks.router_tables import report  # noqa: E402
 from benchmarks.simulated_nodes import info, load  # noqa: E402
 from pdserve.common.config.router import RoutingConfig  # noqa: E402
 from pdserve.common.obs.process import read_ports  # noqa: E402
@@ -55,7 +63,7 @@ from pdserve.router.cluster.registry import Registry  # noqa: E402
 MODEL = ROOT / "tests/models/llama-gqa"
 WARM_UP = 2.0  # seconds
 STAGGER = 1.3  # seconds, about as long as a request takes
-CLIENTS, MAX_TOKENS = 64, 128
+MAX_TOKENS = 128
 PLACEMENTS = 2000
 RARE_PROBES = {"heartbeat_timeout": 600}
 
@@ -110,20 +118,43 @@ def num_ready(port: int) -> int:
 # ---- tokens ----
 
 
-def tokens(workers: int, seconds: float) -> dict[str, Any]:
+def tokens(workers: int, clients: int, seconds: float) -> dict[str, Any]:
     with _cluster(router_workers=workers) as (port, serving):
-        return asyncio.run(_under_load(port, serving, seconds))
+        return asyncio.run(_under_load(port, serving, clients, seconds))
 
 
-def against(code: Path, seconds: float, rounds: int) -> dict[str, list[dict[str, Any]]]:
+def against(code: Path, rounds: int, *shape: Any) -> dict[str, list[dict[str, Any]]]:
     """The rounds of both checkouts, which take turns."""
     with _cluster(code) as before, _cluster() as after:
-        both = {"before": before, "after": after}
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in both}
-        for _ in range(rounds):
-            for name, cluster in both.items():
-                found[name].append(asyncio.run(_under_load(*cluster, seconds)))
-        return found
+        return _in_turns({"before": before, "after": after}, rounds, *shape)
+
+
+def peers(python: Path, rounds: int, *shape: Any) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of this router and of others, and of no router."""
+    with ExitStack() as stack:
+        name = MODEL.name
+        ports = stack.enter_context(routers.servers(name))
+        all_: dict[str, Any] = {
+            "no router": (ports[0], []),
+            "pdserve": stack.enter_context(_cluster()),
+        }
+        for each in routers.COMMANDS:
+            if version := routers.version(python, each):
+                started = routers.router(python, each, name, ports)
+                all_[f"{each} {version}"] = stack.enter_context(started)
+            else:
+                print(f"{each} is not installed there", file=sys.stderr)
+        return _in_turns(all_, rounds, *shape)
+
+
+def _in_turns(
+    clusters: dict[str, tuple[int, list[psutil.Process]]], rounds: int, *shape: Any
+) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in clusters}
+    for _ in range(rounds):
+        for name, cluster in clusters.items():
+            found[name].append(asyncio.run(_under_load(*cluster, *shape)))
+    return found
 
 
 @contextmanager
@@ -137,23 +168,23 @@ def _cluster(code: Path = ROOT, **options: Any) -> Iterator[tuple[int, list[psut
 
 
 async def _under_load(
-    port: int, serving: Sequence[psutil.Process], seconds: float
+    port: int, serving: Sequence[psutil.Process], clients: int, seconds: float
 ) -> dict[str, Any]:
-    clients = Load(port, MODEL.name, MAX_TOKENS)
+    asked = Load(port, MODEL.name, MAX_TOKENS)
     tasks = []
-    for _ in range(CLIENTS):  # one after the other: they would all end at once, for ever
-        tasks.append(asyncio.create_task(clients.client()))
-        await _pass(STAGGER / CLIENTS, tasks)
+    for _ in range(clients):  # one after the other: they would all end at once, for ever
+        tasks.append(asyncio.create_task(asked.client()))
+        await _pass(STAGGER / clients, tasks)
     try:
         await _pass(WARM_UP, tasks)
-        events, requests = clients.events, clients.requests
+        events, requests, firsts = asked.events, asked.requests, len(asked.first_ms)
         began, used = time.monotonic(), [cpu_us([p]) for p in serving]
         await _pass(seconds, tasks)
-        while clients.requests < requests + CLIENTS:  # a very busy host
+        while asked.requests < requests + clients:  # a very busy host
             await _pass(seconds, tasks)
-        wall, events = time.monotonic() - began, clients.events - events
+        wall, events = time.monotonic() - began, asked.events - events
         used = [cpu_us([p]) - before for p, before in zip(serving, used, strict=True)]
-        count = (clients.requests - requests) * MAX_TOKENS
+        count = (asked.requests - requests) * MAX_TOKENS
     finally:
         for task in tasks:
             task.cancel()
@@ -163,11 +194,13 @@ async def _under_load(
         "workers": len(serving),
         "ms_per_request": us_per_token * MAX_TOKENS / 1e3,
         "events_per_token": events / count,
+        "requests_per_s": count / MAX_TOKENS / wall,
+        "first_token_ms": statistics.median(asked.first_ms[firsts:]),
         "tokens_per_s": count / wall,
         "cores": sum(used) / 1e6 / wall,
         "us_per_token": us_per_token,
-        "tokens_per_s_of_so_many_cores": len(serving) * 1e6 / us_per_token,
-        "least_share_of_a_worker": min(used) / sum(used),
+        "tokens_per_s_of_so_many_cores": len(serving) * 1e6 / us_per_token if serving else 0.0,
+        "least_share_of_a_worker": min(used) / sum(used) if serving else 0.0,
     }
 
 
@@ -244,22 +277,28 @@ def times(
     return {"p50": found[count // 2], "p99": found[count * 99 // 100], "most": found[-1]}
 
 
-# ---- report ----
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=1000, help="of the fleet; 0: no fleet")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--against", type=Path, help="another checkout: compare with its router")
-    parser.add_argument("--rounds", type=int, default=4, help="of --against")
+    parser.add_argument("--peers-python", type=Path, help="a Python that has smg and vllm-router")
+    parser.add_argument("--plot", type=Path, help="of --peers-python")
+    parser.add_argument("--rounds", type=int, default=4, help="of --against and --peers-python")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"host_cores": os.cpu_count()}
+    result |= {"clients": args.clients, "max_tokens": MAX_TOKENS}
+    shape = args.clients, args.seconds
     if args.against is not None:
-        result["against"] = against(args.against.resolve(), args.seconds, args.rounds)
-    result["tokens"] = [tokens(int(each), args.seconds) for each in args.workers.split(",") if each]
+        result["against"] = against(args.against.resolve(), args.rounds, *shape)
+    if args.peers_python is not None:
+        result["peers"] = peers(args.peers_python.absolute(), args.rounds, *shape)
+        if args.plot:
+            routers.plot(result["peers"], args.plot)
+    result["tokens"] = [tokens(int(each), *shape) for each in args.workers.split(",") if each]
     if args.nodes:
         result["fleet"] = fleet(args.nodes, args.seconds)
         result["heartbeats"] = fleet(args.nodes, args.seconds, **RARE_PROBES)
@@ -267,69 +306,6 @@ def main() -> None:
     report(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2))
-
-
-def report(result: dict[str, Any]) -> None:
-    console = Console(width=120)
-    if "against" in result:
-        console.print(_compared(result["against"]))
-    if result["tokens"]:
-        console.print(_tokens(result["tokens"]))
-    if "fleet" in result:
-        console.print(_fleet(result))
-
-
-def _tokens(found: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{CLIENTS} clients, {MAX_TOKENS} tokens each, simulated nodes")
-    columns = "workers", "tokens/s here", "router's cores", "µs a token", "tokens/s, a core each"
-    for column in columns:
-        table.add_column(column, justify="right")
-    for each in found:
-        table.add_row(
-            str(each["workers"]), f"{each['tokens_per_s']:,.0f}", f"{each['cores']:.2f}",
-            f"{each['us_per_token']:.0f}", f"{each['tokens_per_s_of_so_many_cores']:,.0f}",
-        )  # fmt: skip
-    return table
-
-
-def _fleet(result: dict[str, Any]) -> Table:
-    whole, beats, placed = result["fleet"], result["heartbeats"], result["in_process"]
-    table = Table(title=f"{whole['nodes']} idle nodes")
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, value in (
-        ("until all are registered", f"{whole['seconds_to_register']:.1f} s"),
-        ("router, of a core", f"{whole['cores']:.0%}"),
-        ("of that heartbeats", f"{beats['cores']:.0%}"),
-        ("of that probes", f"{whole['cores'] - beats['cores']:.0%}"),
-        ("/ready over HTTP, p50 and p99", _of(whole["ready_ms"])),
-        ("ready, in process, CPU time", _of(placed["ready_ms"])),
-        ("placement, in process, CPU time", _of(placed["placement_ms"])),
-    ):
-        table.add_row(name, value)
-    return table
-
-
-def _compared(found: dict[str, list[dict[str, Any]]]) -> Table:
-    rounds = len(found["after"])
-    table = Table(title=f"router's CPU, {MAX_TOKENS} streamed tokens a request, {rounds} rounds")
-    for column in ("", "ms a request: median", "least", "most", "events a token", "tokens/s here"):
-        table.add_column(column, justify="right")
-    for name, each in found.items():
-        cost = sorted(one["ms_per_request"] for one in each)
-        events, rate = (
-            statistics.median(one[key] for one in each)
-            for key in ("events_per_token", "tokens_per_s")
-        )
-        table.add_row(
-            name, f"{statistics.median(cost):.2f}", f"{cost[0]:.2f}", f"{cost[-1]:.2f}",
-            f"{events:.2f}", f"{rate:,.0f}",
-        )  # fmt: skip
-    return table
-
-
-def _of(found: dict[str, float]) -> str:
-    return f"{found['p50']:.3f}, {found['p99']:.3f} ms"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pdserve.common.core.model_spec import (
 )
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
+MAX_INT = 2**31 - 1
 _CONTEXT = (
     "max_position_embeddings",
     "n_positions",
@@ -124,12 +125,14 @@ def _exact_context(config: Mapping[str, Any]) -> int:
             original = rope.get(ORIGINAL) or config.get(ORIGINAL) or longest
             longest = min(longest, int(original))
     if config.get("model_type") in _NUMBERED_FROM_PADDING:
-        longest -= _first_int(config, "pad_token_id") + 1
+        longest -= _first_int(config, "pad_token_id", least=0) + 1
     return longest
 
 
-def _first_int(config: Mapping[str, Any], *keys: str) -> int:
+def _first_int(config: Mapping[str, Any], *keys: str, least: int = 1) -> int:
     for key in keys:
         if isinstance(value := config.get(key), int):
+            if not least <= value <= MAX_INT:
+                raise ConfigError(f"config.json: {key} must be from {least} to {MAX_INT}")
             return value
     raise ConfigError(f"config.json: {' or '.join(keys)} must be an integer")

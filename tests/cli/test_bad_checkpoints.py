@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paths import MODELS
+from thinned import slow
 from warm import run_roles, shared
 
 FILE = "model.safetensors"
@@ -46,6 +47,11 @@ def without_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
+def many_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**6}))
+
+
 CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "truncated": ("decode_node", truncated, FILE),
     "shape": ("decode_node", another_shape, NORM),
@@ -56,19 +62,27 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         quantized_as({"quant_method": "bitsandbytes"}),
         "bitsandbytes weights are not supported",
     ),
+    "layers": ("decode_node", many_layers, "no more than 1024"),
     "tokenizer": ("router", without_tokenizer, "tokenizer.json"),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_that_cannot_be_served(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [
+        *((name, "native") for name in CASES if name != "layers"),
+        *(slow(name, "transformers") for name in CASES),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served(name: str, impl: str, tmp_path: Path) -> None:
     role, spoil, said = CASES[name]
     folder = tmp_path / "model"
     shutil.copytree(MODELS / "llama-gqa", folder)
     spoil(folder)
     shared().load("pdserve.common.model.hf.model")  # some would import it, each by itself
     ports = ["--port=0", "--registry-port=0"] if role == "router" else ["--device=cpu"]
-    ((code, log),) = run_roles(tmp_path, [[role, f"--model={folder}", "--grpc-port=0", *ports]])
+    given = [f"--model={folder}", f"--model-impl={impl}", "--grpc-port=0", *ports]
+    ((code, log),) = run_roles(tmp_path, [[role, *given]])
     assert code == 2, log
     assert said in log.strip().splitlines()[-1]
     assert "Traceback" not in log

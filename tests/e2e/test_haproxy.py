@@ -18,6 +18,7 @@ from benchmarks.soak.load import clients
 from callers import fresh_prompt
 from pdserve.cli import doctor
 from pdserve.client.resuming import ResumingClient
+from waiting import eventually
 from warm import WarmCluster
 
 MODEL = "llama-gqa"
@@ -90,6 +91,13 @@ async def replace_router(cluster: WarmCluster, name: str) -> None:
     cluster.start_router(name=name)
     for node in (*cluster.names("prefill"), *cluster.names("decode")):
         await ready(cluster, node)
+    await eventually(lambda: all_up(cluster))  # before the next one drains
+
+
+def all_up(cluster: WarmCluster) -> bool:
+    """Whether every HAProxy sends requests to all routers, by what they log."""
+    log = cluster.log()
+    return log.count(" is UP, reason: ") == log.count(" is DOWN, reason: ")
 
 
 async def upgrade(cluster: WarmCluster, routers: Sequence[str], roles: Sequence[str]) -> None:

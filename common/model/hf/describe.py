@@ -39,6 +39,7 @@ from pdserve.common.model.hf.positions import takes_positions
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 3  # of the run
+MAX_LAYERS = 1024  # which take seconds to be described
 MAX_REASON = 160  # characters of another library's error
 LAYERS = {
     "conv": "a short convolution, whose state is not supported",
@@ -253,6 +254,10 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     config = read_config(folder, overrides)
     model_class(config)
     name = name_of(config)
+    if (count := getattr(config, "num_hidden_layers", 0) or 0) > MAX_LAYERS:
+        raise ConfigError(
+            f"config.json: {name} has {count} layers, and no more than {MAX_LAYERS} are served"
+        )
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         known = ("hybrid",) if config.model_type in BESIDE else ("conv", "linear_attention")
         if layer_type in LAYERS and not (layer_type in known and _has_states(config)):

@@ -111,11 +111,22 @@ def choose_layout(
 
 
 def tie(model: Any) -> None:
-    """Gives embedding and head, which both were cut, one tensor again, if the model ties them."""
+    """Gives embedding and head, which both were cut, one tensor again, if the model ties them, and
+    a head's bias its other name's."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     held = getattr(head, "weight", None) is not None and embedding.weight is not None
     if held and model.config.get_text_config().tie_word_embeddings:
         head.weight = embedding.weight
+    for cut, whole in model.all_tied_weights_keys.items():
+        if cut.endswith(".bias"):  # of a head, which has a second name for it (BERT)
+            (of, key), (other, name) = (_owner(model, each) for each in (cut, whole))
+            if of.get(key) is not None:
+                other[name] = of[key]
+
+
+def _owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
+    owner, _, key = name.rpartition(".")
+    return model.get_submodule(owner)._parameters, key
 
 
 def _tuples(spec: ModelSpec, model: Any, layers: nn.ModuleList) -> int:

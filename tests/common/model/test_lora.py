@@ -329,6 +329,28 @@ def test_what_cannot_be_served_is_refused(spoil: Any, says: str, tmp_path: Path)
     assert str(folder) in caught.value.message
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_names_that_a_model_with_towers_gives(prefix: str, tmp_path: Path) -> None:
+    """They are its text model's; a module that is named twice is refused."""
+    plain, other = (make_adapter(tmp_path / name, LLAMA, seed=0) for name in "ab")
+    tensors = load_file(other / WEIGHTS)
+    renamed = {
+        name.replace("model.model.layers", f"model.{prefix}layers"): each
+        for name, each in tensors.items()
+    }
+    save_file(renamed, other / WEIGHTS)
+    model, tokens = load(LLAMA), some_tokens(20)
+    found = []
+    for folder in (plain, other):
+        adapters, digests = loaded(model, folder)
+        found.append(logits(model, [tokens], of_step(adapters, [tokens], digests))[0])
+    assert torch.equal(*found)
+    twice = {name: tensors[name].clone() for name in (Q_A, Q_B)}
+    save_file({**renamed, **twice}, other / WEIGHTS)
+    with pytest.raises(ConfigError, match="it has base_model"):
+        read_adapter(other, model.spec, 16)
+
+
 def test_a_file_is_as_long_as_it_says(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a", LLAMA, seed=0)
     path = folder / WEIGHTS

@@ -326,6 +326,8 @@ def test_heads_of_falcon(heads: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
             "cannot read .*'time_step_limit'",
         ),
         ({"vision_config": {"hidden_size": 8}}, "images or audio"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings must be from 1 to"),
+        ({"vocab_size": 10**15}, "vocab_size must be from 1 to"),
         ({"layer_types": ["conv"] + ["full_attention"] * 3}, "layer 0 is a short convolution"),
     ],
 )
