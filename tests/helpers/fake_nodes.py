@@ -267,6 +267,7 @@ class FakeCluster:
         options = {**late, **routing}
         self.config = RoutingConfig(**options)
         self.registry = Registry(self.config)
+        self.count_standstills(False)  # a slow machine has some
         self.channels = Channels()
         self.metrics = RouterMetrics()
         tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
@@ -279,6 +280,12 @@ class FakeCluster:
         for name in names:
             self.nodes[name] = FakeNode(self, name)
             await self.nodes[name].start()
+
+    def count_standstills(self, counted: bool = True) -> None:
+        """Whether the router believes its clock that it stood still."""
+        clock = self.registry.clock
+        real = type(clock).stood_still
+        clock.stood_still = lambda: counted and real(clock)  # type: ignore[method-assign]
 
     def __getitem__(self, name: str) -> FakeNode:
         return self.nodes[name]

@@ -114,6 +114,7 @@ async def test_a_loop_that_stood_still_blames_no_node(
     """However many calls end with it, no breaker opens and no request is near its end."""
     options: dict[str, Any] = {"breaker_failures": 1, "migration_limit": 0}
     async with fake_cluster(tmp_path, ("p0", "d0"), **options) as cluster:
+        cluster.count_standstills()
         await asyncio.sleep(0)  # its clock runs
         if where == "retarget":
             cluster["p0"].on_run = once(fails(PARTED))
@@ -131,6 +132,7 @@ async def test_a_node_that_does_not_answer_a_router_that_stood_still_is_asked_ag
     tmp_path: Path,
 ) -> None:
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        cluster.count_standstills()
         await asyncio.sleep(0)
         stand_still(STANDSTILL + 0.2)
         for node in cluster.registry.nodes():
