@@ -229,6 +229,7 @@ _SAME_RELEASE = "run one release of pdserve on all hosts"
 _PROXY = "look for a proxy that changes messages between roles"
 _ONE_ADDRESS = "give each node an --advertise-host of its own"
 _ROLES = "name the role in its certificate, as `pdserve certs` does, or use --cluster-key"
+_OWN_PAIR = "give each role the certificate that names it, as `pdserve certs --by-role` makes them"
 
 
 def check_role(roles: frozenset[str], method: str) -> None:
@@ -239,6 +240,14 @@ def check_role(roles: frozenset[str], method: str) -> None:
     if not roles & callers:
         who = " or ".join(sorted(roles)) or "a peer without a role"
         raise _refusal(f"{who} may not call {method}", _ROLES)
+
+
+def check_certificate(caller: Caller, roles: frozenset[str]) -> None:
+    """Raises ClusterAuthError if the caller's certificate names roles, and not the token's. One
+    without roles says nothing of its holder's."""
+    if roles and not roles & caller.roles:
+        held, said = (" or ".join(sorted(each)) for each in (roles, caller.roles))
+        raise _refusal(f"the call is a {said}'s, but its certificate is of {held}", _OWN_PAIR)
 
 
 def check_message(caller: Caller, message: bytes) -> None:

@@ -56,15 +56,18 @@ class Credentials:
         """Reads the credentials. `hosts`: the addresses this process will bind to.
 
         Raises:
-            ConfigError: as `TLS.load` and `ClusterKey` do; or other hosts can reach one of `hosts`
-                and there is neither a key nor TLS.
+            ConfigError: as `TLS.load` and `ClusterKey` do; the certificate is another role's; or
+                other hosts can reach one of `hosts` and there is neither a key nor TLS.
         """
         files = TLS.load(tls)
         key = None if auth.cluster_key is None else ClusterKey(auth.cluster_key)
-        if key is None and files is not None and role not in files.roles():
+        named = frozenset() if files is None else files.roles()
+        # With a key a certificate that names no role is one of any.
+        if files is not None and role not in named and (named or key is None):
             raise ConfigError(
-                f"--tls-cert {files.cert} does not name the role {role}: make certificates with "
-                "`pdserve certs`, or give all roles the same --cluster-key as well"
+                f"--tls-cert {files.cert} does not name the role {role}: give it one that does, "
+                "as `pdserve certs` makes them, or one that names no role, and all roles the same "
+                "--cluster-key as well"
             )
         open_host = next((host for host in hosts if not is_loopback(host)), None)
         if key is None and files is None and open_host is not None and not auth.insecure:

@@ -21,6 +21,7 @@ from pdserve.common.rpc.auth import (
     Caller,
     ClusterKey,
     caller_var,
+    check_certificate,
     check_message,
     check_role,
     no_key_here,
@@ -169,11 +170,11 @@ class Door(grpc.aio.ServerInterceptor):
 
 class AuthInterceptor(Door):
     """Admits roles: by token if there is a key, else by certificate if there is TLS; with neither,
-    everyone may call."""
+    everyone may call. With both, a certificate that names roles must name the token's."""
 
     def __init__(self, key: ClusterKey | None = None, *, by_certificate: bool = False) -> None:
         self._key = key
-        self._by_certificate = by_certificate and key is None
+        self._by_certificate = by_certificate
         self.guarded = key is not None or by_certificate
         self._reflection = Reflection()
         self.address = ""  # this server's address for callers, once it is known
@@ -195,7 +196,7 @@ class AuthInterceptor(Door):
         if handler.request_streaming:
 
             def certify(context: Context) -> None:
-                self._certify(context, method)
+                self._certify(context, method, caller)
 
             if method.startswith(REFLECTION):
                 return self._reflection.bounded(handler, certify)
@@ -213,7 +214,7 @@ class AuthInterceptor(Door):
     async def _reading(
         self, context: Context, method: str, caller: Caller | None
     ) -> AsyncIterator[bytes]:
-        self._certify(context, method)
+        self._certify(context, method, caller)
         raw = await read_message(context, max_nbytes(method))
         if caller is not None:
             try:
@@ -223,13 +224,16 @@ class AuthInterceptor(Door):
                 raise
         yield raw
 
-    def _certify(self, context: Context, method: str) -> None:
-        """Checks that the peer's certificate names a role that may call. (Only the handler's
-        context has the certificate.)"""
+    def _certify(self, context: Context, method: str, caller: Caller | None) -> None:
+        """Checks that the peer's certificate names a role that may call, or `caller`'s, of the
+        token. (Only the handler's context has the certificate.)"""
         if not self._by_certificate:
             return
         roles = certified_roles(context.auth_context())
         try:
+            if caller is not None:
+                check_certificate(caller, roles)
+                return
             check_role(roles, method)
         except ClusterAuthError as error:
             self._log_refusal(method, error)

@@ -1,6 +1,8 @@
-"""`pdserve certs`: makes a trial CA and one certificate that every role of a cluster may use.
+"""`pdserve certs`: makes a trial CA and one certificate that every role of a cluster may use, or
+one for each role.
 
-The certificate has a `pdserve://role/…` URI for each role; a client's (`--client`) has none.
+A certificate has a `pdserve://role/…` URI for each role that may use it; a client's (`--client`)
+has none.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="pdserve certs",
         description="Make a trial CA and one certificate, for servers and clients, that every "
-        "role of a cluster may use. Without --keep-ca the CA's key is thrown away: to add a host, "
-        "or to renew, make new files.",
+        "role of a cluster may use, or one for each. Without --keep-ca the CA's key is thrown "
+        "away: to add a host, or to renew, make new files.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to")
     parser.add_argument(
@@ -52,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="host name or address that peers and clients connect to, in addition to "
         f"{', '.join(HOSTS)}; *.NAME: all hosts of a domain; may be given several times",
+    )
+    parser.add_argument(
+        "--by-role",
+        action="store_true",
+        help=f"make a pair for each role, ROLE-cert.pem and ROLE-key.pem ({', '.join(ROLES)}), "
+        "instead of one for all: a host that loses its key has lost one role",
     )
     parser.add_argument(
         "--client",
@@ -65,23 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--renew",
         action="store_true",
-        help="replace cert.pem and key.pem by new ones of the CA in DIR; processes that use them "
-        "notice",
+        help="replace cert.pem and key.pem (with --by-role each role's) by new ones of the CA in "
+        "DIR; processes that use them notice",
     )
     options = parser.parse_args(argv)
     hosts = (*HOSTS, *options.host)
     if options.renew:
         if options.client or options.keep_ca:
             raise ConfigError("--renew goes without --client and --keep-ca")
-        renew(options.folder, hosts)
+        renew(options.folder, hosts, by_role=options.by_role)
         return 0
-    flags = write(options.folder, hosts, client=options.client, keep_ca=options.keep_ca)
-    print(shlex.join(flags))
+    for flags in write(
+        *(options.folder, hosts),
+        client=options.client,
+        keep_ca=options.keep_ca,
+        by_role=options.by_role,
+    ):
+        print(shlex.join(flags))
     return 0
 
 
-def renew(folder: Path, hosts: Iterable[str]) -> None:
-    """Replaces `cert.pem` and `key.pem`, each at once, by new ones of the CA in the folder.
+def renew(folder: Path, hosts: Iterable[str], *, by_role: bool = False) -> None:
+    """Replaces `cert.pem` and `key.pem`, or each role's, by new ones of the CA in the folder; each
+    file at once.
 
     Raises:
         ConfigError: the folder has no CA with its key, or cannot be written to.
@@ -96,7 +110,7 @@ def renew(folder: Path, hosts: Iterable[str]) -> None:
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{folder / 'ca-key.pem'} is no key of `pdserve certs --keep-ca`")
     try:
-        for name, content in _pair("", _names(hosts), ca, ca_key).items():
+        for name, content in _pairs(hosts, ca, ca_key, by_role).items():
             new = folder / f".{name}.pem.new"
             new.unlink(missing_ok=True)
             _create(new, *content)
@@ -106,11 +120,16 @@ def renew(folder: Path, hosts: Iterable[str]) -> None:
 
 
 def write(
-    folder: Path, hosts: Iterable[str], *, client: bool = False, keep_ca: bool = False
-) -> list[str]:
-    """Writes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, with `client` also a
-    client's pair, and with `keep_ca` the CA's key. Returns the --tls-… flags that name the roles'
-    files.
+    folder: Path,
+    hosts: Iterable[str],
+    *,
+    client: bool = False,
+    keep_ca: bool = False,
+    by_role: bool = False,
+) -> list[list[str]]:
+    """Writes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, `by_role` a pair for
+    each role instead, with `client` also a client's pair, and with `keep_ca` the CA's key. Returns
+    the --tls-… flags that name the files of a pair, for each.
 
     Raises:
         ConfigError: a host is neither a name nor an address, or a file cannot be written. Existing
@@ -118,7 +137,7 @@ def write(
     """
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _ca(ca_key)
-    files = _pair("", _names(hosts), ca, ca_key)
+    files = _pairs(hosts, ca, ca_key, by_role)
     files["ca"] = (ca.public_bytes(Encoding.PEM), 0o644)
     if keep_ca:
         files["ca-key"] = (_pem(ca_key), 0o600)
@@ -130,7 +149,14 @@ def write(
             _create(folder / f"{name}.pem", data, mode)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; name another folder") from error
-    return [f"--tls-{name}={folder / f'{name}.pem'}" for name in ("cert", "key", "ca")]
+    return [
+        [
+            f"--tls-cert={folder / f'{prefix}cert.pem'}",
+            f"--tls-key={folder / f'{prefix}key.pem'}",
+            f"--tls-ca={folder / 'ca.pem'}",
+        ]
+        for prefix in _roles_of_pairs(by_role)
+    ]
 
 
 def _create(path: Path, data: bytes, mode: int) -> None:
@@ -139,10 +165,21 @@ def _create(path: Path, data: bytes, mode: int) -> None:
         file.write(data)
 
 
-def _names(hosts: Iterable[str]) -> list[x509.GeneralName]:
-    """Returns the names of a role's certificate: its hosts and every role."""
-    roles = [x509.UniformResourceIdentifier(ROLE_URI + role) for role in ROLES]
-    return [*map(_name, dict.fromkeys(hosts)), *roles]
+def _roles_of_pairs(by_role: bool) -> dict[str, tuple[str, ...]]:
+    """Returns prefix of files → the roles that the certificate names."""
+    return {f"{role}-": (role,) for role in ROLES} if by_role else {"": ROLES}
+
+
+def _pairs(
+    hosts: Iterable[str], ca: x509.Certificate, ca_key: PrivateKey, by_role: bool
+) -> dict[str, tuple[bytes, int]]:
+    """Returns file name → (content, mode) of the roles' certificates and keys."""
+    files: dict[str, tuple[bytes, int]] = {}
+    places = [*map(_name, dict.fromkeys(hosts))]
+    for prefix, roles in _roles_of_pairs(by_role).items():
+        named = [x509.UniformResourceIdentifier(ROLE_URI + role) for role in roles]
+        files |= _pair(prefix, [*places, *named], ca, ca_key)
+    return files
 
 
 def _pem(key: PrivateKey) -> bytes:

@@ -198,6 +198,14 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def by_role(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CA's certificates of one role each, and a client's."""
+    folder = tmp_path_factory.mktemp("by-role") / "certs"
+    write(folder, HOSTS, client=True, by_role=True)
+    return folder
+
+
 def tls_config(folder: Path, prefix: str = "") -> TLSConfig:
     return TLSConfig(
         tls_cert=str(folder / f"{prefix}cert.pem"),
@@ -231,11 +239,15 @@ def test_what_others_reach_needs_a_key_tls_or_a_word(host: str, inside: bool, ce
             load()
 
 
-def test_a_certificate_without_the_role_is_told_at_start(certs: Path) -> None:
+def test_a_certificate_without_the_role_is_told_at_start(certs: Path, by_role: Path) -> None:
     client = tls_config(certs, "client-")
     with pytest.raises(ConfigError, match="does not name the role decode"):
         Credentials.load("decode", "d", client, AuthConfig(), ())
     Credentials.load("decode", "d", client, AuthConfig(cluster_key=KEY), ())
+    other = tls_config(by_role, "prefill-")
+    for key in (None, KEY):
+        with pytest.raises(ConfigError, match="does not name the role decode"):
+            Credentials.load("decode", "d", other, AuthConfig(cluster_key=key), ())
 
 
 # ---- the door of a server -----------------------------------------------------------------
@@ -376,6 +388,27 @@ async def test_a_certificate_that_names_its_role_needs_no_key(certs: Path) -> No
         client = TLS.load(tls_config(certs, "client-"))
         assert await run(Channels(client), address) == "CLUSTER_AUTH_FAILED"
         assert prefill.served == 1
+
+
+async def test_a_certificate_of_another_role_is_refused(by_role: Path) -> None:
+    """Without a key, and with one: there a certificate that names no role is one of any."""
+    server = credentials("prefill", tls=tls_config(by_role, "prefill-"))
+    async with prefill_server(server.interceptor(), server.tls) as (prefill, address):
+        for role, code in (("router", ""), ("decode", "CLUSTER_AUTH_FAILED")):
+            channels = credentials(role, tls=tls_config(by_role, f"{role}-")).channels()
+            assert await run(channels, address) == code
+        assert prefill.served == 1
+    server = credentials("prefill", KEY, tls_config(by_role, "prefill-"))
+    async with prefill_server(server.interceptor(), server.tls) as (prefill, address):
+        for pair, code in (
+            ("router-", ""),
+            ("client-", ""),
+            ("decode-", "CLUSTER_AUTH_FAILED"),
+        ):
+            shown = TLS.load(tls_config(by_role, pair))
+            router = Credentials("router", "router-1", shown, ClusterKey(KEY))
+            assert await run(router.channels(), address) == code
+        assert prefill.served == 2
 
 
 # ---- registration -------------------------------------------------------------------------

@@ -108,6 +108,30 @@ def test_certs_makes_files_and_prints_their_flags(
     assert sorted(found) == sorted(hosts + roles), "of every role that registers, and the router"
 
 
+def test_certs_makes_a_pair_for_each_role_and_renews_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "certs"
+    assert main(["certs", str(folder), "--by-role", "--keep-ca"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    roles = ["router", *ROLE_NAMES.values()]
+
+    def named() -> list[frozenset[str]]:
+        loaded = [
+            TLS.load(parse(WorkerNodeConfig, prog="x", argv=flags, environ={}).tls)
+            for flags in lines
+        ]
+        return [each.roles() for each in loaded if each is not None]
+
+    assert sorted(named(), key=sorted) == sorted(map(frozenset, ([r] for r in roles)), key=sorted)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert main(["certs", str(folder), "--by-role", "--renew"]) == 0
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    kept = {name for name in before if before[name] == after[name]}
+    assert after.keys() == before.keys() and kept == {"ca.pem", "ca-key.pem"}
+    assert sorted(named(), key=sorted) == sorted(map(frozenset, ([r] for r in roles)), key=sorted)
+
+
 def test_certs_leaves_existing_files_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
