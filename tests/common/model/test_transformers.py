@@ -248,15 +248,6 @@ def test_mxfp4_weights_are_dequantized_while_they_are_loaded(
     assert len(expected) == 8
     for name, weight in expected.items():
         assert torch.equal(found[name], weight)
-    config["quantization_config"] = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": 32,
-        "zero_point": True,
-    }
-    path.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="GptOssForCausalLM runs through transformers, where awq"):
-        load(tmp_path)
 
 
 def test_rope_that_depends_on_the_longest_sequence_ends_at_the_original_context(
