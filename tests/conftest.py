@@ -38,7 +38,8 @@ WAITING = (
 LONGEST = (
     *("test_exact", "test_ray_nodes", "test_chaos", "test_conformance", "test_transformers"),
     *("test_up", "test_offline", "test_kv_groups", "test_adapters", "test_rollout"),
-    *("test_policies", "test_preprocess_workers", "test_explorer", "test_speculative"),
+    *("test_policies", "test_bench_placement", "test_preprocess_workers", "test_explorer"),
+    *("test_speculative",),
     *("test_placement", "test_observed", "test_structured", "test_bits", "test_api", "test_fuzz"),
     *("test_secured", "test_lora", "test_haproxy", "test_both", "test_start", "test_corrupt_kv"),
     *("test_data_parallel", "test_disconnect", "test_attention", "test_quantized"),
