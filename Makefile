@@ -1,5 +1,6 @@
 # make demo | test | test-all | test-clients | test-gpu | test-compose | test-helm | lint | format
 #      proto | docs | site | screenshots | bench | figures | lock | lock-clients | clean
+#      test-all-common | test-all-bits | test-all-clusters | test-all-rest | soak: parts of test-all
 # Everything runs from $(VENV). make installs it at first use, and again when pyproject.toml or
 # requirements-dev.lock changes.
 
@@ -22,13 +23,15 @@ HELM_TOOLS ?= build/helm
 
 BIN := $(VENV)/bin
 COMPILED := PYTHONDONTWRITEBYTECODE=
+ALL_TESTS = $(COMPILED) PDSERVE_FUZZ_EXAMPLES=2000 $(BIN)/pytest -n $(JOBS) -m ""
 CODE := common router prefill_node decode_node kv_transfer pdserve benchmarks tests/helpers
 STAMP := $(VENV)/.installed
 PIP := -m pip --quiet --disable-pip-version-check
 EXTRAS := node,demo,bench,ray,docs,dev
 
-.PHONY: demo test test-all test-clients test-gpu test-compose test-helm lint format proto docs \
-	site screenshots bench figures lock lock-clients clean
+.PHONY: demo test test-all test-all-common test-all-bits test-all-clusters test-all-rest soak \
+	test-clients test-gpu test-compose test-helm lint format proto docs site screenshots bench \
+	figures lock lock-clients clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)
@@ -39,12 +42,25 @@ test: $(STAMP)
 	@$(COMPILED) $(BIN)/python -m compileall -q -j $(JOBS) $(CODE)
 	$(COMPILED) $(BIN)/pytest -n $(JOBS) $(TEST_ARGS)
 
-# An hour or more: the slow tests too, every order of the hand-off's events, forty times as many
-# examples for parsers, a soak with random faults, and other people's clients.
-test-all: $(STAMP)
-	$(COMPILED) PDSERVE_FUZZ_EXAMPLES=2000 $(BIN)/pytest -n $(JOBS) -m "" $(TEST_ARGS)
+# Hours: the slow tests too, every order of the hand-off's events, forty times as many examples for
+# parsers, a soak with random faults, and other people's clients. The nightly workflow runs the parts
+# on a machine each. `make -k test-all` goes on after a part that fails.
+test-all: test-all-common test-all-bits test-all-clusters test-all-rest soak test-clients
+
+test-all-common: $(STAMP)
+	$(ALL_TESTS) tests/common $(TEST_ARGS)
+
+test-all-bits: $(STAMP)
+	$(ALL_TESTS) tests/e2e/test_bits.py $(TEST_ARGS)
+
+test-all-clusters: $(STAMP)
+	$(ALL_TESTS) tests/e2e --ignore=tests/e2e/test_bits.py $(TEST_ARGS)
+
+test-all-rest: $(STAMP)
+	$(ALL_TESTS) tests --ignore=tests/common --ignore=tests/e2e $(TEST_ARGS)
+
+soak: $(STAMP)
 	$(BIN)/python benchmarks/chaos.py --seconds $(SOAK_SECONDS)
-	$(MAKE) test-clients
 
 # Other people's clients against a cluster of this checkout. They are installed from lock files in
 # environments of their own, because their requirements conflict with each other's. Those written

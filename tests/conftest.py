@@ -94,6 +94,21 @@ def kind_of(scope: str) -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Lets each process of the whole suite import the files in turn from another one on. pytest
+    compiles a file whose compiled form is not on disk: here each process finds those of the
+    others."""
+    config, given = session.config, getattr(session.config, "workerinput", None)
+    if given is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    here = Path(__file__).parent
+    skipped = {here / name for name in collect_ignore}
+    files = [file for file in sorted(here.rglob("test_*.py")) if not skipped & {*file.parents}]
+    first = len(files) * int(given["workerid"].removeprefix("gw")) // given["workercount"]
+    config.args = [str(file) for file in (*files[first:], *files[:first])]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """The compiled code is there before the whole suite begins: a slow machine may need longer for
     it than a test waits for a node."""
@@ -123,8 +138,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sizes = Counter(item.path for item in items)
     order = {stem: number for number, stem in enumerate((*WAITING, *LONGEST))}
 
-    def place(item: pytest.Item) -> tuple[int, int]:
+    def place(item: pytest.Item) -> tuple[int, int, Path]:
         number = order.get(item.path.stem)
-        return (len(order), -sizes[item.path]) if number is None else (number, 0)
+        rank = (len(order), -sizes[item.path]) if number is None else (number, 0)
+        return (*rank, item.path)  # the same in each process, in whatever order it imported them
 
     items.sort(key=place)

@@ -13,6 +13,7 @@ from pathlib import Path
 from paths import ROOT
 
 PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
+RIDDLE = re.compile(r'"""\s*(?:Of|What|As|Those|Who)\b')  # how no docstring begins
 BARE_IMPORT = re.compile(rf"^\s*(?:from|import)\b.*(?<![\w.])(?:{'|'.join(PACKAGES)})\b", re.M)
 FACE = (
     "cli",
@@ -178,6 +179,22 @@ def test_nobody_imports_a_source_folder_by_its_bare_name() -> None:
         if BARE_IMPORT.search(text := path.read_text())  # few have a line that looks like one
         for name in imports(ast.parse(text), everywhere=True)
         if name.partition(".")[0] in PACKAGES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_are_sentences() -> None:
+    """They begin with a verb or their subject."""
+    folders = [*PACKAGES, "pdserve", "tests", "docs", "benchmarks", "examples", "scripts"]
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = [
+        f"{path.relative_to(ROOT)}: {documented.splitlines()[0]}"
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if RIDDLE.search(text := path.read_text())  # few have a string that looks like one
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, kinds) and (documented := ast.get_docstring(node))
+        if RIDDLE.match(f'"""{documented}')
     ]
     assert not wrong, "\n".join(wrong)
 

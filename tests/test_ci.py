@@ -29,9 +29,30 @@ def test_a_workflow_runs_commands_that_exist(file: Path) -> None:
 
 
 def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of all jobs; of a job with a matrix, those that run something once for each of its
+    values."""
     for job in workflow["jobs"].values():
         assert job["timeout-minutes"]
-        yield from job["steps"]
+        for step in job["steps"]:
+            yield from each_run(step, job.get("strategy", {}).get("matrix", {}))
+
+
+def each_run(step: dict[str, Any], matrix: dict[str, list[str]]) -> Iterator[dict[str, Any]]:
+    run = step.get("run", "")
+    used = [name for name in matrix if f"${{{{ matrix.{name} }}}}" in run]
+    if not used:
+        yield step
+    for name in used:
+        for value in matrix[name]:
+            yield {**step, "run": run.replace(f"${{{{ matrix.{name} }}}}", value)}
+
+
+def test_the_nightly_workflow_runs_every_part_of_test_all() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    made = {word for step in steps(workflow) for word in step.get("run", "").split()}
+    parts = re.search(r"^test-all: (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert parts is not None
+    assert {*parts[1].split()} <= made
 
 
 def test_continuous_integration_runs_on_every_python_that_the_package_takes() -> None:

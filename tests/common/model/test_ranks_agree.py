@@ -36,7 +36,8 @@ SCHEMES = {  # of llama-gqa
 def _logits(
     state: ParallelState | None, folder: str, dtype: torch.dtype, quantization: str | None
 ) -> bytes:
-    """Of a chunk of a prompt, of the next one beside another sequence, and of single tokens."""
+    """Returns those of a chunk of a prompt, of the next one beside another sequence, and of single
+    tokens."""
     group = GroupCoordinator() if state is None else state.tp
     all2all = make_all2all("replicated", group if state is None else state.ep)
     sharding = Sharding(group, CPU, dtype, all2all, kernels=choose_kernels("native", CPU))
