@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class WarmCluster(Fleet, Service):
         late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
         router = {**late, **(router or {})}
         Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
-        self._before = before
+        self._before, self._holds = before, count()
         self._sizes = {"prefill": prefill, "decode": decode}
 
     def __enter__(self) -> WarmCluster:
@@ -141,10 +142,17 @@ class WarmCluster(Fleet, Service):
         """The file that is there within `standing_still(what)`."""
         return self.home.path / f"hold-{what}"
 
+    def let(self, what: str, steps: int) -> None:
+        """Lets so many steps begin within `standing_still(what)`, no matter how many have begun."""
+        new = self.home.path / "hold-new"
+        new.write_text(f"{next(self._holds)} {steps}")
+        new.replace(self.hold(what))
+
     @contextmanager
-    def standing_still(self, what: str) -> Iterator[None]:
-        """Holds up what waits for `hold(what)` until this is left."""
-        self.hold(what).touch()
+    def standing_still(self, what: str, steps: int = 0) -> Iterator[None]:
+        """Holds up what waits for `hold(what)`, when so many `steps` have begun, until this is
+        left."""
+        self.let(what, steps)
         try:
             yield
         finally:

@@ -20,11 +20,11 @@ import pytest
 
 from fake_nodes import (
     FakeCluster,
-    Fault,
     dies,
     fails,
     fake_cluster,
     hangs,
+    once,
     says,
     stand_still,
     token_at,
@@ -139,16 +139,6 @@ async def test_a_node_that_does_not_answer_a_router_that_stood_still_is_asked_ag
             cluster.registry.unanswered(node, "ping timeout", refused=True)
         assert not any(node.unreachable for node in cluster.registry.nodes())
         await cluster.ask()
-
-
-def once(fault: Fault) -> Fault:
-    left = [fault]
-
-    async def first(context: Any) -> None:
-        if left:
-            await left.pop()(context)
-
-    return first
 
 
 # ---- every path ends ----
