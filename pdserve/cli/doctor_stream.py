@@ -20,6 +20,7 @@ from pdserve.common.core.errors import DeadlineExceeded, PdserveError
 
 TOKENS = (256, 512, 1024, 1024, 1024, 1024)  # of the streams: the more, the longer they take
 HELD = 3  # streams that must be held back before that is said
+ASKED = 8  # times whether a stream runs: a balancer may ask another router first
 BEAT = 0.005  # seconds between two signs that this process runs
 STOOD_STILL = 0.5  # share of a generation; who has stood still for so long may have missed it
 _UNBUFFER = "switch off buffering of text/event-stream in the proxy (nginx: proxy_buffering off)"
@@ -38,6 +39,11 @@ async def stream(server: Server, most: int) -> Finding:
         except DeadlineExceeded:
             seen = "no event came in time: a proxy holds them back, or nodes are slow"
             return Finding("stream", Verdict.FAILED, seen, f"{_UNBUFFER}; else a longer --timeout")
+        if not told:
+            seen = (
+                "its router is not found, which would tell whether events of a stream are held back"
+            )
+            return Finding("stream", Verdict.WARNING, seen, "ask one router at its own URL")
         if told.get("status") == "running":
             return Finding("stream", Verdict.OK, "events come while their stream is generated")
         took = _took(told)
@@ -73,12 +79,13 @@ async def _at_first_event(
 
 
 async def _told(server: Server, name: str) -> Mapping[str, Any]:
-    """Asks the router for the request `name`. It does not know it if it is another router behind
-    one balancer, or keeps no timelines."""
-    with suppress(PdserveError):
-        found = await server.get(f"/v1/timelines/{quote(name, safe='')}")
-        told: Mapping[str, Any] = found["data"][0]
-        return told
+    """Asks the router for the request `name`; empty if none knows it: a proxy may not pass this on,
+    a balancer may ask other routers, and a router may keep no timelines."""
+    for _ in range(ASKED):
+        with suppress(PdserveError):
+            found = await server.get(f"/v1/timelines/{quote(name, safe='')}")
+            told: Mapping[str, Any] = found["data"][0]
+            return told
     return {}
 
 

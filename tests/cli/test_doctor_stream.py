@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-from pdserve.cli.doctor_stream import HELD, TOKENS, stream
+from pdserve.cli.doctor_stream import ASKED, HELD, TOKENS, stream
 from pdserve.common.core.errors import DeadlineExceeded, ModelNotFound
 
 RUNNING: dict[str, Any] = {"status": "running", "timeline": {"first_token": 1.0, "finished": None}}
@@ -66,9 +66,13 @@ async def test_a_process_that_stood_still_accuses_no_proxy() -> None:
     assert (await said(router)).startswith("warning: ")
 
 
-async def test_a_router_that_does_not_know_the_stream_accuses_no_proxy() -> None:
-    router = Router(*[ModelNotFound("HTTP 404: ")] * len(TOKENS))
-    assert (await said(router)).startswith("warning: ")
+async def test_another_router_that_does_not_know_the_stream_accuses_no_proxy() -> None:
+    router = Router(*[ModelNotFound("HTTP 404: ")] * ASKED)
+    assert (await said(router)).startswith("warning: its router is not found")
+
+
+async def test_of_two_routers_behind_one_address_the_one_that_streams_is_found() -> None:
+    assert (await said(Router(ModelNotFound("HTTP 404: "), RUNNING))).startswith("ok: ")
 
 
 async def test_no_event_in_time_is_told() -> None:

@@ -25,6 +25,9 @@ from paths import EXAMPLE, HELPERS, ROOT
 # whichever is installed.
 IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, EXAMPLE / "src")))}
 
+# Seconds of silence, of nodes and of transfers, times `slowness`.
+HASTY = {"heartbeat_timeout": FAST["heartbeat_timeout"], "kv_lease": 3.0}
+PATIENT = {"heartbeat_timeout": 10.0, "kv_lease": 15.0}
 WORK = 0.2  # seconds of CPU
 BESIDE_OTHERS = 3.0  # what takes a second alone may take so many: other tests run, too
 
@@ -89,7 +92,8 @@ def networked(
     shared()  # a fork is where what it was forked from is
     with hosts.network() as network:
         router = {"host": "0.0.0.0", **router}
-        with WarmCluster(model, 0, 0, router, network.enter_router, **options) as cluster:
+        before = network.enter_router
+        with WarmCluster(model, 0, 0, router, before, hasty=True, **options) as cluster:
             yield network, cluster
 
 
@@ -103,14 +107,19 @@ class WarmCluster(Fleet, Service):
         decode: int = 1,
         router: dict[str, Any] | None = None,
         before: Sequence[str] = (),
+        hasty: bool = False,
         **options: Any,
     ) -> None:
-        """`before`: what the routers call first, as `WarmStart.start` has it."""
+        """`before`: what the routers call first, as `WarmStart.start` has it. `hasty`: who says
+        nothing is soon given up, for tests in which nodes freeze or are cut off; else only who is
+        dead, so that none is lost because it is late."""
         Service.__init__(self, model)
         environment = {**self.home.environment, **IMPORTS}
-        options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
-        late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
-        router = {**late, **(router or {})}
+        late = HASTY if hasty else PATIENT
+        lease = late["kv_lease"] * slowness()
+        heartbeats = {"heartbeat_timeout": late["heartbeat_timeout"] * slowness()}
+        options = {**DEFAULTS, "kv_lease": lease, **options}
+        router = {**heartbeats, "queue_timeout": 60.0, **(router or {})}
         Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
         self._before, self._holds = before, count()
         self._sizes = {"prefill": prefill, "decode": decode}
