@@ -24,6 +24,8 @@ from paths import EXAMPLE, HELPERS, ROOT
 # whichever is installed.
 IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, EXAMPLE / "src")))}
 
+# Many tests count on which node an idle cluster takes, which does not depend on measured rates.
+SPREADING = {"prefill_policy": "least-load", "decode_policy": "least-load"}
 WORK = 0.2  # seconds of CPU
 BESIDE_OTHERS = 3.0  # what takes a second alone may take so many: other tests run, too
 
@@ -109,7 +111,7 @@ class WarmCluster(Fleet, Service):
         environment = {**self.home.environment, **IMPORTS}
         options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
         late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
-        router = {**late, **(router or {})}
+        router = {**late, **SPREADING, **(router or {})}
         Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
         self._before = before
         self._sizes = {"prefill": prefill, "decode": decode}
