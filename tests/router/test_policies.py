@@ -73,6 +73,13 @@ def test_a_prompt_goes_where_the_least_is_left_to_do() -> None:
     assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
 
 
+def test_replicas_share_a_queue_and_not_the_prompt() -> None:
+    """One of them computes it."""
+    some = nodes(0, 0)
+    some[0].replicas = 8
+    assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
+
+
 def test_new_prompts_are_dealt_out_though_nobody_queues() -> None:
     some, policy = nodes(0, 0, 0, 0), PrefixAware()
     chosen = [choose(policy, wants(1000, now=turn / 100), some) for turn in range(40)]
