@@ -168,13 +168,10 @@ class ModelSpec:
                 f"--quantization {name}: pdserve knows no linear layers of {self.architecture}, "
                 "which runs through transformers: leave it out"
             )
-        why = "experts" if self.num_experts else ""
         if any(group.state for group in self.kv_groups):
-            why = "layers with a state"
-        if why:
             raise ConfigError(
-                f"--quantization {name}: {self.architecture} has {why}, which transformers' own "
-                "code computes, with unquantized weights alone: leave it out"
+                f"--quantization {name}: {self.architecture} has layers with a state, which "
+                "transformers' own code computes, with unquantized weights alone: leave it out"
             )
 
     def check_max_model_len(self, max_model_len: int) -> None:

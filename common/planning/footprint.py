@@ -88,7 +88,7 @@ class Footprint:
 
     def _held(self, stage: Stage) -> RankWeights:
         if self.weights_of is None:
-            return RankWeights(self.spec.num_parameters * self.item, (), ())
+            return RankWeights(self.spec.num_parameters * self.item, (), (), ())
         return self.weights_of(self.dtype, self.tp, self.ep, stage)
 
     def _held_weights(self, stage: Stage) -> int:
@@ -96,8 +96,9 @@ class Footprint:
         if self.spec.quantization is None:
             return held.nbytes
         matrices = [*chain.from_iterable(held.linears), *held.tables]
-        saved = sum(rows * columns * (self.item - 1) for rows, columns in matrices)
-        return held.nbytes - saved + sum(rows for rows, _ in matrices) * self.item
+        stacks = [*((1, *sizes) for sizes in matrices), *held.experts]
+        saved = sum(count * rows * columns * (self.item - 1) for count, rows, columns in stacks)
+        return held.nbytes - saved + sum(count * rows for count, rows, _ in stacks) * self.item
 
     def _vocab_rows(self) -> int:
         return -(-self.spec.vocab_size // self.tp)

@@ -316,7 +316,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         linears=tuple(
             (name, *size_of(each)) for name, each in linears.items() if name in recorder.linears
         ),
-        num_experts=max((each.num_experts for each in experts_of(model)), default=0),
+        num_experts=max((each.num_experts for each in experts_of(model).values()), default=0),
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 
