@@ -264,9 +264,9 @@ def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
         )
     if rank.loaded > rank.usable:
         return (
-            f"weights of {format_bytes(rank.weights)}, with {format_bytes(rank.loading)} while they "
-            f"are rounded and overhead {format_bytes(rank.loaded)}, exceed the {usable} that are usable "
-            "on one GPU"
+            f"weights of {format_bytes(rank.weights)}, with {format_bytes(rank.loading)} while "
+            f"they are rounded and overhead {format_bytes(rank.loaded)}, exceed the {usable} that "
+            "are usable on one GPU"
         )
     taken = sum(group.nbytes for group in rank.groups)
     if taken > rank.left_for_kv:

@@ -38,9 +38,7 @@ def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> W
         return RankWeights(
             nbytes=sum(each.nbytes for each in model.parameters()),
             linears=tuple(map(tuple, _linears(spec, model))),
-            experts=tuple(
-                sizes for each in experts_of(model).values() for sizes in sizes_of(each)
-            ),
+            experts=tuple(sizes for each in experts_of(model).values() for sizes in sizes_of(each)),
             tables=tuple((len(each), each.shape[1]) for each in tables_of(model).values()),
         )
 
