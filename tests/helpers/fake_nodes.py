@@ -274,7 +274,8 @@ class FakeCluster:
 
     def __init__(self, folder: Path, **routing: Any) -> None:
         late = {"queue_timeout": 10.0, "heartbeat_timeout": 60.0, "breaker_cooldown": 600.0}
-        options = {**late, **routing}
+        load = {"prefill_policy": "least-load", "decode_policy": "least-load"}
+        options = {**late, **load, **routing}
         self.config = RoutingConfig(**options)
         self.registry = Registry(self.config)
         self.count_standstills(False)  # a slow machine has some

@@ -25,6 +25,8 @@ from paths import EXAMPLE, HELPERS, ROOT
 # whichever is installed.
 IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, EXAMPLE / "src")))}
 
+# Many tests count on which node an idle cluster takes, which does not depend on measured rates.
+SPREADING = {"prefill_policy": "least-load", "decode_policy": "least-load"}
 # Seconds of silence, of nodes and of transfers, times `slowness`.
 HASTY = {"heartbeat_timeout": FAST["heartbeat_timeout"], "kv_lease": 3.0}
 PATIENT = {"heartbeat_timeout": 10.0, "kv_lease": 15.0}
@@ -119,7 +121,7 @@ class WarmCluster(Fleet, Service):
         lease = late["kv_lease"] * slowness()
         heartbeats = {"heartbeat_timeout": late["heartbeat_timeout"] * slowness()}
         options = {**DEFAULTS, "kv_lease": lease, **options}
-        router = {**heartbeats, "queue_timeout": 60.0, **(router or {})}
+        router = {**heartbeats, "queue_timeout": 60.0, **SPREADING, **(router or {})}
         Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
         self._before, self._holds = before, count()
         self._sizes = {"prefill": prefill, "decode": decode}
