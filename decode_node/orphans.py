@@ -26,8 +26,8 @@ from pdserve.decode_node.router_streams import JobWriter, RouterStream, weight_o
 from pdserve.decode_node.session import DecodeSession
 
 # Seconds in which the node notices that a router's stream has ended after its calls have: the same
-# connection has both.
-NOTICE = 0.5
+# connection has both. It looks so many times; a node that stands still meanwhile has looked once.
+NOTICE, LOOKS = 0.5, 10
 MAX_ORPHANS = 256
 MAX_KEPT = 2**17  # the weight of all that is kept of jobs; one that would exceed it is not kept
 
@@ -98,7 +98,8 @@ class KeptJob:
         reader, self._reader = self._reader, None
 
         async def fail() -> None:
-            await asyncio.sleep(NOTICE)
+            for _ in range(LOOKS):
+                await asyncio.sleep(NOTICE / LOOKS)
             if self._reader is None and not self.is_orphan:
                 self._session.fail(error)
 
@@ -107,9 +108,11 @@ class KeptJob:
 
     async def _left(self, stream: RouterStream) -> None:
         """The router's call has ended: on purpose, or with the router and so with its stream."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(NOTICE):
-                await stream.closed.wait()
+        for _ in range(LOOKS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NOTICE / LOOKS):
+                    await stream.closed.wait()
+                    break
         if self._reader is None and not self.is_orphan:
             if stream.closed.is_set() and self._session.has_kv and self._orphans.take(self):
                 loop = asyncio.get_running_loop()

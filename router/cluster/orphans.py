@@ -15,7 +15,9 @@ from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.router.cluster.registry import Node, Registry
 
 ASK_TIMEOUT = 1.0  # seconds
-PATIENCE = 3.0  # seconds that a job's router gets to finish it, or to be known as dead
+PATIENCE = (
+    3.0  # seconds that a job's router gets to finish it or to be found dead, a node to answer
+)
 PAUSE = 0.1  # seconds between two looks
 
 
@@ -26,7 +28,7 @@ class OrphanFinder:
 
     async def find(self, key: bytes) -> tuple[Node, PromptPath] | None:
         """Returns the node that has the orphan of this key, and how its prompt's KV came there;
-        None: none has. Waits while the job has a router.
+        None: none has. Waits while the job has a router, or while a node owes its answer.
 
         Raises:
             Conflict: a router serves the job.
@@ -35,14 +37,17 @@ class OrphanFinder:
         while True:
             nodes = [node for node in self._registry.nodes() if self._may_have(node)]
             answers = await asyncio.gather(*(self._ask(node, key) for node in nodes))
-            found = [(n, a) for n, a in zip(nodes, answers, strict=True) if a is not None]
+            found = [
+                (n, a) for n, a in zip(nodes, answers, strict=True) if a is not None and a.found
+            ]
             for node, answer in found:
                 if not answer.attached:
                     local = answer.local_prefill
                     return node, PromptPath.LOCAL if local else PromptPath.TRANSFERRED
-            if not found:
+            late = monotonic() > until
+            if not found and (late or None not in answers):
                 return None
-            if monotonic() > until:
+            if late:
                 raise Conflict(
                     "the request of this Idempotency-Key is being served: ask again, or wait for "
                     "its answer",
@@ -54,10 +59,13 @@ class OrphanFinder:
         return node.info.role != pb.ROLE_PREFILL and self._registry.is_alive(node)
 
     async def _ask(self, node: Node, key: bytes) -> pb.FindOrphanResponse | None:
-        """None: it has none, or does not answer."""
+        """Returns its answer; None: none came in time, and it may have one."""
         stub = pb_grpc.DecodeStub(self._channels.get(node.info.address))
+        nothing = pb.FindOrphanResponse()
         try:
             answer = await stub.FindOrphan(pb.FindOrphanRequest(key=key), timeout=ASK_TIMEOUT)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError):  # the request finds out why
-            return None
-        return answer if answer is not None and answer.found else None
+        except grpc.aio.AioRpcError as error:  # the request finds out why
+            return None if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else nothing
+        except grpc.aio.UsageError:
+            return nothing
+        return nothing if answer is None else answer
