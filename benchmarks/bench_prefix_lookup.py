@@ -78,8 +78,8 @@ def row(length: int, num_nodes: int, rounds: int) -> dict[str, Any]:
 
 
 class Placement:
-    """As many prefill as decode nodes that have measured their rates, and what selects among
-    them."""
+    """Prefill and decode nodes, as many of each, that have measured their rates, and the policy
+    that selects among them."""
 
     def __init__(self, policy: str, num_nodes: int, hashes: Sequence[int]) -> None:
         config = RoutingConfig(prefill_policy=policy, decode_policy=policy)

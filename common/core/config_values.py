@@ -19,7 +19,7 @@ MAX_SHOWN = 60  # characters of a wrong value
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a value must be."""
+    """The rule that a value must fit, and the words that say it."""
 
     says: str
     fits: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""What `pdserve doctor --cluster` says of a stream: what came first decides, at any speed."""
+"""`pdserve doctor --cluster` reads a stream: the token that came first decides, at any speed."""
 
 from __future__ import annotations
 

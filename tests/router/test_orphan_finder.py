@@ -19,7 +19,7 @@ KEY = b"k"
 async def test_a_node_whose_answer_is_late_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it computed is not computed a second time because it was busy."""
+    """A node that was busy keeps its work: none of it is computed a second time."""
     monkeypatch.setattr(orphans, "ASK_TIMEOUT", 0.3)
     monkeypatch.setattr(orphans, "PATIENCE", 60.0)
     async with fake_cluster(tmp_path, ("p0", "d0", "d1")) as cluster:
