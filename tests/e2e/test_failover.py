@@ -90,7 +90,7 @@ def test_a_node_of_both_roles_takes_over_from_another(both: WarmCluster, client:
         check(both, client, "both", "SIGKILL", *point)
 
 
-@pytest.mark.parametrize(("role", "point", "count"), thinned(STEPS[:: len(STEPS) // 9], 3))
+@pytest.mark.parametrize(("role", "point", "count"), thinned(STEPS[:: len(STEPS) // 9], 6))
 def test_a_node_of_both_roles_takes_over_from_a_pair(
     both: WarmCluster, role: str, point: str, count: int
 ) -> None:
