@@ -15,6 +15,7 @@ from pdserve.common.rpc.tokens import JobTokens
 from pdserve.decode_node import kept_jobs as module
 from pdserve.decode_node.kept_jobs import KeptJob, KeptJobs
 from pdserve.decode_node.router_streams import JobWriter, RouterStream
+from transfers import awake_time, go_on
 from waiting import eventually
 
 
@@ -101,6 +102,21 @@ async def test_the_next_router_hears_all_of_it(node: Node) -> None:
     session.fail(NodeError("over"))
     await run
     assert not is_kept(node) and node.closed == [session]
+
+
+async def test_the_lease_ends_with_the_adoption(node: Node) -> None:
+    with awake_time():
+        first, session = RouterStream(), Session()
+        job = node.begin(session)
+        run = await call(job, first)
+        session.say()
+        await node.die(run, first)
+        await eventually(lambda: job.is_orphan)
+        run = await call(job, RouterStream())
+        await go_on(2 * node.jobs.lease)
+        assert not node.closed and not run.done()
+        session.fail(NodeError("over"))
+        await run
 
 
 async def test_two_routers_read_one_job(node: Node) -> None:

@@ -65,6 +65,8 @@ class FakeNode:
         self.on_token: dict[int, Fault] = {}
         self.on_retarget: Fault | None = None
         self.on_landed: Fault | None = None
+        self.on_find: Fault | None = None
+        self.orphan = pb.FindOrphanResponse()  # its answer to whether it has one
         self.token_offset = 0  # what it adds to every token it makes
         self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # in place of an event
         self.jobs: list[pb.Job] = []
@@ -99,6 +101,9 @@ class FakeNode:
                     ),
                     "FinishChoice": grpc.unary_unary_rpc_method_handler(
                         self._finish_choice, pb.FinishChoiceRequest.FromString, _bytes
+                    ),
+                    "FindOrphan": grpc.unary_unary_rpc_method_handler(
+                        self._find_orphan, pb.FindOrphanRequest.FromString, _bytes
                     ),
                     "Events": grpc.unary_stream_rpc_method_handler(
                         self._events, pb.EventsRequest.FromString, _bytes
@@ -246,6 +251,11 @@ class FakeNode:
         self.finished.append(request.choice)
         return pb.FinishChoiceResponse()
 
+    async def _find_orphan(self, request: Any, context: Any) -> pb.FindOrphanResponse:
+        if self.on_find is not None:
+            await self.on_find(context)
+        return self.orphan
+
     def _event(self, position: int, job: pb.Job, choice: int = 0) -> pb.TokenEvent:
         event = event_at(position, job, choice)
         event.tokens[0].id += self.token_offset
@@ -264,7 +274,8 @@ class FakeCluster:
 
     def __init__(self, folder: Path, **routing: Any) -> None:
         late = {"queue_timeout": 10.0, "heartbeat_timeout": 60.0, "breaker_cooldown": 600.0}
-        options = {**late, **routing}
+        load = {"prefill_policy": "least-load", "decode_policy": "least-load"}
+        options = {**late, **load, **routing}
         self.config = RoutingConfig(**options)
         self.registry = Registry(self.config)
         self.count_standstills(False)  # a slow machine has some
@@ -384,6 +395,16 @@ def says(status: grpc.StatusCode, **metadata: str) -> Fault:
 def stand_still(seconds: float) -> None:
     """Nothing else happens in this process, nodes and router, meanwhile."""
     time.sleep(seconds)
+
+
+def once(fault: Fault) -> Fault:
+    left = [fault]
+
+    async def first(context: Any) -> None:
+        if left:
+            await left.pop()(context)
+
+    return first
 
 
 async def hangs(context: Any) -> None:
