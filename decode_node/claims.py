@@ -53,7 +53,7 @@ class Place:
         return self._claim.line[0] is self
 
     def told(self) -> pb.ClaimResponse:
-        """What its router should know now."""
+        """Returns the state that its router should know now."""
         self.news.clear()
         return pb.ClaimResponse(granted=self.granted, kept_at=self._claim.kept_at)
 

@@ -47,7 +47,10 @@ LONGEST = (
     *("test_pipeline", "test_share_cores", "test_bad_checkpoints", "test_misdeployed"),
 )
 KINDS = ("waiting", "clusters", "computing")  # of files
-FAMILY = re.compile(r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]")
+DEALT_OUT = re.compile(  # what some cases have in common, of files whose cases are many
+    r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]"
+    r"|test_bits\.py::.*\[([a-z0-9-]+-(?:float32|bfloat16))"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +71,14 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ByFile(LoadScopeScheduling):
-    """A file stays in one process, since its tests share clusters; but for `test_exact.py`, whose
-    topologies have a cluster each: there a family does, whose answers are worked out once. Each
-    process takes files of one kind while there are any, so that few wait, and few clusters compute,
-    at one time."""
+    """A file stays in one process, since its tests share clusters; but for `test_exact.py`, where a
+    family does, whose answers are worked out once, and `test_bits.py`, where a model and type do,
+    which have clusters of their own. Each process takes files of one kind while there are any, so
+    that few wait, and few clusters compute, at one time."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file, found = nodeid.partition("::")[0], FAMILY.search(nodeid)
-        return f"{file}::{found[1]}" if found else file
+        file, found = nodeid.partition("::")[0], DEALT_OUT.search(nodeid)
+        return f"{file}::{found[1] or found[2]}" if found else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         own = KINDS[self.nodes.index(node) % len(KINDS)]

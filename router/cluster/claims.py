@@ -40,7 +40,7 @@ PAUSE = 0.1  # seconds until a node that is not registered here is looked for ag
 
 @dataclass(frozen=True, slots=True)
 class AnswerKey:
-    """What nodes know of an Idempotency-Key: secret names, each of 32 bytes."""
+    """An Idempotency-Key as nodes know it: secret names, each of 32 bytes."""
 
     claim: bytes  # of the client and its key
     job: bytes  # of these and the request
@@ -135,7 +135,7 @@ class Claim:
         return node, PromptPath.LOCAL if kept_at.local_prefill else PromptPath.TRANSFERRED
 
     def _news(self) -> tuple[Node, pb.KeptAt] | None:
-        """What was said of where the job is, by nodes that this router knows."""
+        """Returns where the job is, as a node that this router knows has told it."""
         for call in self._calls:
             if call.news is not None and (node := self._claims.node(call.news.node_id)) is not None:
                 return node, call.news

@@ -57,7 +57,8 @@ def test_haproxy_keeps_no_event_back(
 
 
 async def test_what_a_router_does_not_answer_haproxy_asks_again(tmp_path: Path) -> None:
-    """Of one that closes or resets the connection, too, however the client sends its request."""
+    """A router that closes or resets the connection counts, too, however the client sends its
+    request."""
     async with asked_through_haproxy(tmp_path, breaking, answering) as (port, asked):
         for _ in range(40):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -79,7 +80,7 @@ async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 
 async def breaking(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As a router that dies."""
+    """Closes as a router that dies."""
 
 
 @asynccontextmanager

@@ -254,7 +254,7 @@ def kept_message(number: int, node_id: str = "d") -> pb.TellKeptRequest:
 
 
 async def test_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that nobody has give way, a client's own first."""
+    """Claims without a holder give way, a client's own first."""
     monkeypatch.setattr(module, "MAX_CLAIMS", 3)
     monkeypatch.setattr(module, "MAX_OF_CLIENT", 2)
     monkeypatch.setattr(module, "MAX_IN_LINE", 2)
