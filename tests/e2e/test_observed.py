@@ -287,9 +287,9 @@ def test_a_slow_link_is_kv_transfer(slow: WarmCluster) -> None:
     found = []
     for number in range(600, 648, 6):
         line = ask(slow, number)
-        long = {name for name, took in seconds(line).items() if took >= 0.9 * DELAY}
-        found.append((long, line["exposed_seconds"]))
-        if long == {"kv_transfer"} and line["exposed_seconds"] >= 0.9 * DELAY:
+        longest, took = seconds(line).most_common(1)[0]
+        found.append((longest, took, line["exposed_seconds"]))
+        if longest == "kv_transfer" and min(took, line["exposed_seconds"]) >= 0.9 * DELAY:
             return
     pytest.fail(f"{found}")
 

@@ -247,7 +247,7 @@ async def test_a_stop_ends_though_zeromq_does_not(
         async with asyncio.timeout(30):
             await executor.shutdown(deadline=5.0)
         assert "ZeroMQ did not stop within 1 s; its threads remain" in caplog.text
-        assert not any(map(alive, pids))
+        await eventually(lambda: not any(map(alive, pids)))
     finally:
         stuck.set()
 
