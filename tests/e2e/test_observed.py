@@ -47,7 +47,7 @@ def pages(cluster: WarmCluster) -> dict[str, str]:
     """Returns what every process shows, by role."""
     addresses = {node["role"]: f"http://{node['metrics_address']}" for node in cluster.nodes()}
     return {
-        role: requests.get(f"{url}/metrics", timeout=10).text
+        role: requests.get(f"{url}/metrics", timeout=60).text
         for role, url in ({"router": cluster.url} | addresses).items()
     }
 
@@ -79,7 +79,7 @@ def test_vllm_s_names_are_there_once(cluster: WarmCluster) -> None:
 
 def test_refused_requests_are_counted(cluster: WarmCluster) -> None:
     def count(code: str) -> float:
-        page = requests.get(f"{cluster.url}/metrics", timeout=10).text
+        page = requests.get(f"{cluster.url}/metrics", timeout=60).text
         found = re.search(rf'^pdserve_requests_total{{code="{code}",.*}} (\S+)', page, re.M)
         return float(found[1]) if found else 0.0
 
