@@ -101,7 +101,7 @@ class Zygote:
 class Forked:
     """A fork with the part of `asyncio.subprocess.Process` that its starter uses."""
 
-    stdin = None  # of no event loop: the rank's pipe is closed when it has ended
+    stdin = None  # nobody else closes the pipe
 
     def __init__(self, pid: int, stdin: int | None = None) -> None:
         """`stdin`: kept open while the fork runs; its end tells a rank that this process is
