@@ -26,7 +26,7 @@ from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
-from pdserve.common.model.delta_net import DeltaInputs
+from pdserve.common.model.delta_net import StateInputs
 from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
 from pdserve.common.model.hf.delta_net import MODEL_TYPES
@@ -94,10 +94,9 @@ class Recorder(Answers):
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:
         self.linears.add(linear)
 
-    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        tokens, units, _ = inputs.mixed.shape
-        self._note(layer, LayerKV.of_state(units, inputs.sizes.numbers))
-        return inputs.mixed.new_empty(tokens, units * inputs.sizes.ratio, inputs.sizes.value_dim)
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        self._note(layer, LayerKV.of_state(inputs.units, inputs.numbers))
+        return inputs.output()
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
         called = self.linears.copy()
