@@ -85,6 +85,7 @@ class Recorder(Answers):
     calls: dict[int, Call | StateCall] = field(default_factory=dict)
     linears: set[str] = field(default_factory=set)  # called ones of those that are asked for
     repeated: bool = False
+    mixed: bool = False  # whether a layer has a state that its own code computes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
@@ -99,7 +100,7 @@ class Recorder(Answers):
         return inputs.output()
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
-        called = self.linears.copy()
+        called, self.mixed = self.linears.copy(), True
         self._note(mixer.layer, LayerKV.of_state(1, mixer.numbers(hidden)))
         self.linears = called  # its own ones see tokens otherwise than a step has them
         return torch.empty_like(hidden)
@@ -317,6 +318,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
             (name, *size_of(each)) for name, each in linears.items() if name in recorder.linears
         ),
         num_experts=max((each.num_experts for each in experts_of(model).values()), default=0),
+        own_states=recorder.mixed,
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 
