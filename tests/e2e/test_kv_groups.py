@@ -66,7 +66,7 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
         slow("qwen3-next", "shm", PP2, TP2),
         slow("qwen3-next", "tcp", TP1, PP2),
         slow("qwen3.5", "shm", TP2, TP1),
-        slow("nemotron-h", "tcp", TP2, TP1),
+        ("nemotron-h", "tcp", TP2, TP1),
         slow("falcon-h1", "tcp", PP2, TP2),
         slow("lfm2", "shm", TP1, PP2),
         slow("gemma4", "tcp", TP2, TP1),
