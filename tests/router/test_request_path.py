@@ -757,6 +757,15 @@ async def test_a_lease_that_lapses_on_the_decode_node_breaks_the_pair(pair: Fake
     assert breakers(pair) == {BreakerState.CLOSED}
 
 
+async def test_transfers_that_fail_on_the_prefill_node_end_in_a_local_prefill(
+    pair: FakeCluster,
+) -> None:
+    """They are no failures of its engine, whoever is to blame: the request is not poison."""
+    pair["p0"].on_run = fails(TransferError("a defect", code="INTERNAL", blame=Blame.PREFILL))
+    await pair.ask()
+    assert pair["d0"].local_prefills == 1
+
+
 async def test_a_decode_node_that_gave_the_blocks_up_is_asked_anew(pair: FakeCluster) -> None:
     pair["p0"].on_run = fails(lost(Blame.PREFILL), times=1)
     pair["d0"].on_retarget = fails(TransferError("no such transfer", code="UNKNOWN_TRANSFER"))
