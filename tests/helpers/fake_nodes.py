@@ -65,8 +65,6 @@ class FakeNode:
         self.on_token: dict[int, Fault] = {}
         self.on_retarget: Fault | None = None
         self.on_landed: Fault | None = None
-        self.on_find: Fault | None = None
-        self.orphan = pb.FindOrphanResponse()  # its answer to whether it has one
         self.token_offset = 0  # what it adds to every token it makes
         self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # in place of an event
         self.jobs: list[pb.Job] = []
@@ -101,9 +99,6 @@ class FakeNode:
                     ),
                     "FinishChoice": grpc.unary_unary_rpc_method_handler(
                         self._finish_choice, pb.FinishChoiceRequest.FromString, _bytes
-                    ),
-                    "FindOrphan": grpc.unary_unary_rpc_method_handler(
-                        self._find_orphan, pb.FindOrphanRequest.FromString, _bytes
                     ),
                     "Events": grpc.unary_stream_rpc_method_handler(
                         self._events, pb.EventsRequest.FromString, _bytes
@@ -250,11 +245,6 @@ class FakeNode:
     async def _finish_choice(self, request: Any, context: Any) -> pb.FinishChoiceResponse:
         self.finished.append(request.choice)
         return pb.FinishChoiceResponse()
-
-    async def _find_orphan(self, request: Any, context: Any) -> pb.FindOrphanResponse:
-        if self.on_find is not None:
-            await self.on_find(context)
-        return self.orphan
 
     def _event(self, position: int, job: pb.Job, choice: int = 0) -> pb.TokenEvent:
         event = event_at(position, job, choice)
