@@ -20,6 +20,7 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.schema import CompletionBody, StreamOptions
+from pdserve.router.cluster.claims import AnswerKey
 from pdserve.router.grpc.resume import resumable as grpc_resumable
 from pdserve.router.http.completions import CompletionChoiceWriter
 from pdserve.router.http.response import OpenAIWriter
@@ -131,14 +132,16 @@ async def test_no_other_client_takes_up_a_stream(keyed: Site, path: str) -> None
 
 
 async def test_no_other_client_or_request_shares_an_idempotency_key(keyed: Site) -> None:
-    """What is kept of an answer is found by its orphan key alone."""
+    """What a node keeps of an answer is found by its secret name alone."""
     body = {"prompt": "a"}
 
     async def ask(key: str, name: str, **fields: Any) -> bytes:
         headers = {"Authorization": f"Bearer {key}", "Idempotency-Key": name}
         answer = await keyed.post("/v1/completions", body | fields, **headers)
         assert answer.status == 200
-        return keyed.generator.requests[-1].orphan_key
+        found = keyed.generator.requests[-1].key
+        assert found is not None
+        return found.job
 
     first = await ask("one", "k")
     assert first and await ask("one", "k") == first
@@ -175,10 +178,10 @@ async def test_a_stream_over_grpc_is_of_one_request_and_key(change: str) -> None
 
 def test_an_answer_that_has_begun_is_left_to_no_other_router(tmp_path: Path) -> None:
     """A node that goes on with it has not made its first tokens, which an adopter would need."""
-    request = replace(generations()[0], orphan_key=b"k")
+    request = replace(generations()[0], key=AnswerKey(claim=b"c", job=b"j"))
     tokenizer = Tokenizer.from_folder(byte_level_folder(tmp_path))
     state = RequestState(request, lambda _: None, tokenizer, RoutingConfig())
-    assert state.job.orphan_key == b"k"
+    assert state.job.orphan_key == b"j"
     state.take(TokenEvent(0, (SampledToken(7),)), "prefill", "v")
     assert state.job.orphan_key == b""
 
