@@ -132,7 +132,7 @@ async def test_no_other_client_takes_up_a_stream(keyed: Site, path: str) -> None
 
 
 async def test_no_other_client_or_request_shares_an_idempotency_key(keyed: Site) -> None:
-    """What a node keeps of an answer is found by its secret name alone."""
+    """An answer that is kept is found by its orphan key alone."""
     body = {"prompt": "a"}
 
     async def ask(key: str, name: str, **fields: Any) -> bytes:
