@@ -152,7 +152,7 @@ async def test_long_runs_are_cut() -> None:
 
 
 async def test_a_renewal_refused_late_does_not_spoil_the_second_try() -> None:
-    async with pair("tcp", lease_s=2.0) as made:
+    async with pair("reread:RereadTCP", lease_s=2.0) as made:
         full = made.source_node.fill_random()
         under_way, let_go, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
         renew, retarget = made.peer.renew, made.peer.retarget
