@@ -40,7 +40,7 @@ PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut ru
 # A payload up to this size is sent together with its header. A larger one follows it, so that the
 # sink receives while the source still sends.
 JOINED_NBYTES = 16 << 10
-HOT_NBYTES = 256 << 10  # received before they are hashed: they are still in the core's own cache
+HOT_NBYTES = 4 << 20  # received, then hashed: less costs more calls, more would leave the caches
 HEARTBEAT_S = 0.1  # between two reports of a long frame; leases are longer
 
 logger = logging.getLogger(__name__)
