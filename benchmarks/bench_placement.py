@@ -36,15 +36,20 @@ SHARED_RATE = 26.0  # prompts a second: 80 % of what four nodes compute of `shar
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    traces = {path.name.partition(".")[0]: read_trace(path)[args.skip :] for path in args.trace}
+    most = args.skip + args.requests if args.requests else None
+    traces = {name_of(path): read_trace(path, most)[args.skip :] for path in args.trace}
     if not args.trace:
-        traces = {path.name.partition(".")[0]: read_trace(path) for path in samples()}
-        traces["one system prompt"] = shared_prompt(4000, SHARED_RATE)
+        traces = {name_of(path): read_trace(path, most) for path in samples()}
+        traces["one system prompt"] = shared_prompt(args.requests or 4000, SHARED_RATE)
     rows = [row for name, trace in traces.items() for row in compare(name, trace, args)]
     print(table(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
     return 0
+
+
+def name_of(trace: Path) -> str:
+    return trace.name.partition(".")[0]
 
 
 def samples() -> list[Path]:
@@ -60,6 +65,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--skip", type=int, default=0, help="requests at the beginning that are left out")
     add("--blocks", type=int, default=2500, help=f"of {BLOCK} tokens, in a node's cache")
     add("--tokens-per-s", type=float, default=10_000.0, help="that a node computes")
+    add("--event-delay", type=float, default=0.0, help="s until the router hears of cached blocks")
+    add("--join", default="", help="nodes, as --layout, that come later and have nothing cached")
+    add("--join-after", type=float, default=600.0, help="s")
+    add("--requests", type=int, default=0, help="most requests of each trace (0: all)")
     add("--json", help="file for the rows")
     return parser.parse_args(argv)
 
@@ -70,7 +79,12 @@ def compare(name: str, trace: list[Arrival], args: argparse.Namespace) -> list[d
     best = ideal(trace, prefills, args.blocks)
     rows = [row(name, "ideal", best, best)]
     for policy in args.policy or BUILT_IN:
-        found = place(policy, trace, args.layout, args.blocks, args.tokens_per_s)
+        late = {
+            "event_delay": args.event_delay,
+            "joining": args.join,
+            "join_after": args.join_after,
+        }
+        found = place(policy, trace, args.layout, args.blocks, args.tokens_per_s, **late)
         rows.append(row(name, policy, found, best))
     return rows
 
@@ -82,12 +96,14 @@ def place(
     num_blocks: int,
     tokens_per_s: float,
     block_size: int = BLOCK,
+    **late: Any,
 ) -> Outcome:
-    """Serves a trace without limits of admission, by nodes of so many tokens a second."""
+    """Serves a trace without limits of admission, by nodes of so many tokens a second. `late`: of
+    `Setup`, what comes late."""
     policies = {role: load_policy(policy, "--policy") for role in ROLES.values()}
     batches = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
     times = linear(tokens_per_s)
-    setup = Setup(layout, times, policies, UNLIMITED, batches, num_blocks, block_size)
+    setup = Setup(layout, times, policies, UNLIMITED, batches, num_blocks, block_size, **late)
     return simulate(setup, trace)
 
 

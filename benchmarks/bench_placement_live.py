@@ -1,12 +1,14 @@
 """Placement policies on a real cluster: a sample of a trace through three prefill and three decode
 nodes of a tiny model.
 
-    python benchmarks/bench_placement_live.py [--requests 600] [--clients 8] [--json FILE]
+    python benchmarks/bench_placement_live.py [--requests 600] [--rounds 3] [--json FILE]
 
 A block of the trace, 512 tokens, is here a block of 16, and a prompt has at most 60 of them, since
 the model has a context of 1,024 tokens. Clients ask in the trace's order, each as soon as it is
-answered (a closed loop). Each policy gets a cluster of its own. Hit ratios do not depend on the
-machine; times do, and clients and nodes share it. `ideal`: one cache as large as all, simulated.
+answered (a closed loop). Each policy gets a cluster of its own, in turns, and its times are also
+shown over those of `least-load` in the same round: the median, least and most of all rounds. Hit
+ratios do not depend on the machine; times do, and clients and nodes share it. `ideal`: one cache as
+large as all, simulated.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import aiohttp
@@ -33,10 +35,11 @@ from benchmarks.fleet import Fleet  # noqa: E402
 from pdserve.common.core.block_hash import short_hash  # noqa: E402
 from pdserve.simulate.outcome import table  # noqa: E402
 from pdserve.simulate.traces import read_trace  # noqa: E402
-from pdserve.simulate.workloads import Arrival  # noqa: E402
+from pdserve.simulate.workloads import BLOCK, Arrival, shared_prompt  # noqa: E402
 
 SIZE, MOST_BLOCKS = 16, 60
 VOCABULARY = range(3, 500)
+BASE = "least-load"
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_batched_tokens": 256,
@@ -57,22 +60,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--nodes", type=int, default=3, help="of each role")
     add("--blocks", type=int, default=1000, help="in a node's cache")
     add("--policy", action="append", default=[])
+    add("--rounds", type=int, default=1)
+    add("--shared-prompt", action="store_true", help="instead of a trace, one that all begin with")
     add("--model", type=Path, default=ROOT / "tests/models/llama-gqa")
     add("--json", type=Path)
     args = parser.parse_args(argv)
-    trace = [cut(each) for each in read_trace(args.trace, args.requests)]
+    trace = [cut(each) for each in arrivals(args)]
     best = ideal(trace, args.nodes, args.blocks, SIZE).hit_ratio
+    policies = args.policy or ("round-robin", BASE, "prefix-aware", "cost")
     rows = []
-    for policy in args.policy or ("round-robin", "least-load", "prefix-aware", "cost"):
-        with serving(args, policy) as fleet:
-            ttft = asyncio.run(replay(fleet, trace, args.clients))
-            nodes = [node for node in fleet.state()["nodes"] if node["role"] == "prefill"]
-        rows.append({"policy": policy, **summary(nodes, ttft, best)})
-        print(json.dumps(rows[-1]), file=sys.stderr)
+    for number in range(args.rounds):
+        for policy in policies if number % 2 == 0 else reversed(policies):
+            found = {"policy": policy, "round": number + 1, **served(args, policy, trace, best)}
+            rows.append(found)
+            print(json.dumps(found), file=sys.stderr)
     print(table(rows))
+    print(table(list(compared(rows))))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
+
+
+def arrivals(args: argparse.Namespace) -> list[Arrival]:
+    if args.shared_prompt:
+        return shared_prompt(args.requests, 1.0, MOST_BLOCKS // 2, BLOCK * 4)
+    return read_trace(args.trace, args.requests)
+
+
+def served(
+    args: argparse.Namespace, policy: str, trace: Sequence[Arrival], best: float
+) -> dict[str, Any]:
+    with serving(args, policy) as fleet:
+        ttft = asyncio.run(replay(fleet, trace, args.clients))
+        nodes = [node for node in fleet.state()["nodes"] if node["role"] == "prefill"]
+    return summary(nodes, ttft, best)
+
+
+def compared(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields for each policy its times over those of `BASE` in the same round."""
+    base = {row["round"]: row for row in rows if row["policy"] == BASE}
+    for policy in dict.fromkeys(row["policy"] for row in rows if row["round"] in base):
+        own = [row for row in rows if row["policy"] == policy]
+        yield {"policy": policy, f"over {BASE}": f"{len(own)} rounds"} | {
+            name: spread([row[name] / base[row["round"]][name] for row in own])
+            for name in ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms")
+        }
+
+
+def spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 def cut(arrival: Arrival) -> Arrival:

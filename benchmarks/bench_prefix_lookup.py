@@ -1,11 +1,12 @@
-"""Measures what placement by cached prefixes adds to a request on the router: hashing its prompt,
-looking it up in the index, and the policy's choice. CPU time, the least of many rounds.
+"""Measures what placement adds to a request on the router, in CPU time, the least of many rounds:
+hashing its prompt, looking it up in the index, and all of placement, which is both of these, what
+admission asks, and the choice of a decode and of a prefill node.
 
     python benchmarks/bench_prefix_lookup.py [--nodes 16] [--json FILE]
 
-The prompt is cached as a whole on one node, so that all of it is hashed. `hashlib`: without the
-library that is built at start (`common/core/block_hash.py`); `keyed`: hashlib with the parent as a
-key, as it was.
+The prompt is cached as a whole on one node, so that all of it is hashed, and each node has three
+prompts in hand. `hashlib`: without the library that is built at start (`core/block_hash.py`);
+`keyed`: hashlib with the parent as a key, as it was.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ import json
 import random
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import thread_time
 from typing import Any
 
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.block_hash import HASHER, BlockHasher
-from pdserve.router.cluster.policies import BUILT_IN
-from pdserve.router.cluster.policy import PolicyRequest
-from pdserve.router.cluster.prefix_index import PrefixIndex, PromptBlocks
-from pdserve.router.kit.nodes import PlainNode, PlainNodes
+from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.cluster_view import ClusterView
+from pdserve.router.cluster.in_flight import InFlightLoad
+from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies
+from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex, PromptBlocks
+from pdserve.router.cluster.registry import Registry
 from pdserve.simulate.outcome import table
 
 SIZE = 16
@@ -35,7 +41,7 @@ SMALL = 16_384  # prompts of more come from a process that reads large bodies, a
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--nodes", type=int, default=16, help="of each role")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -52,9 +58,9 @@ def row(length: int, num_nodes: int, rounds: int) -> dict[str, Any]:
     ids = random.Random(0).choices(range(150_000), k=length)
     tokens = array("I", ids) if length > SMALL else ids
     buffer, width = array("I", ids).tobytes(), 4 * SIZE
-    nodes = [PlainNode(f"node-{number:02}") for number in range(num_nodes)]
-    index, blocks = PrefixIndex(), PromptBlocks(tokens, SIZE)
-    index.store(nodes[0], [blocks[at] for at in range(len(blocks))])
+    blocks, index = PromptBlocks(tokens, SIZE), PrefixIndex()
+    hashes = [blocks[at] for at in range(len(blocks))]
+    index.store("a node", hashes)
     found = {
         "tokens": length,
         "keyed": least(lambda: keyed(buffer, width), rounds),
@@ -63,14 +69,62 @@ def row(length: int, num_nodes: int, rounds: int) -> dict[str, Any]:
         "hash and look up": least(lambda: index.match(PromptBlocks(tokens, SIZE)), rounds),
         "look up": least(lambda: index.match(blocks), rounds),
     }
-    request = PolicyRequest("prefill", length, 0.0, lambda: {nodes[0]: length - 1})
-    pool = PlainNodes(nodes)
-    for name in ("prefix-aware", "cost"):
-        policy = BUILT_IN[name]()
-        found[name] = least(lambda: policy.choose(request, pool), rounds)  # noqa: B023
+    for policy in ("least-load", "prefix-aware", "cost"):
+        placement = Placement(policy, num_nodes, hashes)
+        found[f"place: {policy}"] = least(lambda: placement.place(tokens), rounds)  # noqa: B023
     return {
         name: value if name == "tokens" else round(1e6 * value) for name, value in found.items()
     }
+
+
+class Placement:
+    """As many prefill as decode nodes that have measured their rates, and what selects among
+    them."""
+
+    def __init__(self, policy: str, num_nodes: int, hashes: Sequence[int]) -> None:
+        config = RoutingConfig(prefill_policy=policy, decode_policy=policy)
+        registry = Registry(config, lambda: 100.0)
+        chance = random.Random(0)
+        for number in range(2 * num_nodes):
+            role = pb.ROLE_DECODE if number % 2 else pb.ROLE_PREFILL
+            info = pb.NodeInfo(
+                node_id=f"node-{number:04}", role=role, fingerprint="", block_size=SIZE
+            )
+            info.kv_connectors.append("tcp")
+            rates = pb.Rates(prefill=chance.uniform(1e-4, 2e-4), step=0.02, sequence=1e-3)
+            registry.register(info, pb.NodeLoad(healthy=True, rates=rates))
+        self._index = PrefixIndex()
+        self._index.store(registry.nodes()[0], hashes)
+        for node in registry.nodes():
+            for tokens in (500, 1000, 3000):
+                InFlightLoad(registry, node, tokens).__enter__()
+        policies = load_policies(config)
+        self._selector = NodeSelector(config, ClusterView(registry), policies, self._match)
+
+    def _match(self, blocks: Callable[[int], Blocks]) -> Mapping[Node, int]:
+        return self._index.match(blocks(SIZE))  # type: ignore[return-value]
+
+    def place(self, tokens: Sequence[int]) -> None:
+        """Does for a request what the router does, on nodes that are there."""
+        made = PromptBlocks(tokens, SIZE)
+        request = PlacementRequest(
+            request_id="r",
+            num_tokens=len(tokens),
+            adapter="",
+            version=None,
+            avoid=(),
+            local_prefill=False,
+            last_chance=lambda role: False,
+            waiting=nullcontext,  # type: ignore[arg-type]
+            blocks=lambda size: made,
+        )
+        self._selector.least_missing(request)
+        with suppress(StopIteration):  # no await waits
+            self._both(request).send(None)
+
+    async def _both(self, request: PlacementRequest) -> None:
+        decode, _ = await self._selector.decode(request)
+        await self._selector.prefill(request, decode)
 
 
 def keyed(buffer: bytes, width: int) -> None:

@@ -66,7 +66,6 @@ NODE_OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 32,
     "cpu_threads": 1,
-    "kv_lease": 3,
     "drain_timeout": 60,
 }
 LONGEST_FAULT = 2 * FAST["heartbeat_timeout"]  # seconds: some freezes are noticed, some are not

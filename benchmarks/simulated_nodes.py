@@ -28,6 +28,7 @@ from pdserve.common.core.host import raise_open_file_limit
 from pdserve.common.node.registration import Registrations
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.convert import event_from_pb
+from pdserve.common.rpc.kv_events import AllBlocksCleared, KVEventBatch, encode_batch
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2
 from pdserve.common.rpc.server import KEEPALIVE
@@ -78,6 +79,10 @@ class Nodes:
         handler = grpc.method_handlers_generic_handler(f"pdserve.v1.{name}", methods)
         server.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        subscribe = stream(self._nothing_cached, pb.KVEventsRequest.FromString, _bytes)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("pdserve.v1.KVEvents", {"Subscribe": subscribe}),)
+        )
         ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(count)]
         await server.start()
         self._servers.append(server)
@@ -127,6 +132,11 @@ class Nodes:
     async def _events(self, request: pb.EventsRequest, _: Any) -> AsyncIterator[Any]:
         async for message in self._streams.messages(request.stream):
             yield message
+
+    async def _nothing_cached(self, request: pb.KVEventsRequest, _: Any) -> AsyncIterator[Any]:
+        snapshot = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))
+        yield pb.KVEventsMessage(batch=snapshot)
+        await asyncio.get_running_loop().create_future()  # until the router leaves
 
     async def _finish_choice(self, request: Any, _: Any) -> pb.FinishChoiceResponse:
         return pb.FinishChoiceResponse()

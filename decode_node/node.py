@@ -18,7 +18,8 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
-from pdserve.decode_node.orphans import Orphans
+from pdserve.decode_node.claims import Claims, serve_claim
+from pdserve.decode_node.kept_jobs import KeptJobs
 from pdserve.decode_node.router_streams import RouterStream, RouterStreams
 from pdserve.decode_node.service import KVTransferService
 from pdserve.decode_node.session import DecodeSession
@@ -36,7 +37,8 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
     def __init__(self, config: WorkerNodeConfig) -> None:
         super().__init__(config)
         self.streams = RouterStreams()
-        self.orphans = Orphans(config.node.orphan_lease, self.close, self.spawn)
+        self.kept_jobs = KeptJobs(config.node.orphan_lease, self.close, self.spawn)
+        self.claims = Claims(config.node.orphan_lease)
 
     def set_up_transfers(self) -> TransferSetup:
         key = self.credentials.key
@@ -123,13 +125,13 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     async def _run(self, request: pb.DecodeRequest, stream: RouterStream) -> None:
         """The job's life. A failure goes where all that happened before it went."""
-        orphans, number = self._node.orphans, request.job_number
-        if request.adopt:
-            await orphans.adopt(request.job.orphan_key).serve(stream, number)
+        jobs, number = self._node.kept_jobs, request.job_number
+        if request.join:
+            await jobs.join(request.job.orphan_key).serve(stream, number)
             return
         job = convert.job_from_pb(request.job)
         session = self._node.admit(job, lambda replica: DecodeSession(replica, job))
-        if (kept := orphans.begin(job.orphan_key, session, request.local_prefill)) is not None:
+        if (kept := jobs.begin(job.orphan_key, session, request.local_prefill)) is not None:
             await kept.serve(stream, number)
             return
         try:
@@ -150,16 +152,21 @@ class DecodeService(pb_grpc.DecodeServicer):
                 async for message in messages:
                     yield message
 
-    async def FindOrphan(
-        self, request: pb.FindOrphanRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FindOrphanResponse:
-        async with serving(context):
-            job = self._node.orphans.find(request.key)
-        if job is None:
-            return pb.FindOrphanResponse()
-        return pb.FindOrphanResponse(
-            found=True, attached=not job.is_orphan, local_prefill=job.local_prefill
-        )
+    async def Claim(
+        self, request: pb.ClaimRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ClaimResponse]:
+        async with serving(context, self._node.blame):
+            answers = serve_claim(self._node.claims, request)
+            async with aclosing(answers):
+                async for answer in answers:
+                    yield answer
+
+    async def TellKept(
+        self, request: pb.TellKeptRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TellKeptResponse:
+        async with serving(context, self._node.blame):
+            self._node.claims.tell_kept(request)
+        return pb.TellKeptResponse()
 
     async def FinishChoice(
         self, request: pb.FinishChoiceRequest, context: grpc.aio.ServicerContext

@@ -58,6 +58,10 @@ class DecodeSession:
         return self._job.request_id
 
     @property
+    def client(self) -> str:
+        return self._job.client
+
+    @property
     def has_kv(self) -> bool:
         """Whether the prompt's KV is here, or is computed here, so that no router is needed."""
         return self._local_prefill or self._in_place.is_set()

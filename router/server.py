@@ -44,7 +44,13 @@ from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.cors import CORS
 from pdserve.router.http.request import Bodies
-from pdserve.router.http.server import HTTPServer, https_context, https_renewals, load_pair
+from pdserve.router.http.server import (
+    LAME_DUCK,
+    HTTPServer,
+    https_context,
+    https_renewals,
+    load_pair,
+)
 from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.requests.trace import RequestTraces
 from pdserve.router.workers.siblings import Siblings
@@ -55,7 +61,6 @@ _HOUSEKEEPING = 1.0  # seconds between two rounds, at most
 _PAUSE = 0.05  # seconds at least: a thousand nodes may come at once
 _MIN_CONNECTIONS = 64  # HTTP's, however few files the process may open
 _DRAIN_GRACE = 5.0  # seconds past the drain time-out, in which clients are told
-_LAME_DUCK = 4.0  # seconds, at most, in which a router that drains still takes gRPC calls
 _GRPC_GRACE = 1.0  # seconds that gRPC calls in flight get after the drain
 
 
@@ -227,12 +232,13 @@ class RouterServer:
         self._draining = True
         timeout = self._config.server.drain_timeout
         await self._grpc.set_healthy(False)
-        await asyncio.gather(self._http.stop(timeout), self._drain_grpc(timeout))
+        has_balancer = self._http.has_balancer
+        await asyncio.gather(self._http.stop(timeout), self._drain_grpc(timeout, has_balancer))
 
-    async def _drain_grpc(self, timeout: float) -> None:
+    async def _drain_grpc(self, timeout: float, has_balancer: bool) -> None:
         """gRPC cancels calls that come while it stops, so it first waits until none do."""
         until = monotonic() + timeout
-        await self._inference.quiet(min(timeout, _LAME_DUCK))
+        await self._inference.quiet(min(timeout, LAME_DUCK), has_balancer)
         # Watches of health would go on for minutes: they end with `stop`.
         self._tasks.append(asyncio.create_task(self._grpc.stop(timeout + _DRAIN_GRACE)))
         await self._inference.drain(max(0.0, until - monotonic()))

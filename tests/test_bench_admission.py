@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_admission_live as live
 from benchmarks.bench_admission import PREFILL_NODES, RATE, at_load, main, read
 
 SAMPLE = Path(__file__).parent.parent / "benchmarks" / "traces" / "mooncake_conversation.csv.gz"
@@ -31,3 +32,16 @@ def test_a_trace_is_sped_up_to_a_load() -> None:
     assert once[-1].time == pytest.approx(2 * twice[-1].time)
     tokens = sum(each.prompt for each in once)
     assert tokens / once[-1].time == pytest.approx(PREFILL_NODES * RATE)
+
+
+def test_what_a_live_cluster_answers_is_good_late_or_refused() -> None:
+    asks = live.at_load(live.read(SAMPLE, 50), per_s=1000, load=2)
+    assert sum(each.tokens for each in asks) / asks[-1].time == pytest.approx(2 * 1000)
+    assert all(8 <= each.tokens <= live.MOST for each in asks)
+    ask = live.Ask(0.0, 600, "key-0")
+    answers = [
+        live.Answer(ask, seconds, refused)
+        for seconds, refused in ((1.1, False), (1.3, False), (0.1, True), (31.0, True))
+    ]
+    row = live.summary(answers, promise=0.5, per_s=1000)
+    assert (row["good"], row["late"], row["refused"], row["starved"]) == (1, 1, 2, 1)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.bench_placement import TRACES, main, place
 from benchmarks.bench_placement_live import SIZE, cut, prompt
 from pdserve.simulate.traces import read_trace
+from pdserve.simulate.workloads import conversations
 
 
 def test_prefix_aware_finds_what_can_be_found_and_shares_the_work(
@@ -30,6 +31,18 @@ def test_prefix_aware_finds_what_can_be_found_and_shares_the_work(
     assert cost.hit_ratio >= found["hit_ratio"] and cost.imbalance <= 1.05
     assert cost.row()["ttft_p99_s"] <= min(found["ttft_p99_s"], 0.6 * load["ttft_p99_s"])
     assert "| mooncake_synthetic | ideal | 0.1497 | 1.0 | 1.0 | – |" in capsys.readouterr().out
+
+
+def test_cost_bears_late_events_and_a_node_that_joins_with_nothing_cached() -> None:
+    asks = conversations(400, 10.0)
+    late = {"event_delay": 3.0, "joining": "1P", "join_after": 15.0}
+    found, load, turns = (
+        place(policy, asks, "3P1D", 2500, 10_000, **late)
+        for policy in ("cost", "least-load", "round-robin")
+    )
+    assert found.hit_ratio > 1.3 * max(load.hit_ratio, turns.hit_ratio)
+    for name in ("ttft_mean_s", "ttft_p99_s"):
+        assert found.row()[name] <= min(load.row()[name], turns.row()[name])
 
 
 def test_both_forms_of_a_trace_say_the_same(tmp_path: Path) -> None:

@@ -425,8 +425,8 @@ class NodeConfig:
     )
     orphan_lease: float = option(
         10.0,
-        "seconds that a decode node goes on with an answer for an Idempotency-Key whose router "
-        "has died; 0: not at all",
+        "seconds that a decode node goes on with the answer of an Idempotency-Key whose router has "
+        "died, and keeps one that has ended; 0: not at all",
         minimum=0.0,
         maximum=3600.0,
     )

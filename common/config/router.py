@@ -201,13 +201,13 @@ class RoutingConfig:
     """Routing"""
 
     prefill_policy: str = option(
-        "least-load",
+        "cost",
         f"how prefill nodes are chosen: {', '.join(POLICIES)}, an entry point in "
         "pdserve.placement_policies, or module:Class",
         metavar="NAME",
     )
     decode_policy: str = option(
-        "least-load",
+        "cost",
         "how decode nodes and nodes of both roles are chosen, as --prefill-policy",
         metavar="NAME",
     )

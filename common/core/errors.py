@@ -10,7 +10,8 @@
     │   ├── RequestNotFound      404
     │   ├── Conflict             409  the same request is being served
     │   ├── Gone                 410  what the request goes on with is no more
-    │   └── RequestTooLarge      413
+    │   ├── RequestTooLarge      413
+    │   └── KeyReused            422  another request has its Idempotency-Key
     ├── Overloaded           429  queues are full; carries `retry_after` (seconds)
     ├── Unavailable          503  no node can serve; carries `retry_after` (seconds)
     ├── DeadlineExceeded     504
@@ -128,6 +129,11 @@ class Gone(RequestError):
 class RequestTooLarge(RequestError):
     default_code = "REQUEST_TOO_LARGE"
     http_status = 413
+
+
+class KeyReused(RequestError):
+    default_code = "IDEMPOTENCY_KEY_REUSED"
+    http_status = 422
 
 
 class Overloaded(PdserveError):

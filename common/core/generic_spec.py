@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.core.config_values import CONFIG, MAX_INT, check_values
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import (
     ModelSpec,
@@ -18,7 +19,6 @@ from pdserve.common.core.model_spec import (
 )
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
-MAX_INT = 2**31 - 1
 _CONTEXT = (
     "max_position_embeddings",
     "n_positions",
@@ -68,6 +68,7 @@ class Outline:
         """Reads it with `overrides` merged in. Raises ConfigError if a file or key is missing."""
         check_folder(folder)
         config = overridden(read_json(folder / "config.json"), overrides)
+        check_values(config, CONFIG)
         generation = folder / "generation_config.json"
         text = _text_of(config)
         return cls(
@@ -131,7 +132,7 @@ def _exact_context(config: Mapping[str, Any]) -> int:
 
 def _first_int(config: Mapping[str, Any], *keys: str, least: int = 1) -> int:
     for key in keys:
-        if isinstance(value := config.get(key), int):
+        if isinstance(value := config.get(key), int) and not isinstance(value, bool):
             if not least <= value <= MAX_INT:
                 raise ConfigError(f"config.json: {key} must be from {least} to {MAX_INT}")
             return value

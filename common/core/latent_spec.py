@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.common.core.config_values import LATENT_ROPE, check_values
 from pdserve.common.core.moe_spec import required_int
 
 
@@ -58,6 +59,7 @@ class LatentSpec:
 def _yarn_scale(rope: Mapping[str, Any]) -> float:
     """Returns the factor that YaRN (arXiv:2309.00071) puts on queries and on keys each, where the
     model takes it with the scores instead of with the rotation."""
+    check_values(rope, LATENT_ROPE)
     all_dims, factor = rope.get("mscale_all_dim") or 0, float(rope.get("factor") or 1.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default" or not all_dims or factor <= 1:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.core.config_values import CONFIG, NATIVE, TOKENS, check_values
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES, Family
 from pdserve.common.core.kv_groups import KV_AUTO, KVGroup, LayerKV, grouped, head_range, kv_groups
@@ -22,6 +23,7 @@ from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, RopeSpec, rope_setti
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import has_towers, native_text
 
+MAX_JSON = 2**28  # bytes of a file; the largest are vocabularies
 MAX_SHOWN = 20  # folder names that an error suggests
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -93,7 +95,9 @@ class ModelSpec:
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> ModelSpec:
         """Like `from_folder`, from the parsed files."""
+        check_values(config, CONFIG)
         towers, config = has_towers(config), native_text(config)
+        check_values(config, NATIVE)
         architecture, family = _family_of(config)
         _check_supported(config)
         heads, hidden = (
@@ -101,10 +105,13 @@ class ModelSpec:
             required_int(config, "hidden_size"),
         )
         head_dim = config.get("head_dim") or hidden // heads
+        kv_heads = config.get("num_key_value_heads") or heads
         attention_bias = bool(config.get("attention_bias", False))
         settings, moe = config.get("quantization_config"), family.moe
         quantization, stored = weight_formats(settings, has_experts=moe is not None)
         latent = LatentSpec.from_config(config, rope_settings(config)) if family.latent else None
+        if latent is None:
+            _check_heads(heads, kv_heads, head_dim)
         rope = RopeSpec.from_config(config, latent.rope_dim if latent else head_dim)
         return cls(
             architecture=architecture,
@@ -112,12 +119,12 @@ class ModelSpec:
             hidden_size=hidden,
             num_layers=required_int(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=1 if latent else config.get("num_key_value_heads") or heads,
+            num_kv_heads=1 if latent else kv_heads,
             head_dim=latent.size if latent else head_dim,
             intermediate_size=required_int(config, "intermediate_size"),
             vocab_size=required_int(config, "vocab_size"),
             max_position_embeddings=rope.context(required_int(config, "max_position_embeddings")),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
             rope=rope,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=(
@@ -168,13 +175,10 @@ class ModelSpec:
                 f"--quantization {name}: pdserve knows no linear layers of {self.architecture}, "
                 "which runs through transformers: leave it out"
             )
-        why = "experts" if self.num_experts else ""
         if any(group.state for group in self.kv_groups):
-            why = "layers with a state"
-        if why:
             raise ConfigError(
-                f"--quantization {name}: {self.architecture} has {why}, which transformers' own "
-                "code computes, with unquantized weights alone: leave it out"
+                f"--quantization {name}: {self.architecture} has layers with a state, which "
+                "transformers' own code computes, with unquantized weights alone: leave it out"
             )
 
     def check_max_model_len(self, max_model_len: int) -> None:
@@ -295,9 +299,12 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Raises ConfigError if the file is not a JSON object, or larger than any that is one's."""
     try:
+        if path.stat().st_size > MAX_JSON:
+            raise ConfigError(f"{path} has more than {MAX_JSON} bytes")
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold a JSON object")
@@ -351,6 +358,15 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
     )
 
 
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads:
+        raise ConfigError(
+            f"config.json: num_key_value_heads {kv_heads} do not divide num_attention_heads {heads}"
+        )
+    if head_dim < 1 or head_dim % 2:
+        raise ConfigError(f"config.json: heads of {head_dim} numbers cannot be rotated in pairs")
+
+
 def _check_supported(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings that transformers supports and this decoder does not."""
     if (act := config.get("hidden_act", "silu")) != "silu":
@@ -384,6 +400,7 @@ def dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    check_values(config, {"eos_token_id": TOKENS})
     eos = config.get("eos_token_id")
     if eos is None:
         return ()

@@ -97,7 +97,7 @@ class MoESpec:
             norm_topk_prob=bool(config.get("norm_topk_prob")) if norm is None else norm,
             sparse_layers=_sparse_layers(config, family),
             groups=_groups(config, family, experts, top_k),
-            weight_scale=float(config.get("routed_scaling_factor", 1.0)),
+            weight_scale=float(config.get("routed_scaling_factor") or 1.0),
         )
 
     def validate(self, tp: int, ep: int) -> None:
@@ -145,7 +145,8 @@ def _sparse_layers(config: Mapping[str, Any], family: MoEFamily) -> tuple[int, .
     if family.first_layers_dense is not None:
         if config.get("moe_layer_freq", 1) != 1:
             raise ConfigError("config.json: moe_layer_freq other than 1 is not supported")
-        return tuple(layers[config.get("first_k_dense_replace", family.first_layers_dense) :])
+        first = config.get("first_k_dense_replace")
+        return tuple(layers[family.first_layers_dense if first is None else first :])
     dense = config.get("mlp_only_layers") or ()
     step = config.get("decoder_sparse_step") or 1
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
@@ -181,6 +182,6 @@ def required_int(config: Mapping[str, Any], *keys: str) -> int:
     """Returns the integer under the first of `keys` that exists; raises ConfigError if none
     does."""
     for key in keys:
-        if isinstance(value := config.get(key), int):
+        if isinstance(value := config.get(key), int) and not isinstance(value, bool):
             return value
     raise ConfigError(f"config.json: {' or '.join(keys)} must be an integer")

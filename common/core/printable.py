@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 MAX_PEER_TEXT = 2000  # characters of a peer's message that a client gets
+MAX_NAME = 200  # characters of one
 MAX_LISTED = 5  # names of tensors that an error lists
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 
@@ -29,7 +30,9 @@ def cut(text: str, limit: int) -> str:
 def some_of(names: Sequence[str]) -> str:
     """Returns the first of the names, and how many more there are."""
     more = len(names) - MAX_LISTED
-    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(printable(name, MAX_NAME) for name in names[:MAX_LISTED]) + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def cut_bytes(text: str, limit: int) -> str:

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.common.core.config_values import GROUP, NAMES, check_pattern, check_values
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.printable import printable
 
 SUPPORTED = (
     "AWQ checkpoints (version gemm, 4 bits, zero_point), GPTQ checkpoints (4 or 8 bits, "
@@ -21,6 +23,7 @@ SUPPORTED = (
     "(pack-quantized of 4 or 8 bits, float-quantized, int-quantized), MXFP4, or "
     "--quantization int8 with an unquantized one"
 )
+MAX_SHOWN = 200  # characters of a value that is not supported
 REGEX = "re:"  # begins a path that is a regular expression, from the module's first letter on
 
 
@@ -55,7 +58,11 @@ class Quantization:
         reader = readers.get(str(method))
         if reader is None:
             raise unsupported("quant_method", method)
-        return reader(config)
+        found = reader(config)
+        for path in (*found.excluded, *found.included):
+            if path.startswith(REGEX):
+                check_pattern(path.removeprefix(REGEX), "quantization_config")
+        return found
 
     def covers(self, module: str) -> bool:
         """Returns whether the linear layer `module`, e.g. `model.layers.0.mlp.up_proj`, is
@@ -102,6 +109,8 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
         raise unsupported("gptq dynamic", rules)
     unchanged = tuple(REGEX + rule.removeprefix("-:") for rule in rules)
     blocks = config.get("modules_in_block_to_quantize") or ()
+    if not (isinstance(blocks, list | tuple) and all(map(NAMES.fits, blocks))):
+        raise unsupported("gptq modules_in_block_to_quantize", blocks)
     return Quantization(
         method="gptq",
         bits=config["bits"],
@@ -136,6 +145,10 @@ def _pack_quantized(config: Mapping[str, Any]) -> Quantization:
 def compressed_weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what compressed-tensors says of weights, alike for all modules it quantizes."""
     groups = list((config.get("config_groups") or {}).values())
+    for group in groups:
+        if not isinstance(group, Mapping) or not group.get("targets"):
+            raise unsupported("compressed-tensors config_groups", config.get("config_groups"))
+        check_values(group, GROUP, "quantization_config: config_groups")
     kinds = [group.get("weights") or {} for group in groups]
     if not kinds or any(kind != kinds[0] for kind in kinds):
         raise unsupported("compressed-tensors config_groups", config.get("config_groups"))
@@ -161,7 +174,8 @@ def _check(config: Mapping[str, Any], key: str, *values: Any) -> None:
 
 def unsupported(what: str, value: Any) -> ConfigError:
     """Returns the error for a setting of `quantization_config`."""
-    return ConfigError(f"quantization_config: {what} {value!r} is not supported; use {SUPPORTED}")
+    shown = printable(repr(value), MAX_SHOWN)
+    return ConfigError(f"quantization_config: {what} {shown} is not supported; use {SUPPORTED}")
 
 
 def _names(paths: Iterable[str], module: str) -> bool:

@@ -59,7 +59,7 @@ class GenerateJob:
     priority: int = 0  # lower values first
     client: str = ""  # owner of the job, for fair scheduling
     router: str = ""  # id of the router that placed it
-    orphan_key: bytes = b""  # another router may adopt it by this; b"": none may
+    orphan_key: bytes = b""  # other routers may join it by this; b"": none may
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.common.core.config_values import POSITIVE, check_values
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.moe_spec import required_int
 
@@ -123,8 +124,7 @@ def _number(settings: Mapping[str, Any], key: str, default: float | None) -> flo
         return default
     if value is None:
         raise ConfigError(f"config.json: rope type {settings.get('rope_type')!r} needs a {key}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: the rope's {key} must be a positive number, not {value!r}")
+    check_values({key: value}, {key: POSITIVE}, "config.json: the rope")
     return float(value)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.common.core.config_values import QUANTIZATION, check_values
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import (
     Quantization,
@@ -53,6 +54,7 @@ def weight_formats(
     """
     if not config:
         return None, None
+    check_values(config, QUANTIZATION, "quantization_config")
     method = config.get("quant_method")
     if method in ("bitsandbytes", "bnb"):
         raise ConfigError(

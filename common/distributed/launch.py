@@ -127,7 +127,13 @@ class LocalProcesses(Launcher):
             shutil.rmtree(self._directory)  # sockets and files are open; the names can go
 
     async def close(self) -> None:
-        """There are no resources besides the processes."""
+        """Waits until the pipes of the processes, which have ended, are closed, too: the event loop
+        may end then."""
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+                with suppress(OSError):
+                    await process.stdin.wait_closed()
 
     async def wait(self, rank: int) -> str:
         return _describe_exit(await self._processes[rank].wait())

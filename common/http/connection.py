@@ -63,6 +63,11 @@ class Crowd:
         return self._now() - self._stood_still
 
     @property
+    def num_silent(self) -> int:
+        """Connections that have never asked for anything."""
+        return len(self._silent)
+
+    @property
     def busy_count(self) -> int:
         return len(self._all) - len(self._silent) - len(self._idle)
 

@@ -22,6 +22,7 @@ BACKLOG = 128  # connections the kernel has accepted and this process has not
 _BATCH = 8
 _PAUSE = 0.1  # seconds in which nothing is accepted when all connections are busy
 _PAUSE_FOR_ROOM = 0.01  # seconds that those which make room take to be gone, and more
+_LOOK = 0.01  # seconds between two looks at whether new connections have asked for something
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -59,6 +60,25 @@ class Listener:
             self.close()
             raise
         self._resume()
+
+    async def finish(self, timeout: float) -> None:
+        """Takes what the kernel has accepted, which a closed socket would reset, and no more; waits
+        up to `timeout` seconds until each connection has asked for something."""
+        self._pause_for(None)
+        for each in self._sockets:
+            if each.fileno() >= 0:
+                self._accept_all(each)
+                each.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._opening or self._crowd.num_silent:
+                    await asyncio.sleep(_LOOK)
+
+    def _accept_all(self, listening: socket.socket) -> None:
+        with suppress(OSError):  # there are no more, or no more files
+            while not self._crowd.is_full(len(self._opening) + 1):
+                accepted, _ = listening.accept()
+                self._open(accepted)
 
     def close(self) -> None:
         """A second time does no harm."""

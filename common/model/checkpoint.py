@@ -16,11 +16,15 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pdserve.common.core.config_values import MAX_SHOWN
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.model_spec import read_json
+from pdserve.common.core.printable import printable, some_of
 from pdserve.common.core.towers import text_name
 from pdserve.common.model.gguf_weights import is_gguf_folder, open_gguf, revision_parts
 
 INDEX_FILE = "model.safetensors.index.json"
+MAX_FILE_NAME = 255  # bytes
 _PAGE = 4096  # bytes per tensor that the revision reads
 _HEADER_LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 _MAX_HEADER = 100_000_000  # the format's own limit
@@ -50,8 +54,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX_FILE
     if index.is_file():
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        files = [folder / name for name in sorted(names)]
+        files = [folder / name for name in sorted(_named_files(index))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]
@@ -59,6 +62,22 @@ def weight_files(folder: Path) -> list[Path]:
         what = ", ".join(missing) or "*.safetensors"
         raise ConfigError(f"{folder} lacks {what}; only safetensors weights are read")
     return files
+
+
+def _named_files(index: Path) -> set[str]:
+    """Raises ConfigError if an index does not name files beside it."""
+    named = read_json(index).get("weight_map")
+    names = list(named.values()) if isinstance(named, dict) else []
+    for name in names:
+        if not isinstance(name, str) or not _is_a_file_name(name):
+            shown = printable(repr(name), MAX_SHOWN)
+            raise ConfigError(f"{index} names {shown}, which is not a file beside it")
+    return set(names)
+
+
+def _is_a_file_name(name: str) -> bool:
+    alone = Path(name).name == name and name not in ("", "..")
+    return alone and name.isprintable() and len(name.encode()) <= MAX_FILE_NAME
 
 
 def open_checkpoint(folder: Path, stack: ExitStack) -> Checkpoint:
@@ -69,9 +88,12 @@ def open_checkpoint(folder: Path, stack: ExitStack) -> Checkpoint:
     for path in weight_files(folder):
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a safetensors file: {error}") from error
-        checkpoint.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        if twice := sorted(checkpoint.keys() & tensors.keys()):
+            raise ConfigError(f"{path} has tensors that another file has too: {some_of(twice)}")
+        checkpoint |= tensors
     return checkpoint
 
 
@@ -133,6 +155,8 @@ def _revision_parts(path: Path) -> list[bytes]:
             raise ConfigError(f"{path} is not a safetensors file")
         parts = [header := file.read(length)]
         for start, end in _tensor_ranges(path, header):
+            if not 0 <= start <= end <= size:
+                raise ConfigError(f"{path} is not a safetensors file: a tensor ends at byte {end}")
             file.seek(_HEADER_LENGTH_BYTES + length + start)
             parts.append(file.read(min(_PAGE, end - start)))
     return parts
@@ -144,6 +168,6 @@ def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:
         entries = _headers.decode(header)
         entries.pop("__metadata__", None)
         tensors = [_tensors.decode(entry) for entry in entries.values()]
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{path} is not a safetensors file: {error}") from error
     return sorted(tensor.data_offsets for tensor in tensors)

@@ -45,16 +45,18 @@ def load_model(
         ConfigError: the folder's tensors do not match `spec`; the message lists all differences.
     """
     spec = spec.quantized(config.quantization)
-    model = CausalLM(spec, sharding, stage)
-    shards = list(model.shards())
     if config.load_format == "dummy":
         _check_dummy(spec)
+        model = CausalLM(spec, sharding, stage)
+        shards = list(model.shards())
         _copy(_dummy_parts(shards, config.seed), shards, on_progress)
         return model
     if config.model is None:
         raise ConfigError("--model must name a checkpoint folder")
     folder = folder or ModelFolder(config.model)
-    with folder.weights(partial(_checked, spec)) as weights:
+    with folder.weights(partial(_checked, spec)) as weights:  # before memory is taken
+        model = CausalLM(spec, sharding, stage)
+        shards = list(model.shards())
         _copy(weights.read(shards), shards, on_progress)
     return model
 

@@ -17,6 +17,7 @@ class RankWeights:
 
     nbytes: int
     linears: tuple[Sizes, ...]  # of linear layers; those of a module with as many inputs together
+    experts: tuple[tuple[int, int, int], ...]  # experts, outputs and inputs of stacked matrices
     tables: Sizes  # the head, and an embedding that is tied to it
 
 

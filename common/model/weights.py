@@ -219,6 +219,17 @@ class Int8Matrix:
         self.matrix = WeightMatrix(values, kernels, part)
         self.scales = scales
 
+    @classmethod
+    def rounded_of(cls, dense: Tensor, largest: Tensor, kernels: Kernels) -> Int8Matrix:
+        """Rounds `[out, in]`, whose channels' largest weights, with those of other ranks, are
+        `largest` `[out]`."""
+        scales = scales_of(largest, dense.dtype)
+        values = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
+        found = Int8Matrix(values, scales, kernels)
+        found.matrix.tensor.copy_(rounded(dense, scales))
+        found.matrix.pack()
+        return found
+
     @property
     def nbytes(self) -> int:
         return self.matrix.nbytes + self.scales.nbytes

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, count
 
 import msgspec
@@ -36,7 +37,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 
 MAX_BEHIND = 2**17  # blocks in the batches that a router has not read
 MAX_BATCH = 2**11  # blocks in a message to a router, who takes them in a few milliseconds
-PAUSE = 0.05  # seconds after a message in which events gather, or each step would make one
+PAUSE = 0.5  # seconds after each replica's message in which events gather: each costs the router
 
 Take = Callable[[KVEventBatch], None]
 
@@ -128,30 +129,44 @@ class Subscription:
         self._pending: deque[KVEventBatch] = deque()
         self._behind = 0  # blocks in them
         self._wake = asyncio.Event()
-        self._ended = False
+        self._ending = asyncio.Event()
 
     async def messages(self) -> AsyncGenerator[pb.KVEventsMessage, None]:
         """Yields a snapshot and what follows, until `end`."""
         for log in self._logs:
             log.attach(self._take)
         try:
+            told = set[int | None]()  # replicas, since the last pause
             for number in count():
-                while (batch := self._next()) is None and not self._ended:
+                while (batch := self._next()) is None and not self._ending.is_set():
                     self._wake.clear()
                     await self._wake.wait()
-                if self._ended or batch is None:
+                if self._ending.is_set() or batch is None:
                     return
                 encoded = encode_batch(without_tokens(batch))
                 yield pb.KVEventsMessage(number=number, batch=encoded)
-                if self._caught_up and self._behind < MAX_BATCH:
-                    await asyncio.sleep(PAUSE)
+                told.add(batch.data_parallel_rank)
+                if self._caught_up and not self._others(told):
+                    await self._gather()
+                    told.clear()
         finally:
             for log in self._logs:
                 log.detach(self._take)
 
     def end(self) -> None:
-        self._ended = True
+        self._ending.set()
         self._wake.set()
+
+    def _others(self, told: Collection[int | None]) -> bool:
+        """Whether there is more to tell at once: of a replica that is not among these, or more
+        than a message holds."""
+        full = self._behind >= MAX_BATCH
+        return full or any(each.data_parallel_rank not in told for each in self._pending)
+
+    async def _gather(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSE):
+                await self._ending.wait()
 
     def _take(self, batch: KVEventBatch) -> None:
         self._behind += num_blocks(batch)
@@ -174,12 +189,19 @@ class Subscription:
         self._caught_up = True
         if not self._pending:
             return None
-        batch = self._pending.popleft()
-        size, events = num_blocks(batch), list(batch.events)
+        return self._first_replica_s()
+
+    def _first_replica_s(self) -> KVEventBatch:
+        """Takes what is pending of the replica that waits longest, as far as a message holds it."""
+        first, size, events = self._pending[0], 0, list[KVEvent]()
+        kept = deque[KVEventBatch]()
         while self._pending and size < MAX_BATCH:
-            if self._pending[0].data_parallel_rank != batch.data_parallel_rank:
-                break
             batch = self._pending.popleft()
-            size, events = size + num_blocks(batch), events + batch.events
+            if batch.data_parallel_rank == first.data_parallel_rank:
+                size += num_blocks(batch)
+                events += batch.events
+            else:
+                kept.append(batch)
+        self._pending.extendleft(reversed(kept))
         self._behind -= size
-        return msgspec.structs.replace(batch, events=events)
+        return msgspec.structs.replace(first, events=events)

@@ -29,6 +29,8 @@ LOGIT_BYTES = 9  # of a sampling step: float32, and the counts of its token that
 SAMPLER_BYTES = 38  # of each logit that is sampled from at once: its float64 copies while sorted
 SAMPLED_AT_ONCE = 2**23  # logits
 
+ROUNDING_BYTES = 5  # of a number that is rounded to int8: it in float32, and rounded
+
 GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
 
 
@@ -88,7 +90,7 @@ class Footprint:
 
     def _held(self, stage: Stage) -> RankWeights:
         if self.weights_of is None:
-            return RankWeights(self.spec.num_parameters * self.item, (), ())
+            return RankWeights(self.spec.num_parameters * self.item, (), (), ())
         return self.weights_of(self.dtype, self.tp, self.ep, stage)
 
     def _held_weights(self, stage: Stage) -> int:
@@ -96,8 +98,33 @@ class Footprint:
         if self.spec.quantization is None:
             return held.nbytes
         matrices = [*chain.from_iterable(held.linears), *held.tables]
-        saved = sum(rows * columns * (self.item - 1) for rows, columns in matrices)
-        return held.nbytes - saved + sum(rows for rows, _ in matrices) * self.item
+        stacks = [*((1, *sizes) for sizes in matrices), *held.experts]
+        saved = sum(count * rows * columns * (self.item - 1) for count, rows, columns in stacks)
+        return held.nbytes - saved + sum(count * rows for count, rows, _ in stacks) * self.item
+
+    def loading(self, stage: Stage) -> int:
+        """Estimates the most bytes beside `weights` while they are rounded to int8. A native model
+        rounds a tensor as it is read; a class of transformers is rounded once all of it is loaded.
+        """
+        if (kind := self.spec.quantization) is None or kind.method != "int8":
+            return 0
+        if self.spec.impl == "native":
+            return self._largest_read(stage) * (DTYPE_BYTES[self.spec.dtype] + ROUNDING_BYTES)
+        held = self._held(stage)
+        matrices = [sum(rows * columns for rows, columns in each) for each in held.linears]
+        matrices += [rows * columns for rows, columns in held.tables]
+        experts = max((count * rows * columns for count, rows, columns in held.experts), default=0)
+        one = max(max(matrices, default=0) * (self.item + ROUNDING_BYTES), experts)
+        return held.nbytes - self._held_weights(stage) + one
+
+    def _largest_read(self, stage: Stage) -> int:
+        """Returns the numbers of the largest matrix of the checkpoint of which a rank reads rows,
+        of all their inputs."""
+        layers = chain.from_iterable(map(self.matrices, range(stage.start, stage.end)))
+        experts = () if self.spec.moe is None else self._expert(self.spec.moe)
+        sizes = [each.rows * each.inputs // each.parts for each in chain(layers, experts)]
+        ends = stage.first or stage.last
+        return max(*sizes, ends * self._vocab_rows() * self.spec.hidden_size)
 
     def _vocab_rows(self) -> int:
         return -(-self.spec.vocab_size // self.tp)

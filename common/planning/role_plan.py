@@ -107,12 +107,18 @@ class RankBudget:
     weights: int
     activations: int  # estimated peak of the largest step
     overhead: int  # estimate of context, workspaces and communicators
+    loading: int  # estimated peak beside the weights while they are rounded to int8
     adapters: int  # --max-loras LoRA adapters of --max-lora-rank
     left_for_kv: int  # negative: it does not fit even without KV
     kv_per_token: int
     kv_per_sequence: int  # of max_model_len tokens, in whole blocks; windows' and states' are freed
     num_blocks: int  # of the first KV group
     groups: tuple[GroupBudget, ...]
+
+    @property
+    def loaded(self) -> int:
+        """The peak before there are steps and a KV cache."""
+        return self.weights + self.loading + self.overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +197,9 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
 
 def tightest_rank(setup: NodeSetup) -> RankBudget:
     """Returns the budget of the rank with the fewest blocks; among equals, the least memory
-    left."""
+    left. First come those that cannot load their weights."""
     budgets = [_budget(setup, index, stage) for index, stage in enumerate(setup.stages())]
-    return min(budgets, key=lambda budget: (budget.num_blocks, budget.left_for_kv))
+    return min(budgets, key=lambda it: (it.loaded <= it.usable, it.num_blocks, it.left_for_kv))
 
 
 def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
@@ -216,6 +222,7 @@ def _budget(setup: NodeSetup, index: int, stage: Stage) -> RankBudget:
         weights=weights,
         activations=activations,
         overhead=others,
+        loading=footprint.loading(stage),
         adapters=adapters,
         left_for_kv=left,
         kv_per_token=footprint.kv_per_token(stage),
@@ -254,6 +261,12 @@ def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
         return (
             f"weights of {format_bytes(rank.weights)}, with {others} and overhead "
             f"{format_bytes(needed)}, exceed the {usable} that are usable on one GPU"
+        )
+    if rank.loaded > rank.usable:
+        return (
+            f"weights of {format_bytes(rank.weights)}, with {format_bytes(rank.loading)} while "
+            f"they are rounded and overhead {format_bytes(rank.loaded)}, exceed the {usable} that "
+            "are usable on one GPU"
         )
     taken = sum(group.nbytes for group in rank.groups)
     if taken > rank.left_for_kv:

@@ -40,6 +40,7 @@ STATUS: dict[type[PdserveError], grpc.StatusCode] = {
     errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
     errors.Conflict: grpc.StatusCode.ALREADY_EXISTS,
     errors.Gone: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.KeyReused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -25,6 +25,7 @@ ARRIVAL_S = 10.0  # within which a required event comes
 DEATH_S = 8.0  # within which a peer's death is noticed
 SETTLE_S = 0.2  # within which a forbidden event would come
 CLOSE_S = 5.0
+LOOKS = 20  # within such a time: who stands still for all of it has looked once
 KEYS = (b"the key of the ranks of the kit!",)  # the default of all ranks
 
 E = TypeVar("E", bound=Event)
@@ -165,7 +166,8 @@ def bounded(method: Callable[..., Any], *args: Any, within: float) -> Any:
 
     thread = threading.Thread(target=run, name="kv-conformance-call", daemon=True)
     thread.start()
-    thread.join(within)
+    for _ in range(LOOKS):
+        thread.join(within / LOOKS)
     assert outcome, (
         f"`{method.__name__}` has not returned after {within:g} s: no method blocks, but for "
         "`quiesce` (a fraction of a second when a peer stalls) and `close` (its deadline)"

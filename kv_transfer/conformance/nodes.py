@@ -11,7 +11,7 @@ import torch
 
 from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.conformance.caches import FREE, Geometry
-from pdserve.kv_transfer.conformance.ends import ARRIVAL_S, SETTLE_S, End
+from pdserve.kv_transfer.conformance.ends import ARRIVAL_S, LOOKS, SETTLE_S, End
 from pdserve.kv_transfer.connector import BlockRun, Landed, Sent, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.layout import Share, plan
 
@@ -151,7 +151,8 @@ def scattered(count: int, num_blocks: int, seed: int = 0) -> tuple[int, ...]:
 
 def settle() -> None:
     """Waits long enough for a forbidden event to show."""
-    time.sleep(SETTLE_S)
+    for _ in range(LOOKS):
+        time.sleep(SETTLE_S / LOOKS)
 
 
 def eventually(condition: Callable[[], bool], within: float = ARRIVAL_S) -> bool:

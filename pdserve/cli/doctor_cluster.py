@@ -4,7 +4,7 @@ and that KV moves between them, or says what is wrong.
     /v1/cluster ─▶ which nodes there are, which were refused, which links are broken
     probes      ─▶ one prompt, each time without prefix cache: by which nodes, how many bytes of KV
                    moved, over what, verified, and whether anything was computed twice
-    a stream    ─▶ whether its events come one by one, or all at once out of a proxy
+    a stream    ─▶ whether its events come while it is generated, or all at once out of a proxy
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import asyncio
 import random
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
+from pdserve.cli.doctor_stream import stream
 from pdserve.cli.finding import Finding, Verdict
 from pdserve.client.server import OPERATOR_KEY, Server, client_session, key_from_environment
 from pdserve.common.core.errors import (
-    DeadlineExceeded,
     ModelNotFound,
     NodeError,
     PdserveError,
@@ -34,17 +32,12 @@ from pdserve.common.core.request import PromptPath
 TIMEOUT = 8.0  # seconds for one answer
 MAX_REASON = 1000  # characters
 RECENT = 120.0  # seconds in which a refused node counts
-PROBE_TOKENS, STREAM_TOKENS = 4, 256  # that an answer has, at most
-ENOUGH_EVENTS, ENOUGH_SECONDS = 8, 0.3  # after which a stream is not buffered
+PROBE_TOKENS = 4  # that an answer has, at most
 MIN_PROMPT, MAX_PROMPT = 64, 2048  # words; each is a token or more
 WORDS = ("the", "a", "of", "in", "is", "it", "on", "as")
 MAX_ROUNDS = 4  # of probes, until every node has had one
 MAX_PROBES = 64  # of one round
-MIN_STREAM = 0.1  # seconds between the first and last token, below which nothing can be said
-STREAMS = 3  # that must all be held back
-BUFFERED = 0.25  # share of that time in which a buffered stream comes
 _KEY = "set PDSERVE_ADMIN_API_KEY or OPENAI_API_KEY to a key of the router"
-_UNBUFFER = "switch off buffering of text/event-stream in the proxy (nginx: proxy_buffering off)"
 _ROUTER_LOG = "look for its request id in the router's log"
 
 OK, WARNING, FAILED = Verdict.OK, Verdict.WARNING, Verdict.FAILED
@@ -91,7 +84,7 @@ async def _state(server: Server) -> dict[str, Any]:
 
 async def _try(server: Server, state: Mapping[str, Any]) -> list[Finding]:
     try:
-        return [*await _probe(server, state), await _stream(server, _context(state["nodes"]))]
+        return [*await _probe(server, state), await stream(server, _context(state["nodes"]))]
     except PdserveError as error:
         fix = f"see what else is named here; {_ROUTER_LOG}"
         return [Finding("probe", FAILED, f"{error.message} ({error.code})", fix)]
@@ -313,55 +306,3 @@ def _agreement(probes: Sequence[Probe]) -> Iterator[Finding]:
         "compare the weights, dtypes and releases of the nodes; half precision may differ a little"
     )
     yield Finding("answers", FAILED if odd else WARNING, seen, fix)
-
-
-# ---- a stream --------------------------------------------------------------------------------
-
-
-async def _stream(server: Server, most: int) -> Finding:
-    """Asks again for a stream that came all at once: this process may have had no CPU while it
-    came. A proxy holds back each."""
-    for _ in range(STREAMS - 1):
-        found = await _one_stream(server, most)
-        if found.verdict != FAILED:
-            return found
-    return await _one_stream(server, most)
-
-
-async def _one_stream(server: Server, most: int) -> Finding:
-    """Compares when events came here with when the router had the tokens. Reads no more than it
-    takes to see that they come one by one."""
-    body = {
-        "model": await server.model(),
-        "prompt": "a b c",
-        "max_tokens": min(STREAM_TOKENS, most // 2),
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "timeline": True,
-    }
-    came: list[float] = []
-    line: Mapping[str, Any] = {}
-    try:
-        async with aclosing(server.stream("/v1/completions", body)) as events:
-            async for event in events:
-                came.append(monotonic())
-                line = event.get("pdserve", {}).get("timeline", line)
-                if len(came) >= ENOUGH_EVENTS and came[-1] - came[0] >= ENOUGH_SECONDS:
-                    break
-    except DeadlineExceeded:
-        if len(came) < 2:
-            seen = f"{len(came)} events came in time: a proxy holds them back, or nodes are slow"
-            return Finding("stream", FAILED, seen, f"{_UNBUFFER}; else give a longer --timeout")
-    if len(came) < 2 or (not line and len(came) < ENOUGH_EVENTS):
-        seen = f"{len(came)} events came, which say nothing of a proxy"
-        return Finding("stream", WARNING, seen, "run it again")
-    made = (line.get("finished") or 0.0) - (line.get("first_token") or 0.0)
-    took = came[-1] - came[0] if came else 0.0
-    if made >= MIN_STREAM and took < BUFFERED * made:
-        seen = (
-            f"{len(came)} events came in {1e3 * took:.0f} ms, and their tokens took "
-            f"{1e3 * made:.0f} ms: a proxy holds them back"
-        )
-        return Finding("stream", FAILED, seen, _UNBUFFER)
-    return Finding("stream", OK, f"{len(came)} events came one by one, in {1e3 * took:.0f} ms")

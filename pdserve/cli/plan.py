@@ -36,7 +36,8 @@ CONFIG = "config.json"
 ROLES = ("prefill", "decode")
 FOOTNOTES = """\
 ¹ estimated peak of a step with --max-num-batched-tokens tokens and --max-num-seqs samples
-² estimated: CUDA context, library workspaces and, with several GPUs, NCCL buffers"""
+² estimated: CUDA context, library workspaces and, with several GPUs, NCCL buffers
+³ estimated peak while weights are rounded to int8, before there is a KV cache"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,6 +203,8 @@ def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
     if rank.adapters:
         yield "− LoRA adapters", format_bytes(rank.adapters)
     yield "= left for KV", format_bytes(rank.left_for_kv)
+    if rank.loading:
+        yield "beside weights while loaded ³", format_bytes(rank.loading)
     yield "KV per token, model", format_bytes(plan.kv_per_token)
     yield "KV per token, GPU", format_bytes(rank.kv_per_token)
     yield "KV of longest sequence, GPU", format_bytes(rank.kv_per_sequence)

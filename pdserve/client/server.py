@@ -43,6 +43,7 @@ _CLASSES: dict[int, type[PdserveError]] = {
     409: errors.Conflict,
     410: errors.Gone,
     413: errors.RequestTooLarge,
+    422: errors.KeyReused,
     429: errors.Overloaded,
     499: errors.Cancelled,
     503: errors.Unavailable,

@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from pdserve.cli.cluster import own_session
 from pdserve.cli.up import make_cluster, with_model
-from pdserve.client.server import Server, client_session, key_from_environment
+from pdserve.client.server import Answer, Server, client_session, key_from_environment
 from pdserve.client.terminal import console_of
 from pdserve.common.config.batch import BatchConfig
 from pdserve.common.config.sources import parse
@@ -148,11 +148,17 @@ async def _line(server: Server, item: Item) -> dict[str, object]:
         answer = await server.ask(item.url, item.body, tries=TRIES)
     except DeadlineExceeded as error:
         return failed(item, error)
-    if answer.status in _ENDS_RUN:
+    if answer.status in _ENDS_RUN and not _forbids_line(answer):
         raise answer.error()
     if answer.status == 200 and not isinstance(answer.body, dict):
         raise NodeError(f"{server.url}{item.url} answers, but not with JSON", code="INVALID_JSON")
     return answered(item, answer)
+
+
+def _forbids_line(answer: Answer) -> bool:
+    """Returns whether the line's path alone is not for this key, such as one for operators."""
+    error = answer.body.get("error") if isinstance(answer.body, dict) else None
+    return isinstance(error, dict) and error.get("code") == "permission_denied"
 
 
 def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> BatchSummary:

@@ -3,8 +3,8 @@
     arrival ─▶ Admission.slot ─▶ NodeSelector.decode ─▶ blocks reserved ─▶ NodeSelector.prefill
             ─▶ prefill steps; what they compute is moved meanwhile ─▶ landed ─▶ decode steps
 
-What places, admits and schedules is production code. Nodes do not fail, heartbeats come on time,
-and the router hears of cached blocks at once.
+What places, admits and schedules is production code. Nodes do not fail, and heartbeats come on
+time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,7 +20,6 @@ from statistics import fmean
 
 from pdserve.common.config.node import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.block_hash import BlockHash, short_hash
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.request import PromptPath
@@ -42,6 +41,7 @@ from pdserve.router.requests.slo import SLO
 from pdserve.simulate.calibration import Calibration, Times
 from pdserve.simulate.clock import run_virtually
 from pdserve.simulate.engine import Job, SimulatedEngine
+from pdserve.simulate.nodes import HashedBlocks, SimulatedNode, Stream
 from pdserve.simulate.outcome import Answered, Outcome
 from pdserve.simulate.workloads import BLOCK, Arrival
 
@@ -62,6 +62,9 @@ class Setup:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     num_blocks: int = 10_000  # of a node
     block_size: int = BLOCK
+    event_delay: float = 0.0  # seconds until the router hears what a node has cached
+    joining: str = ""  # nodes, as `layout`, that come later and have nothing cached
+    join_after: float = 0.0  # seconds
 
 
 def read_layout(text: str) -> list[tuple[int, float]]:
@@ -71,89 +74,25 @@ def read_layout(text: str) -> list[tuple[int, float]]:
     Raises:
         ConfigError: it is not of that form, or cannot serve.
     """
-    found = list(_LAYOUT.finditer(text))
-    if not found or "".join(each[0] for each in found) != text or text.endswith("+"):
-        raise ConfigError(f"--layout {text}: write nodes and roles, as 2P3D, 1P+1P@0.5+2D or 4B")
-    parts = [(int(each[1]), ROLES[each[2]], float(each[3] or 1)) for each in found]
-    if sum(part[0] for part in parts) > MOST_NODES or any(part[2] == 0 for part in parts):
-        raise ConfigError(f"--layout {text}: at most {MOST_NODES} nodes, and none of speed 0")
-    nodes = [(role, speed) for number, role, speed in parts for _ in range(number)]
+    nodes = _read_nodes(text)
     roles = {role for role, _ in nodes}
     if pb.ROLE_BOTH not in roles and not {pb.ROLE_PREFILL, pb.ROLE_DECODE} <= roles:
         raise ConfigError(f"--layout {text}: it takes prefill and decode nodes, or ones of both")
     return nodes
 
 
-class HashedBlocks:
-    """The blocks of a trace's prompt (`prefix_index.Blocks`)."""
-
-    def __init__(self, hashes: Sequence[BlockHash]) -> None:
-        self._hashes = hashes
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def __getitem__(self, index: int) -> int:
-        return short_hash(self._hashes[index])
+def _read_nodes(text: str) -> list[tuple[int, float]]:
+    found = list(_LAYOUT.finditer(text))
+    if not found or "".join(each[0] for each in found) != text or text.endswith("+"):
+        raise ConfigError(f"--layout {text}: write nodes and roles, as 2P3D, 1P+1P@0.5+2D or 4B")
+    parts = [(int(each[1]), ROLES[each[2]], float(each[3] or 1)) for each in found]
+    if sum(part[0] for part in parts) > MOST_NODES or any(part[2] == 0 for part in parts):
+        raise ConfigError(f"--layout {text}: at most {MOST_NODES} nodes, and none of speed 0")
+    return [(role, speed) for number, role, speed in parts for _ in range(number)]
 
 
 def _ignore(num_tokens: int) -> None:
     """Takes no notice of what is computed."""
-
-
-class SimulatedNode:
-    """A node's engine; it tells the router's index what it caches (`CacheListener`)."""
-
-    def __init__(self, node: Node, engine: SimulatedEngine, index: PrefixIndex) -> None:
-        self.node = node
-        self.engine = engine
-        self.link_free = 0.0  # when what it sends is sent
-        self._index, self._place = index, (node, 0)
-        engine.scheduler.pool.listen(self)
-
-    def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
-        self._index.store(self._place, map(short_hash, sequence.block_hashes[first:end]))
-
-    def removed(self, block_hash: BlockHash) -> None:
-        self._index.remove(self._place, (short_hash(block_hash),))
-
-    def load(self) -> pb.NodeLoad:
-        """Makes its report, as `common.node.load` does."""
-        scheduler = self.engine.scheduler
-        free = scheduler.pool.num_blocks - scheduler.pool.num_held
-        return pb.NodeLoad(
-            running=len(scheduler.running) + len(scheduler.remote),
-            waiting=len(scheduler.waiting),
-            free_blocks=free,
-            most_free_blocks=free,
-            total_blocks=scheduler.pool.num_blocks,
-            waiting_tokens=sum(each.num_pending for each in scheduler.waiting),
-            healthy=True,
-            routers=1,
-            rates=pb.Rates(**self.engine.rates.now._asdict()),
-        )
-
-
-class Stream:
-    """A prompt's KV on its way: what each step computes is moved while the next one computes."""
-
-    def __init__(
-        self, source: SimulatedNode, times: Times, num_cached: int, now: Callable[[], float]
-    ) -> None:
-        """`num_cached`: tokens that the decode node has."""
-        self._source, self._times, self._now = source, times, now
-        self._moved = num_cached
-
-    def computed(self, num_tokens: int) -> None:
-        """Notes that so many of the prompt's tokens have their KV."""
-        source, new = self._source, max(0, num_tokens - self._moved)
-        source.link_free = max(source.link_free, self._now()) + self._times.move(new)
-        self._moved += new
-
-    @property
-    def landing(self) -> float:
-        """When the decode node can begin."""
-        return self._source.link_free + self._times.hand_over
 
 
 class Cluster:
@@ -167,7 +106,7 @@ class Cluster:
         self._registry = Registry(routing, self.now, "simulated")
         self._index = PrefixIndex()
         self._times, self._router_s = Times(setup.calibration), setup.calibration.router_s
-        view = ClusterView(self._registry)
+        self._view = view = ClusterView(self._registry)
         self._selector = NodeSelector(routing, view, setup.policies, self._match, now=self.now)
         self._admission = Admission(
             routing.max_concurrent_requests,
@@ -178,9 +117,8 @@ class Cluster:
             prefill_backlog=routing.prefill_work,
         )
         self._nodes: dict[Node, SimulatedNode] = {}
-        for number, (role, speed) in enumerate(read_layout(setup.layout)):
-            self._start_node(number, role, Times(setup.calibration, speed))
-        self._admission.cluster(*view.replicas())
+        self._start_nodes(read_layout(setup.layout))
+        self._joining = _read_nodes(setup.joining) if setup.joining else []
         self._seq_ids = count()
         self._answered: list[Answered] = []
         self._refused: Counter[str] = Counter()
@@ -188,6 +126,15 @@ class Cluster:
         self._hits = self._queries = 0
 
     # ---- nodes ------------------------------------------------------------------------------
+
+    def _start_nodes(self, nodes: Iterable[tuple[int, float]]) -> None:
+        for number, (role, speed) in enumerate(nodes, len(self._nodes)):
+            self._start_node(number, role, Times(self._setup.calibration, speed))
+        self._admission.cluster(*self._view.replicas())
+
+    async def _join(self) -> None:
+        await asyncio.sleep(self._setup.join_after)
+        self._start_nodes(self._joining)
 
     def _start_node(self, number: int, role: int, times: Times) -> None:
         setup = self._setup
@@ -206,12 +153,12 @@ class Cluster:
         pool = KVPool((_GROUP,), (setup.num_blocks,), setup.block_size)
         scheduler = Scheduler(pool, setup.scheduler, (), now=self.now)
         engine = SimulatedEngine(scheduler, times, self._gap)
-        self._nodes[node] = SimulatedNode(node, engine, self._index)
+        self._nodes[node] = SimulatedNode(node, engine, self._index, setup.event_delay)
 
     async def _heartbeats(self) -> None:
         """Reports every node's load at each heartbeat, until cancelled."""
         while True:
-            for node, simulated in self._nodes.items():
+            for node, simulated in list(self._nodes.items()):
                 self._registry.heartbeat(node.id, simulated.load(), node.info.instance)
             await asyncio.sleep(self._setup.routing.heartbeat_interval)
 
@@ -220,12 +167,14 @@ class Cluster:
     async def serve(self, arrivals: Iterable[Arrival]) -> Outcome:
         """Serves all arrivals, each at its time; returns when the last one is answered."""
         beating = self._loop.create_task(self._heartbeats())
+        joining = self._loop.create_task(self._join())
         began = self.now()
         async with asyncio.TaskGroup() as requests:
             for number, arrival in enumerate(arrivals):
                 await asyncio.sleep(began + arrival.time - self.now())
                 requests.create_task(self._request(str(number), arrival))
         beating.cancel()
+        joining.cancel()
         return self._outcome()
 
     async def _request(self, request_id: str, arrival: Arrival) -> None:

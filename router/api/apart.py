@@ -23,7 +23,7 @@ _PIECE = 2**16  # bytes of one read
 class Bounds:
     cpu_seconds: float
     memory: int  # bytes of data beyond what its parent has
-    wall_seconds: int = 20
+    wall_seconds: int = 45  # a busy host takes longer; less than a body may take in all
 
     def __str__(self) -> str:
         return f"{self.cpu_seconds:g} s of CPU time or {self.memory >> 20} MiB"

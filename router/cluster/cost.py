@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from pdserve.router.cluster.policy import (
     NOT_MEASURED,
@@ -45,37 +45,47 @@ class Cost(Policy):
 
     def __init__(self) -> None:
         self._given = FadingSums(self.FADING)  # seconds of prefill
-        self._count = FadingSums(self.FADING)  # prompts
         self._sessions = Sessions()
         self._rates = NodeRates()
         self._last = ""
 
     def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
         found = some(request, nodes, self._last)
-        rates_of = self._rates.of(found)
+        if not found:
+            return None
+        seconds = self._costs(request, found)
+        least = min(seconds)
+        equal = [node for node, each in zip(found, seconds, strict=True) if each == least]
+        if len(equal) == 1:
+            return equal[0]
+        return min(equal, key=lambda node: (requests_on(node), -node.free_blocks, node.id))
 
-        def cost(node: NodeState) -> tuple[float, float, int, str]:
-            rates = rates_of[node]
-            missing = self._sessions.missing(request, node)
-            seconds = 0.0
-            if request.role != "decode":
-                seconds += self._prefill(request, node, missing, rates.prefill)
-            if request.role != "prefill":
-                seconds += self._decode(node, rates)
-            if request.role == "decode":
-                seconds += missing * rates.transfer
-            return seconds, requests_on(node), -node.free_blocks, node.id
+    def _costs(self, request: PolicyRequest, found: Sequence[NodeState]) -> list[float]:
+        """Returns what the request costs on each node."""
+        missing, rates = self._sessions.missing(request, found), self._rates.of(found)
+        where = list(zip(found, missing, rates, strict=True))
+        if request.role == "decode":
+            return [
+                self._decode(node, each) + tokens * each.transfer for node, tokens, each in where
+            ]
+        now = request.now
+        seconds = [self._prefill(now, node, tokens, each.prefill) for node, tokens, each in where]
+        if request.role == "prefill":
+            return seconds
+        return [
+            prefill + self._decode(node, each)
+            for prefill, (node, _, each) in zip(seconds, where, strict=True)
+        ]
 
-        return min(found, key=cost, default=None)
-
-    def _prefill(
-        self, request: PolicyRequest, node: NodeState, missing: int, per_token: float
-    ) -> float:
-        count, given = self._count.at(node, request.now), self._given.at(node, request.now)
-        own, replicas = missing * per_token, node.replicas
-        prompts, queued = float(len(node.prompts)), node.num_prefill_tokens
-        before = float(sum(min(each, missing) for each in node.prompts))
-        if (others := queued - sum(node.prompts)) > 0:  # of other routers, about as long as ours
+    def _prefill(self, now: float, node: NodeState, missing: int, per_token: float) -> float:
+        count, given = self._given.at(node, now)
+        own, replicas, in_hand = missing * per_token, node.replicas, node.prompts
+        queued, before, ours = node.num_prefill_tokens, 0.0, 0
+        for each in in_hand:
+            ours += each
+            before += each if each < missing else missing
+        prompts = float(len(in_hand))
+        if (others := queued - ours) > 0:  # of other routers, about as long as ours
             usual = max(1.0, given / count / per_token) if count else missing
             before += min(others, missing * others / usual)
             prompts += others / usual
@@ -91,9 +101,9 @@ class Cost(Policy):
         return self.ANSWER * (rates.step + added * (2 * others + 1))
 
     def placed(self, request: PolicyRequest, node: NodeState) -> None:
-        seconds = self._sessions.missing(request, node) * self._rates.one(node, node.rates).prefill
-        self._given.add(node, seconds, request.now)
-        self._count.add(node, 1, request.now)
+        if request.role != "decode":
+            (missing,) = self._sessions.missing(request, (node,))
+            self._given.add(node, missing * self._rates.one(node).prefill, request.now)
         self._sessions.placed(request, node)
         self._rates.placed(node)
         self._last = node.id
@@ -111,26 +121,39 @@ class NodeRates:
     MOST_NODES = 4096
 
     def __init__(self) -> None:
-        self._usual = self.UNKNOWN
+        self._told: list[Rates] = []  # by the nodes that were asked for last
+        self._usual = self.UNKNOWN  # the (lower) median of each rate over those that measured it
+        self._taken: list[Rates] = []  # what of `_told` can be taken
         self._turn = 0
         self._turns: dict[str, int] = {}  # by node, of its last prompt
 
-    def of(self, nodes: Collection[NodeState]) -> dict[NodeState, Rates]:
-        """Returns the rates of each, beside those of the usual one: the (lower) median of each rate
-        over the nodes that have measured it."""
-        told = {node: node.rates for node in nodes}
-        measured = [sorted(filter(None, column)) for column in zip(*told.values(), strict=True)]
-        medians = [each[(len(each) - 1) // 2] if each else 0.0 for each in measured]
-        self._usual = Rates(*map(_measured_or, medians or NOT_MEASURED, self.UNKNOWN))
-        return {node: self.one(node, rates) for node, rates in told.items()}
+    def of(self, nodes: Sequence[NodeState]) -> list[Rates]:
+        """Returns the rates of each, beside those of the usual one."""
+        told = [node.rates for node in nodes]
+        if told != self._told:  # else no node has reported since
+            self._told, self._usual = told, self._usual_of(told)
+            self._taken = list(map(self._credible, told))
+        turn, turns, since = self._turn, self._turns, self._turn - self.LONG
+        return [
+            self._usual if turns.setdefault(node.id, turn) < since else taken
+            for node, taken in zip(nodes, self._taken, strict=True)
+        ]
 
-    def one(self, node: NodeState, told: Rates) -> Rates:
-        """Returns the rates of a node that has told these."""
-        if self._turn - self._turns.setdefault(node.id, self._turn) > self.LONG:
+    def one(self, node: NodeState) -> Rates:
+        """Returns the rates of a node beside those of the ones asked for last."""
+        if self._turns.get(node.id, self._turn) < self._turn - self.LONG:
             return self._usual
-        return Rates(*map(self._credible, told, self._usual))
+        return self._credible(node.rates)
 
-    def _credible(self, own: float, usual: float) -> float:
+    def _usual_of(self, told: Sequence[Rates]) -> Rates:
+        measured = [sorted(filter(None, column)) for column in zip(*told, strict=True)]
+        medians = [each[(len(each) - 1) // 2] if each else 0.0 for each in measured]
+        return Rates(*map(_measured_or, medians or NOT_MEASURED, self.UNKNOWN))
+
+    def _credible(self, told: Rates) -> Rates:
+        return Rates(*map(self._bounded, told, self._usual))
+
+    def _bounded(self, own: float, usual: float) -> float:
         if not own or usual / self.ALIKE < own < usual * self.ALIKE:
             return usual
         return min(max(own, usual / self.MOST), usual * self.MOST)
@@ -155,13 +178,17 @@ class Sessions:
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, int]] = {}  # by session: node, tokens
 
-    def missing(self, request: PolicyRequest, node: NodeState) -> int:
-        """Returns how many of its tokens the node does not have, or get from the session."""
-        missing = request.missing(node)
-        if not request.session:
+    def missing(self, request: PolicyRequest, nodes: Sequence[NodeState]) -> list[int]:
+        """Returns how many of its tokens each node does not have, or get from the session."""
+        tokens, cached = request.num_tokens, request.cached
+        missing = [max(1, tokens - cached.get(node, 0)) for node in nodes]
+        where, known = self._last.get(request.session, ("", 0))
+        if not where:
             return missing
-        where, tokens = self._last.get(request.session, ("", 0))
-        return missing if where != node.id else max(1, min(missing, request.num_tokens - tokens))
+        return [
+            max(1, min(each, tokens - known)) if node.id == where else each
+            for each, node in zip(missing, nodes, strict=True)
+        ]
 
     def placed(self, request: PolicyRequest, node: NodeState) -> None:
         if not request.session:

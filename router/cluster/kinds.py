@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.node import Node
@@ -175,13 +176,13 @@ class Candidates:
 
     def by_load(self) -> Iterator[Node]:
         """Yields them, the least loaded first."""
-        return heapq.merge(*(filter(self.fits, kind.by_load()) for kind in self.kinds), key=rank)
+        return _merged([filter(self.fits, kind.by_load()) for kind in self.kinds], rank)
 
     def by_id(self, after: str) -> Iterator[Node]:
         """Yields them in the order of their ids, beginning behind `after` and going on from the
         front."""
-        turns = (filter(self.fits, kind.by_id(after)) for kind in self.kinds)
-        return heapq.merge(*turns, key=lambda node: (node.id <= after, node.id))
+        turns = [filter(self.fits, kind.by_id(after)) for kind in self.kinds]
+        return _merged(turns, lambda node: (node.id <= after, node.id))
 
     def where(self, fits: Callable[[Node], bool]) -> Candidates:
         """Returns the nodes for which it is so."""
@@ -190,3 +191,7 @@ class Candidates:
     def of_kinds(self, kinds: Iterable[Kind]) -> Candidates:
         """Returns the nodes of these kinds, which are among its own."""
         return Candidates(list(kinds), self.fits)
+
+
+def _merged(parts: Sequence[Iterator[Node]], key: Callable[[Node], Any]) -> Iterator[Node]:
+    return parts[0] if len(parts) == 1 else heapq.merge(*parts, key=key)

@@ -55,12 +55,14 @@ class Node:
     look_at: float = 0.0
     probing: bool = False
     missed: int = 0  # answers in a row that did not come
+    # ---- what it read of a report; `rates` writes it
+    told: tuple[pb.NodeLoad | None, Rates] = (None, NOT_MEASURED)
+    id: str = field(init=False)  # it stays when the node describes itself anew
     # ---- `info` as JSON; `ClusterView` writes it
     described: tuple[pb.NodeInfo, dict[str, Any]] | None = None
 
-    @property
-    def id(self) -> str:
-        return self.info.node_id
+    def __post_init__(self) -> None:
+        self.id = self.info.node_id
 
     @property
     def role(self) -> str:
@@ -89,14 +91,14 @@ class Node:
     @property
     def rates(self) -> Rates:
         """How fast a replica is, by its report; what cannot be counts as not measured."""
-        told = self.load.rates
-        found = Rates(told.prefill, told.step, told.sequence, told.transfer)
-        return found if all(0 <= each < MOST_SECONDS for each in found) else NOT_MEASURED
+        if self.told[0] is not self.load:
+            self.told = self.load, _credible(self.load.rates)
+        return self.told[1]
 
     @property
     def replicas(self) -> int:
         """The replicas that share its load."""
-        return max(1, self.info.data_parallel_size)
+        return self.info.data_parallel_size or 1
 
     @property
     def last_heard(self) -> float:
@@ -132,6 +134,11 @@ class Node:
         """A prompt of so many tokens, so many of which it had, if that can be."""
         self.prompt_tokens += num_tokens
         self.cached_tokens += min(num_tokens, num_cached)
+
+
+def _credible(told: pb.Rates) -> Rates:
+    found = Rates(told.prefill, told.step, told.sequence, told.transfer)
+    return found if all(0 <= each < MOST_SECONDS for each in found) else NOT_MEASURED
 
 
 def mismatch(prefill: Node, decode: Node) -> str:

@@ -97,7 +97,7 @@ class PrefixAware(Policy):
             found = [node for node in found if requests_on(node) <= self.SPREAD * fewest + 1]
 
         def cost(node: NodeState) -> tuple[float, float, str]:
-            given = self._given.at(node, request.now)
+            _, given = self._given.at(node, request.now)
             others = self.QUEUED * node.num_prefill_tokens + self.RECENT * given
             return request.missing(node) + others / node.replicas, requests_on(node), node.id
 

@@ -133,22 +133,27 @@ def some(request: PolicyRequest, nodes: NodeSet, last: str) -> list[NodeState]:
 
 
 class FadingSums:
-    """Sums that fade: what was added counts for 1/e after so many seconds."""
+    """Counts and sums that fade: what was added counts for 1/e after so many seconds."""
 
     MOST = 4096  # nodes
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._sums: dict[str, tuple[float, float]] = {}  # by node: sum, and when it was that
+        # By node: how many were added, their sum, and when it was that.
+        self._sums: dict[str, tuple[float, float, float]] = {}
 
-    def at(self, node: NodeState, now: float) -> float:
-        total, since = self._sums.get(node.id, (0.0, now))
-        return total * exp(min(0.0, since - now) / self._seconds)
+    def at(self, node: NodeState, now: float) -> tuple[float, float]:
+        """Returns how many amounts were added, and their sum."""
+        if (known := self._sums.get(node.id)) is None:
+            return 0.0, 0.0
+        count, total, since = known
+        left = exp(min(0.0, since - now) / self._seconds)
+        return count * left, total * left
 
     def add(self, node: NodeState, amount: float, now: float) -> None:
-        total = self.at(node, now) + amount
+        count, total = self.at(node, now)
         self._sums.pop(node.id, None)
-        self._sums[node.id] = total, now
+        self._sums[node.id] = count + 1, total + amount, now
         if len(self._sums) > self.MOST:
             del self._sums[next(iter(self._sums))]
 

@@ -23,6 +23,7 @@ from pdserve.common.core.block_hash import DIGEST, HASHER, root_hash
 MAX_BLOCKS = 10_000_000
 SHARDS = 1024  # a power of two
 EVICTED = 16  # a full shard loses one block of so many, those that came first
+AT_ONCE = 32  # blocks that are hashed, at least
 MAX_INTERNED = 1 << 16  # sets of places of which one copy is shared
 _KEY = (1 << 60) - 1  # an integer of more bits takes half as much again
 
@@ -60,9 +61,13 @@ class PromptBlocks:
         return int.from_bytes(self._digests[end - 8 : end], "big")  # as `short_hash`
 
     def _hash_up_to(self, count: int) -> None:
+        """Hashes so many blocks, or some more: each call costs as much as ten blocks."""
+        count = min(len(self), max(count, self.num_hashed + AT_ONCE))
         size, parent = self._block_size, bytes(self._digests[-DIGEST:]) or self._root
-        tokens = array("I", self._token_ids[self.num_hashed * size : count * size]).tobytes()
-        self._digests += HASHER.chain(tokens, 4 * size, parent)
+        tokens = self._token_ids[self.num_hashed * size : count * size]
+        if not (isinstance(tokens, array) and tokens.typecode == "I"):
+            tokens = array("I", tokens)
+        self._digests += HASHER.chain(tokens.tobytes(), 4 * size, parent)
 
 
 class PrefixIndex:

@@ -1,4 +1,5 @@
-"""Resumable streams over gRPC: what makes a request the same."""
+"""Resumable streams, and one answer for an Idempotency-Key, over gRPC: what makes a request the
+same."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.router.requests import event_ids
 from pdserve.router.requests.event_ids import Drawn, Resumable
 from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.keyed import keyed
 
 
 async def resumable(
@@ -36,6 +38,23 @@ async def resumable(
     drawn = Drawn(public_id, int(time()), [generation.sampling.seed])
     digest = _digest(request, api_key, generation)
     return await event_ids.resumable(secrets, digest, request.resume, [generation], drawn)
+
+
+def idempotent(
+    secrets: Sequence[bytes],
+    request: pb.GenerateRequest,
+    api_key: str,
+    given: str | None,
+    generation: GenerationRequest,
+) -> GenerationRequest | None:
+    """Returns the generation for a request with an Idempotency-Key, `given`, None for one without.
+    Raises as `keyed`."""
+    if given is None:
+        return None
+    digest = _digest(request, api_key, generation)
+    seed = request.sampling.seed if request.sampling.HasField("seed") else -1
+    found = keyed(secrets, given, api_key, digest, [generation], "gen", seeded=seed != -1)
+    return found[1][0] if found else None
 
 
 def _digest(request: pb.GenerateRequest, api_key: str, generation: GenerationRequest) -> bytes:

@@ -31,8 +31,9 @@ from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.grpc.chat import chat_fields, structured_fields
 from pdserve.router.grpc.door import AUTHORIZATION, client_of, details, message_done, metadata_of
 from pdserve.router.grpc.response import ResponseWriter
-from pdserve.router.grpc.resume import resumable
+from pdserve.router.grpc.resume import idempotent, resumable
 from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.keyed import IDEMPOTENCY_KEY
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.slo import slo_of
 from pdserve.router.requests.stages import SESSION_ID, RequestArrival, arrival_var
@@ -57,10 +58,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._called = -inf  # when Generate was last called
 
-    async def quiet(self, timeout: float) -> None:
+    async def quiet(self, timeout: float, has_balancer: bool = False) -> None:
         """Waits until nothing has been asked for `QUIET` seconds, or `timeout` is over: balancers
-        take that long to see that this router is not healthy any more."""
+        take that long to see that this router is not healthy any more. `has_balancer`: that is
+        known, so that at least these are waited for."""
         until = monotonic() + timeout
+        if has_balancer:
+            self._called = monotonic()
         while (wait := min(self._called + QUIET, until) - monotonic()) > 0:
             await asyncio.sleep(wait)
 
@@ -104,7 +108,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             client = client_of(self._state.keys, context)
             generation, choices = await self._make_request(request, client)
             key = metadata_of(context, AUTHORIZATION) or ""
-            generation, writer = await self._writer(request, key, generation, choices)
+            given = metadata_of(context, IDEMPOTENCY_KEY.lower())
+            generation, writer = await self._writer(request, key, given, generation, choices)
             request_id_var.set(writer.id)
             del request  # it may be much larger than the generation
             message_done()
@@ -117,11 +122,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self,
         request: pb.GenerateRequest,
         api_key: str,
+        key: str | None,
         generation: GenerationRequest,
         choices: ChatChoices | None,
     ) -> tuple[GenerationRequest, ResponseWriter]:
-        """Returns the generation, which goes on where the client is if it resumes a stream, and
-        what writes its responses. Raises as `resume.resumable`."""
+        """Returns the generation, which goes on where the client is if it resumes a stream, and is
+        made once if there is an Idempotency-Key, and what writes its responses. Raises as
+        `resume.resumable` and `resume.idempotent`."""
+        if keyed := idempotent(self._state.event_keys, request, api_key, key, generation):
+            generation = keyed
         public_id = request.request_id or generation.request_id
         prompt = generation.prompt_token_ids if request.return_token_ids else ()
         found = await resumable(self._state.event_keys, request, api_key, generation, public_id)

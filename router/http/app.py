@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
 
 from aiohttp import hdrs, web
 from prometheus_client.registry import Collector
@@ -101,10 +103,25 @@ _OPEN_PATHS = frozenset(route.path for route in ROUTES if route.open)
 
 @dataclass(slots=True)
 class Traffic:
-    """The requests in flight, and whether the server refuses new ones."""
+    """The requests in flight, and how far the server is with its end."""
 
     tasks: set[asyncio.Task[object]] = field(default_factory=set)
-    draining: bool = False
+    leaving: bool = False  # it is not ready any more, and closes each connection behind its answer
+    draining: bool = False  # it refuses new requests
+    # When something was last asked that clients ask, and whether it is ready (monotonic).
+    asked: float = -inf
+    probed: float = -inf
+
+    def note(self, path: str) -> None:
+        """Notes a request's time."""
+        if path == "/ready":
+            self.probed = monotonic()
+        elif path not in _OPEN_PATHS:
+            self.asked = monotonic()
+
+    def quiet_in(self, seconds: float) -> float:
+        """Returns the seconds until nothing has been asked for so many, as far as one can say."""
+        return self.asked + seconds - monotonic()
 
 
 TRAFFIC = web.AppKey("traffic", Traffic)
@@ -218,6 +235,9 @@ async def _track(request: web.Request, handler: Handler) -> web.StreamResponse:
     traffic = request.app[TRAFFIC]
     if traffic.draining:
         raise stopping()
+    traffic.note(_path(request))
+    if traffic.leaving and _path(request) == "/ready":
+        return error_response(stopping())  # not raised, as those of `info.ready`
     task = asyncio.current_task()
     assert task is not None
     traffic.tasks.add(task)
@@ -269,3 +289,6 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     if _is_anthropic(request):
         response.headers[messages.REQUEST_ID] = response.headers[REQUEST_ID]
     response.headers.update(request.app[ALLOWED].allowed(request.headers))
+    if request.app[TRAFFIC].leaving:
+        response.force_close()
+        response.headers[hdrs.CONNECTION] = "close"

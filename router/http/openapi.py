@@ -22,10 +22,11 @@ ERRORS = {
     403: "only operators may do this (`--admin-api-key`)",
     404: "there is no such model, request or path",
     408: "the body comes too slowly",
-    409: "another router serves the request of this Idempotency-Key",
+    409: "the first request of this Idempotency-Key waits itself",
     410: "the nodes of the model version that began the stream are gone",
     413: "the body is too large",
     415: "the body is not JSON, or its encoding is unknown",
+    422: "another request has this Idempotency-Key",
     429: "too many requests wait; see `Retry-After`",
     500: "a node failed, or the server has a defect",
     503: "no node can serve, or the server stops; see `Retry-After`",
@@ -107,7 +108,7 @@ def document(routes: tuple[Route, ...], root_path: str = "") -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     statuses = {*route.errors, *([] if route.open else [401]), *([403] * route.operators)}
     if route.body is not None:
-        statuses |= {400, 404, 408, 409, 410, 413, 415, 429, 500, 503, 504}
+        statuses |= {400, 404, 408, 409, 410, 413, 415, 422, 429, 500, 503, 504}
     content: dict[str, Any] = {route.answer: {}}
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -211,12 +211,11 @@ class OpenAIWriter:
         self, request: web.Request, asked: Preprocessed[Any]
     ) -> Sequence[GenerationRequest]:
         """Returns the generations, which go on where the client is if the body resumes a stream,
-        and have orphan keys if the request has an Idempotency-Key. Raises as `resume.resumable` and
+        and are made once if the request has an Idempotency-Key. Raises as `resume.resumable` and
         `resume.idempotent`."""
         prefix = self.id.partition("-")[0]
         if (keyed := idempotent(request, asked, self.generations, prefix)) is not None:
             self.id, self.generations = keyed
-            return self.generations
         seeds = [each.sampling.seed for each in self.generations]
         drawn = Drawn(self.id, self.created, seeds)
         if (found := await resumable(request, asked, self.generations, drawn)) is None:

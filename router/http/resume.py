@@ -1,13 +1,11 @@
-"""Answers over HTTP that outlive their router: streams with ids of events, and whole ones by
+"""Answers over HTTP that outlive their router: streams with ids of events, and all by
 Idempotency-Key."""
 
 from __future__ import annotations
 
 import binascii
-import hmac
 from base64 import urlsafe_b64decode
 from collections.abc import Sequence
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -22,6 +20,7 @@ from pdserve.router.http.request import STATE, authorization_of
 from pdserve.router.requests import event_ids
 from pdserve.router.requests.event_ids import Drawn, Resumable
 from pdserve.router.requests.generation import GenerationRequest
+from pdserve.router.requests.keyed import IDEMPOTENCY_KEY, keyed
 
 
 async def resumable(
@@ -81,10 +80,7 @@ def _digest(
     return digest.digest()
 
 
-# ---- whole answers --------------------------------------------------------------------------
-
-IDEMPOTENCY_KEY = "Idempotency-Key"
-MAX_KEY = 255  # characters
+# ---- one answer for a key -------------------------------------------------------------------
 
 
 def idempotent(
@@ -93,36 +89,12 @@ def idempotent(
     generations: Sequence[GenerationRequest],
     prefix: str,
 ) -> tuple[str, list[GenerationRequest]] | None:
-    """Returns the answer's id and the generations for a request with an Idempotency-Key, None for
-    one without. What would be drawn at random follows from the key, so every router gives the same
-    answer, and finds what another one has left of it at a decode node. `prefix`: of the id.
-
-    Raises:
-        InvalidRequest: the key cannot be one, or the server has no secret.
-    """
+    """Returns and raises what `keyed` does for the request's Idempotency-Key; `prefix`: of the
+    answer's id."""
     if (given := request.headers.get(IDEMPOTENCY_KEY)) is None:
         return None
-    if not 0 < len(given) <= MAX_KEY:
-        raise InvalidRequest(f"{IDEMPOTENCY_KEY}: give 1 to {MAX_KEY} characters")
-    if asked.body.stream:
-        raise InvalidRequest(
-            f"{IDEMPOTENCY_KEY} is for answers that are not streamed: a stream has `resumable`"
-        )
-    if not (secrets := request.app[STATE].event_keys):
-        raise InvalidRequest(f"{IDEMPOTENCY_KEY} needs a server with a --cluster-key")
-    named = _digest(request, asked, generations) + given.encode(errors="surrogateescape")
-    key = hmac.digest(secrets[0], named, "sha256")
-
-    def drawn(what: str) -> bytes:
-        return hmac.digest(key, what.encode(), "sha256")
-
-    answer_id = f"{prefix}-{drawn('id').hex()[:24]}"
-    seeded = asked.body.seed is not None and asked.body.seed != -1
-    made = []
-    for i, each in enumerate(generations):
-        if not seeded:
-            seed = int.from_bytes(drawn(f"seed {i}")[:8]) >> 1
-            each = replace(each, sampling=replace(each.sampling, seed=seed))
-        request_id = answer_id if len(generations) == 1 else f"{answer_id}-{i}"
-        made.append(replace(each, request_id=request_id, orphan_key=drawn(f"job {i}")))
-    return answer_id, made
+    return keyed(
+        *(request.app[STATE].event_keys, given, authorization_of(request) or ""),
+        *(_digest(request, asked, generations), generations, prefix),
+        seeded=asked.body.seed is not None and asked.body.seed != -1,
+    )

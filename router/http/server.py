@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from aiohttp import web
 
@@ -26,6 +27,11 @@ from pdserve.router.http.encoding import as_typed, error_response
 logger = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT = 2.0  # seconds that cancelled requests get to send their error
+# Seconds since somebody asked /ready in which it counts as a balancer, which asks again and goes.
+PROBED = 10.0
+QUIET = 2.0  # seconds without a request after which balancers have gone
+LAME_DUCK = 4.0  # seconds, at most, in which they are waited for
+_ASK_TIMEOUT = 1.0  # seconds that new connections get to ask for something
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +68,37 @@ class HTTPServer:
     def port(self) -> int:
         return self.web_server.port
 
+    @property
+    def has_balancer(self) -> bool:
+        """Whether somebody looks after /ready."""
+        return monotonic() - self.app[TRAFFIC].probed < PROBED
+
     async def stop(self, drain_timeout: float) -> None:
-        """Refuses new requests, waits up to `drain_timeout` seconds for those in flight, then
-        cancels them; their clients get an error. May be called again."""
-        traffic = self.app[TRAFFIC]
+        """Waits until balancers have gone, refuses new requests, waits for those in flight, then
+        cancels them; their clients get an error. All within about `drain_timeout` seconds. May be
+        called again."""
+        traffic, until = self.app[TRAFFIC], monotonic() + drain_timeout
+        if not traffic.leaving:
+            traffic.leaving = True
+            if self.has_balancer:
+                traffic.asked = monotonic()
+                await self._quiet(min(drain_timeout, LAME_DUCK))
+            await self.web_server.listener.finish(min(drain_timeout, _ASK_TIMEOUT))
         traffic.draining = True
         self.web_server.listener.close()
-        await _wait(traffic.tasks, drain_timeout)
+        await _wait(traffic.tasks, max(0.0, until - monotonic()))
         if late := set(traffic.tasks):
             logger.warning("cut off %d requests in flight", len(late))
             for task in late:
                 task.cancel()
             await _wait(late, _CANCEL_TIMEOUT)
         await self.web_server.close()
+
+    async def _quiet(self, timeout: float) -> None:
+        """Waits until nothing has been asked for `QUIET` seconds, or `timeout` is over."""
+        traffic, until = self.app[TRAFFIC], monotonic() + timeout
+        while (wait := min(traffic.quiet_in(QUIET), until - monotonic())) > 0:
+            await asyncio.sleep(wait)
 
 
 async def bind_http(host: str, port: int, shared: bool = False) -> list[socket.socket]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.core.printable import printable
@@ -26,6 +27,10 @@ from pdserve.router.requests.stages import Phase
 logger = logging.getLogger(__name__)
 
 MAX_REASON = 500  # characters of an error that are kept
+GONE = "ORPHAN_GONE"  # the code of a node that does not keep the job of a key
+
+KeptAt = Callable[[Node, PromptPath], None]
+"""Hears that a node keeps the job of a key, and how its prompt's KV comes there."""
 
 
 class AttemptFailed(Exception):
@@ -55,10 +60,14 @@ class Attempt:
         state: RequestState,
         decode: Node,
         path: PromptPath,
-        adopt: bool = False,
+        join: bool = False,
+        kept_at: KeptAt | None = None,
     ) -> None:
-        """`adopt`: the node has the job already, from a router that has died."""
-        self._adopt = adopt
+        """`join`: the node keeps the job already, from another request. `kept_at` is called when it
+        keeps this one's."""
+        self._join = join
+        self._kept_at = kept_at
+        self._path = path
         self._registry = registry
         self._channels = channels
         self._streams = streams
@@ -73,7 +82,7 @@ class Attempt:
         self._local_prefill = path is not PromptPath.TRANSFERRED
         state.placed(path, decode.id)
         # What the decode node says next; then tokens.
-        self._awaited = "landed" if adopt else "reserved"
+        self._awaited = "landed" if join else "reserved"
         if self._local_prefill:
             self._awaited = "prefilled"
         self._prefill: Node | None = None  # the one at work
@@ -94,18 +103,18 @@ class Attempt:
             PdserveError: the request cannot go on.
         """
         request = pb.DecodeRequest(
-            job=self._job, local_prefill=self._local_prefill, adopt=self._adopt
+            job=self._job, local_prefill=self._local_prefill, join=self._join
         )
         with self._in_flight(self._decode, prefills=self._local_prefill) as self._decode_use:
             phase = Phase.PREFILL if self._local_prefill else Phase.RESERVE
-            self._state.stages.enter(Phase.DECODE if self._adopt else phase, self._decode.id)
+            self._state.stages.enter(Phase.DECODE if self._join else phase, self._decode.id)
             try:
                 with (
                     self._streams.job(self._decode, request, self),
                     self._decode_client.decode(request) as self._call,
                 ):
                     async with self._call.meanwhile():
-                        if not (self._local_prefill or self._adopt):
+                        if not (self._local_prefill or self._join):
                             await self._hand_off(await self._ticket)
                         if len(self._job.choices) > 1:
                             await self._finish_choices()
@@ -122,6 +131,8 @@ class Attempt:
             self._decode_use.failed(error)
             if self._state.finished:
                 return
+            if error.code == GONE:  # it was only asked whether it had the job
+                raise AttemptFailed from error
             decoding = self._awaited == "tokens" and not self._local_prefill
             self._note_failure(error, self._decode, decoding or self._decode_use.first_in_line)
             raise AttemptFailed from error
@@ -159,7 +170,11 @@ class Attempt:
 
     def _take_event(self, event: pb.DecodeEvent) -> None:
         kind = event.WhichOneof("event")
-        if kind is None or (self._adopt and kind == "reserved"):  # a later version's; long past
+        if kind is None or (self._join and kind == "reserved"):  # a later version's; long past
+            return
+        if kind == "kept":
+            if self._kept_at is not None:
+                self._kept_at(self._decode, self._path)
             return
         if kind == "ended":
             raise self._ended(event.ended)

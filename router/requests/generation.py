@@ -18,6 +18,7 @@ from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.cluster.adapters import Adapter
+from pdserve.router.cluster.claims import AnswerKey
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.stages import Stages
 
@@ -59,7 +60,7 @@ class GenerationRequest:
     # The client wants no token, only what is computed of the prompt, which comes with the first.
     prompt_only: bool = False
     past: tuple[Past, ...] = ()  # what the client has already, in order
-    orphan_key: bytes = b""  # as `Job.orphan_key`
+    key: AnswerKey | None = None  # of an answer that is made once, through whichever routers
 
 
 class TextDelta(msgspec.Struct, frozen=True):

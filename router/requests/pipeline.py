@@ -40,14 +40,14 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.trace import traceparent_var
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.adapters import ServedAdapters
+from pdserve.router.cluster.claims import Claim, Claims
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.node_caches import NodeCaches
 from pdserve.router.cluster.node_streams import NodeStreams
-from pdserve.router.cluster.orphans import OrphanFinder
 from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission, Ask
-from pdserve.router.requests.attempt import Attempt, AttemptFailed
+from pdserve.router.requests.attempt import Attempt, AttemptFailed, KeptAt
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -92,7 +92,7 @@ class Pipeline:
         self.timelines = Timelines(config.kept_timelines)
         self.view = ClusterView(registry)
         self.streams = NodeStreams(channels)
-        self.orphans = OrphanFinder(registry, channels)
+        self.claims = Claims(registry, channels)
         policies = load_policies(config)
         roles = [role for role, policy in policies.items() if policy.uses_prefixes]
         self.caches = NodeCaches(registry, channels, roles, metrics)
@@ -162,11 +162,17 @@ class Pipeline:
             prompt_tokens=len(request.prompt_token_ids),
             slo=NO_SLO if state.arrival is None else state.arrival.slo,
         )
+        async with self.claims.of(state.key, request.batch.alias) as claim:
+            if claim is not None:  # while another request waits, this one takes no place
+                await claim.settled(monotonic() + self._config.queue_timeout)
+            await self._serve_placed(state, ask, claim)
+
+    async def _serve_placed(self, state: RequestState, ask: Ask, claim: Claim | None) -> None:
         async with self.admission.slot(ask), state.deadline.running():
             state.on_first_token = partial(self._first_token, state, ask)
             try:
-                with self._adapters.running(request.adapter):
-                    await self._attempts(state)
+                with self._adapters.running(state.request.adapter):
+                    await self._attempts(state, claim)
             finally:
                 ask.generated = sum(state.generated)
             ask.itl = fmean(state.token_gaps) if state.token_gaps else None
@@ -175,26 +181,31 @@ class Pipeline:
     def _first_token(self, state: RequestState, ask: Ask) -> None:
         self.admission.first_token(ask, learn=not state.retries.failures)
 
-    async def _attempts(self, state: RequestState) -> None:
-        if state.request.orphan_key:
-            await self._adopt(state)
+    async def _attempts(self, state: RequestState, claim: Claim | None) -> None:
         while not state.finished:
             await state.retries.backoff(state.deadline)
-            decode, path = await self.placement.decode(state.placement)
-            state.mark("queued")
             with suppress(AttemptFailed):  # the next one makes what is left
-                await self._attempt(state, decode, path).run()
+                if claim is not None and state.key is not None:
+                    await self._keyed(state, claim)
+                else:
+                    await self._next_attempt(state)
 
-    async def _adopt(self, state: RequestState) -> None:
-        """Goes on with what a router that has died left of the request at a decode node, if it
-        did."""
-        await self.placement.decode(state.placement)  # there are nodes
+    async def _keyed(self, state: RequestState, claim: Claim) -> None:
+        """Joins the job by which another request makes the same answer, or makes it."""
+        with state.deadline.waiting() as until:
+            elsewhere = await claim.elsewhere(until)
+        if elsewhere is None:
+            await self._next_attempt(state, claim.kept_at)
+            return
+        node, path = elsewhere
         state.mark("queued")
-        if (found := await self.orphans.find(state.request.orphan_key)) is not None:
-            node, path = found
-            logger.info("%s was begun by another router: %s has it", state.request_id, node.id)
-            with suppress(AttemptFailed):
-                await self._attempt(state, node, path, adopt=True).run()
+        logger.info("%s is made by another request: %s keeps it", state.request_id, node.id)
+        await self._attempt(state, node, path, join=True).run()
+
+    async def _next_attempt(self, state: RequestState, kept_at: KeptAt | None = None) -> None:
+        decode, path = await self.placement.decode(state.placement)
+        state.mark("queued")
+        await self._attempt(state, decode, path, kept_at=kept_at).run()
 
     def _trace(self, state: RequestState) -> None:
         """Begins the request's span, under which its calls to nodes are."""

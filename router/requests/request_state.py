@@ -24,6 +24,7 @@ from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
+from pdserve.router.cluster.claims import AnswerKey
 from pdserve.router.cluster.node_client import protocol_error
 from pdserve.router.cluster.placement import PlacementRequest
 from pdserve.router.cluster.prefix_index import PromptBlocks
@@ -123,9 +124,14 @@ class RequestState:
             self._adapter,
             request.priority,
             request.batch.alias,
-            # Whoever adopts it takes all tokens from the first one on.
-            orphan_key=b"" if any(self._outputs.values()) else request.orphan_key,
+            orphan_key=self.key.job if self.key is not None else b"",
         )
+
+    @property
+    def key(self) -> AnswerKey | None:
+        """Under what the answer is kept; None from the first token on, since who joins it takes
+        all from there."""
+        return None if any(self._outputs.values()) else self.request.key
 
     @property
     def placement(self) -> PlacementRequest:

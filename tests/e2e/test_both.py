@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 
 import psutil
 import pytest
@@ -105,8 +105,8 @@ def test_one_that_drains_finishes_what_it_has() -> None:
         old = cluster.start_held("both")
         cluster.wait_nodes()
         stream = cluster.stream(list(PROMPT), max_tokens=LONG, ignore_eos=True)
-        begin = list(islice(stream, 5))
-        with cluster.standing_still("both"):
+        with cluster.standing_still("both", steps=20):
+            begin = [next(stream)]
             cluster.start_node("both")
             cluster.wait_nodes()
             pid = cluster.drain(old)

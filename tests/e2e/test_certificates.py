@@ -72,7 +72,7 @@ def test_a_node_s_certificate_is_no_router_s_and_no_other_node_s(
     shown = grpc.ssl_channel_credentials(ca, key, cert)
     with grpc.secure_channel(decode["address"], shown) as channel:
         with pytest.raises(grpc.RpcError, match="prefill may not call") as refused:
-            pb_grpc.DecodeStub(channel).FindOrphan(pb.FindOrphanRequest(key=b"x"), timeout=60)
+            pb_grpc.DecodeStub(channel).FinishChoice(pb.FinishChoiceRequest(), timeout=60)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     name, role = "decode-ffffff", pb.ROLE_DECODE
     node = pb.NodeInfo(node_id=name, role=role, address="127.0.0.1:1", model=cluster.model.name)

@@ -81,7 +81,7 @@ class Soaked:
 
 @pytest.fixture(scope="module")
 def soaked() -> Iterator[Soaked]:
-    options = NODE_OPTIONS | {"kv_lease": 3 * slowness(), "num_gpu_blocks_override": FEW_BLOCKS}
+    options = {**NODE_OPTIONS, "hasty": True, "num_gpu_blocks_override": FEW_BLOCKS}
     router = {"breaker_cooldown": 0.5}  # the load goes on until all are used again
     with WarmCluster("llama-gqa", 2, 2, router=router, **options) as cluster:
         for _ in range(2):

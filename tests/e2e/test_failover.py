@@ -56,14 +56,14 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster("llama-gqa", prefill=1, decode=1) as made:
+    with WarmCluster("llama-gqa", prefill=1, decode=1, hasty=True) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[WarmCluster]:
     """One node of both roles."""
-    with WarmCluster("llama-gqa", 0, 0) as made:
+    with WarmCluster("llama-gqa", 0, 0, hasty=True) as made:
         made.start_node("both")
         made.wait_nodes()
         yield made

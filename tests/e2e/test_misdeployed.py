@@ -90,7 +90,8 @@ def misdeployed(
         if case.then == "one-way network":
             yield stack.enter_context(one_way())
             return
-        cluster = stack.enter_context(WarmCluster(MODEL, 0, 0, case.router))
+        hasty = case.then == "freeze the decode node"
+        cluster = stack.enter_context(WarmCluster(MODEL, 0, 0, case.router, hasty=hasty))
         for role, options in case.nodes:
             before = ()
             if case.then == "a wrong clock" and role == "decode":

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from pdserve.cli.main import main
 from pdserve.common.core.errors import InvalidRequest, RequestError
 from pdserve.offline.batch_file import succeeded
 from processes import command
+from waiting import wait_until
 
 MODEL = MODELS / "llama-gqa"
 NAME = "tiny/llama"
@@ -260,16 +262,33 @@ def test_bad_lines_end_no_run(url: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert read(tmp_path / "out.jsonl") == answers
 
 
+def stopped_in_the_middle(program: Sequence[str], out: Path, whole: int) -> subprocess.Popen[bytes]:
+    """A run that stands still with some of its answers; one that is over by then is run anew."""
+
+    def answers() -> int:
+        return out.read_bytes().count(b"\n") if out.exists() else 0
+
+    def has_some(run: subprocess.Popen[bytes]) -> bool:
+        return run.poll() is not None or answers() >= 2
+
+    while True:
+        run = subprocess.Popen(program)
+        wait_until(partial(has_some, run))
+        run.send_signal(signal.SIGSTOP)
+        if run.poll() is None and answers() < whole:
+            return run
+        run.send_signal(signal.SIGCONT)
+        assert run.wait(60) == 0
+        out.unlink()
+
+
 def test_a_run_goes_on_with_what_is_missing(url: str, tmp_path: Path) -> None:
     long = {"max_tokens": 150, "ignore_eos": True}
     lines = [completion(number, **long) for number in range(len(STORIES))]
     path, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = ["run-batch", "-i", str(path), "-o", str(out), "--url", url]
     program = [str(Path(sys.executable).with_name("pdserve")), *command, "--max-concurrency=1"]
-    run = subprocess.Popen(program, stderr=subprocess.PIPE)
-    while not out.exists() or out.read_bytes().count(b"\n") < 2:
-        assert run.poll() is None, run.communicate()
-    run.send_signal(signal.SIGSTOP)  # it is not over before the other one has asked
+    run = stopped_in_the_middle(program, out, len(lines))
     assert main(command) == 2  # two at once
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGCONT)

@@ -192,12 +192,14 @@ def told_of(cluster: WarmCluster) -> bool:
 
 
 def test_a_policy_of_ones_own_places(tmp_path: Path) -> None:
-    router = {"prefill_policy": "bad_policies:Last"}
+    router = {"prefill_policy": "bad_policies:Last", "decode_policy": "bad_policies:Raises"}
     with WarmCluster(MODEL, prefill=2, decode=1, router=router) as cluster:
         last = max(prefill_nodes(cluster), key=lambda node: node["node_id"])
         for _ in range(3):
             ask(cluster, fresh_prompt(2 * SIZE))
         assert set(+prefilled(cluster)) == {last["name"]}
+        failed = metrics(cluster)['pdserve_placement_policy_failures_total role="decode"']
+        assert failed > 0, "load decided instead"
         assert not any("prefix_index_blocks" in name for name in metrics(cluster)), "none asks"
 
 

@@ -19,6 +19,7 @@ from cluster import MODELS
 from raylets import Raylets
 from warm import WarmCluster
 
+pytestmark = pytest.mark.timeout(1800)  # seconds: Ray's own start takes minutes on a busy host
 NUM_TOKENS = 12
 MODEL = "llama-gqa"
 

@@ -205,7 +205,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
     folder = other_version(MODELS / MODEL, tmp_path_factory.mktemp("b"))
     # No lease lapses in time to end a wait in vain.
     options = {**NODE_OPTIONS, "num_gpu_blocks_override": FEW_BLOCKS, "kv_lease": 60}
-    with WarmCluster(MODEL, prefill=1, decode=2, **options) as cluster:
+    with WarmCluster(MODEL, prefill=1, decode=2, hasty=True, **options) as cluster:
         yield Versions(cluster, folder)
 
 

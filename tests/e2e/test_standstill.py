@@ -15,13 +15,13 @@ from warm import WarmCluster
 PROMPT = tuple(range(5, 25))
 NUM_TOKENS = 90
 STREAMS = 6  # more than open a breaker, had each been a failure
-GIVES_UP = 1.0  # seconds after which nodes close the connections of a router that is silent
+GIVES_UP = 3.0  # seconds after which nodes close the connections of a router that is silent
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
     """The cluster has slow nodes, which close the connections of a router that has been frozen."""
-    slow = ("mortal:keepalive", str(GIVES_UP), "benchmarks.hosts:slow_steps", "0.03")
+    slow = ("mortal:keepalive", str(GIVES_UP), "benchmarks.hosts:slow_steps", "0.06")
     with WarmCluster("llama-gqa", 0, 0, no_enable_prefix_caching="") as cluster:
         for role in ("prefill", "decode"):
             cluster.start_node(role, slow)

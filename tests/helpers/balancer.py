@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 
@@ -28,7 +28,7 @@ def balanced(cluster: WarmCluster) -> Iterator[WarmCluster]:
         pytest.skip("haproxy is not installed")
     ports = {**cluster.ports, "http": free_port(), "grpc": free_port()}
     file = cluster.home.path / "haproxy.cfg"
-    file.write_text(_config(cluster, ports))
+    file.write_text(config([*cluster.routers.values()], ports))
     process = cluster.home.start([program, "-db", "-f", str(file)], cluster.log_path)
     behind = copy(cluster)
     behind.ports, behind.routers = ports, {"router": ports}
@@ -40,15 +40,15 @@ def balanced(cluster: WarmCluster) -> Iterator[WarmCluster]:
         ended(process)
 
 
-def _config(cluster: WarmCluster, ports: dict[str, int]) -> str:
-    """The one of `compose/`, with the addresses of this cluster."""
+def config(routers: Sequence[Mapping[str, int]], ports: Mapping[str, int]) -> str:
+    """The one of `compose/`, with the ports of these routers and its own."""
 
     def servers(found: re.Match[str]) -> str:
         prefix, door, rest = found.groups()
         return "\n    ".join(
             f"server {prefix}{number} 127.0.0.1:{each[DOORS[door]]}"
             + rest.replace("check port 8000", f"check port {each['http']}")
-            for number, each in enumerate(cluster.routers.values())
+            for number, each in enumerate(routers)
         )
 
     text = TEMPLATE.sub(servers, CONFIG.read_text())

@@ -26,7 +26,7 @@ from paths import MODELS
 from pdserve.common.obs.process import read_ports
 from processes import command
 
-START_TIMEOUT = 120.0
+START_TIMEOUT = 300.0
 ANSWER_TIMEOUT = 120.0  # seconds without a byte of it
 STOP_TIMEOUT = 30.0
 PAUSES = 0.03, 0.1  # seconds between the first two looks, and the most

@@ -264,7 +264,8 @@ class FakeCluster:
 
     def __init__(self, folder: Path, **routing: Any) -> None:
         late = {"queue_timeout": 10.0, "heartbeat_timeout": 60.0, "breaker_cooldown": 600.0}
-        options = {**late, **routing}
+        load = {"prefill_policy": "least-load", "decode_policy": "least-load"}
+        options = {**late, **load, **routing}
         self.config = RoutingConfig(**options)
         self.registry = Registry(self.config)
         self.count_standstills(False)  # a slow machine has some
@@ -384,6 +385,16 @@ def says(status: grpc.StatusCode, **metadata: str) -> Fault:
 def stand_still(seconds: float) -> None:
     """Nothing else happens in this process, nodes and router, meanwhile."""
     time.sleep(seconds)
+
+
+def once(fault: Fault) -> Fault:
+    left = [fault]
+
+    async def first(context: Any) -> None:
+        if left:
+            await left.pop()(context)
+
+    return first
 
 
 async def hangs(context: Any) -> None:

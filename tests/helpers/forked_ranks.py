@@ -31,6 +31,8 @@ async def spawn(directory: Path, rank: int) -> ForkedRank:
 class ForkedRank:
     """Has as much of `asyncio.subprocess.Process` as an executor uses."""
 
+    stdin = None  # of no event loop: the rank's pipe is closed when it has ended
+
     def __init__(self, directory: Path, rank: int) -> None:
         theirs, self._stdin = warm().Pipe(duplex=False)
         self._process: ForkServerProcess = warm().Process(

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from inspect import iscoroutinefunction
@@ -65,15 +66,30 @@ def keepalive(seconds: str, *then: str) -> None:
 
 
 def hold(path: str) -> None:
-    """No step of a node of one rank begins while there is a file at `path`; all else goes on."""
+    """No step of a node of one rank begins while there is a file at `path`, but for as many as its
+    second word says, anew whenever its first word changes; all else goes on."""
     owner_path, _, name = STEP.rpartition(".")
     owner, file = import_string(owner_path), Path(path)
+    seen, left = "", 0
 
     def wait() -> None:
-        while file.exists():
+        nonlocal seen, left
+        while words := _words(file):
+            if words[0] != seen:
+                seen, left = words[0], int(words[1])
+            if left:
+                left -= 1
+                return
             time.sleep(0.005)
 
     setattr(owner, name, _struck(getattr(owner, name), wait, after=False))
+
+
+def _words(file: Path) -> list[str]:
+    """The words of a file, none if it is not there."""
+    with suppress(FileNotFoundError):
+        return file.read_text().split()
+    return []
 
 
 def _struck(method: Callable[..., Any], strike: Callable[[], None], after: bool) -> Any:

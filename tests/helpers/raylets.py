@@ -17,7 +17,7 @@ from benchmarks.fleet import free_port
 from pdserve.common.distributed.environment import address_towards
 from processes import alive
 
-START_TIMEOUT = 240.0  # seconds
+START_TIMEOUT = 500.0  # seconds
 # Ray would give its workers what CPU nobody else wants, and start some that nobody asked for.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -92,8 +92,9 @@ def assert_landed(made: Pair, full: torch.Tensor, first_block: int = 0) -> None:
 class Spoiler:
     """Flips a bit of the sink's blocks before ranks verify them."""
 
-    def __init__(self, made: Pair, times: int) -> None:
+    def __init__(self, made: Pair, times: int, block: int = SINK_IDS[2]) -> None:
         self.spoiled = 0
+        self._block = block
         self._call = made.sink.ranks.call
         self._times = times
         self._cache = made.sink_node.caches[0]
@@ -106,5 +107,5 @@ class Spoiler:
             and isinstance(decode_command(message)[1], Verify)
         ):
             self.spoiled += 1
-            self._cache[1, 0, SINK_IDS[2]].view(torch.uint8).reshape(-1)[5] ^= 4
+            self._cache[1, 0, self._block].view(torch.uint8).reshape(-1)[5] ^= 4
         return await self._call(rank, message)

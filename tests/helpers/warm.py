@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from paths import EXAMPLE, HELPERS, ROOT
 # whichever is installed.
 IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, EXAMPLE / "src")))}
 
+# Many tests count on which node an idle cluster takes, which does not depend on measured rates.
+SPREADING = {"prefill_policy": "least-load", "decode_policy": "least-load"}
+# Seconds of silence, of nodes and of transfers, times `slowness`.
+HASTY = {"heartbeat_timeout": FAST["heartbeat_timeout"], "kv_lease": 3.0}
+PATIENT = {"heartbeat_timeout": 10.0, "kv_lease": 15.0}
 WORK = 0.2  # seconds of CPU
 BESIDE_OTHERS = 3.0  # what takes a second alone may take so many: other tests run, too
 
@@ -88,7 +94,8 @@ def networked(
     shared()  # a fork is where what it was forked from is
     with hosts.network() as network:
         router = {"host": "0.0.0.0", **router}
-        with WarmCluster(model, 0, 0, router, network.enter_router, **options) as cluster:
+        before = network.enter_router
+        with WarmCluster(model, 0, 0, router, before, hasty=True, **options) as cluster:
             yield network, cluster
 
 
@@ -102,16 +109,21 @@ class WarmCluster(Fleet, Service):
         decode: int = 1,
         router: dict[str, Any] | None = None,
         before: Sequence[str] = (),
+        hasty: bool = False,
         **options: Any,
     ) -> None:
-        """`before`: what the routers call first, as `WarmStart.start` has it."""
+        """`before`: what the routers call first, as `WarmStart.start` has it. `hasty`: who says
+        nothing is soon given up, for tests in which nodes freeze or are cut off; else only who is
+        dead, so that none is lost because it is late."""
         Service.__init__(self, model)
         environment = {**self.home.environment, **IMPORTS}
-        options = {**DEFAULTS, "kv_lease": 3 * slowness(), **options}
-        late = {name: FAST[name] * slowness() for name in ("heartbeat_timeout", "queue_timeout")}
-        router = {**late, **(router or {})}
+        late = HASTY if hasty else PATIENT
+        lease = late["kv_lease"] * slowness()
+        heartbeats = {"heartbeat_timeout": late["heartbeat_timeout"] * slowness()}
+        options = {**DEFAULTS, "kv_lease": lease, **options}
+        router = {**heartbeats, "queue_timeout": 60.0, **SPREADING, **(router or {})}
         Fleet.__init__(self, self.model, self.log_path, environment, router, shared(), **options)
-        self._before = before
+        self._before, self._holds = before, count()
         self._sizes = {"prefill": prefill, "decode": decode}
 
     def __enter__(self) -> WarmCluster:
@@ -141,10 +153,17 @@ class WarmCluster(Fleet, Service):
         """The file that is there within `standing_still(what)`."""
         return self.home.path / f"hold-{what}"
 
+    def let(self, what: str, steps: int) -> None:
+        """Lets so many steps begin within `standing_still(what)`, no matter how many have begun."""
+        new = self.home.path / "hold-new"
+        new.write_text(f"{next(self._holds)} {steps}")
+        new.replace(self.hold(what))
+
     @contextmanager
-    def standing_still(self, what: str) -> Iterator[None]:
-        """Holds up what waits for `hold(what)` until this is left."""
-        self.hold(what).touch()
+    def standing_still(self, what: str, steps: int = 0) -> Iterator[None]:
+        """Holds up what waits for `hold(what)`, when so many `steps` have begun, until this is
+        left."""
+        self.let(what, steps)
         try:
             yield
         finally:

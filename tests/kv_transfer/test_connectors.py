@@ -187,7 +187,7 @@ def test_what_contradicts_the_agreement_fails_the_transfer(
 def test_a_peer_that_stalls_within_a_frame_is_lost_and_a_silent_one_is_not(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, within: str
 ) -> None:
-    monkeypatch.setattr(sockets, "STALL_S", 1.5)  # the greetings are quicker
+    monkeypatch.setattr(sockets, "STALL_S", 4.0)  # the greetings are quicker
     sink, other = rank(TCPConnector), ID[::-1]
     sink.connector.accept(SinkTransfer(other, 1, 0, (0, 1)))
     frame, payload = data_frame(0, 4)
@@ -215,7 +215,7 @@ def test_a_sink_that_stalls_for_good_is_lost(
     rank: Callable[..., Rank], kind: type[KVConnector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes no bytes, or does not say that it has read what was offered."""
-    monkeypatch.setattr(sockets, "STALL_S", 1.5)  # the greeting is quicker
+    monkeypatch.setattr(sockets, "STALL_S", 4.0)  # the greeting is quicker
     monkeypatch.setattr(tcp, "BUFFER_NBYTES", 1 << 14)
     sink, source = rank(kind), rank(kind)
     sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))

@@ -19,6 +19,7 @@ from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.rank import digester
 from transfers import (
     FAKE,
     SINK_IDS,
@@ -120,6 +121,18 @@ async def test_data_that_never_lands_ends_with_the_lease() -> None:
         assert [type(each) for each in outcomes] == [TransferError] * 2
         assert outcomes[1].code in ("LEASE_EXPIRED", "ABORTED")
         assert made.freed == ["sink", "source"]
+
+
+async def test_a_committed_source_does_not_wait_for_a_sink_that_makes_no_progress() -> None:
+    """The sink answers every renewal, and its own lease is much longer."""
+    async with pair(FAKE, faults={"lose": True}) as made:
+        made.source.lease_s = 1.0
+        _, handoff = await start(made)
+        announce(handoff)
+        committed = handoff.commit(0)
+        await go_on(5.0, steps=50)  # several between two renewals
+        with pytest.raises(TransferError, match="LEASE_EXPIRED"):
+            await asyncio.wait_for(committed, 5)
 
 
 async def test_each_side_frees_alone() -> None:
@@ -361,6 +374,21 @@ async def test_wrong_data_is_sent_once_more_and_then_refused(connector: str) -> 
         assert spoil.spoiled == 2
         await made.sink.cancel(ticket.transfer_id)
         assert made.freed.count("sink") == 1
+
+
+@pytest.mark.parametrize("block", range(3))
+async def test_no_digest_is_left_out_between_two_steps_of_comparing(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digester, "STEP_NBYTES", 1)  # one run in each step
+    async with pair("tcp") as made:
+        full = made.source_node.fill_random()
+        _, handoff = await start(made)
+        Spoiler(made, times=1, block=SINK_IDS[2 * block])
+        announce(handoff)
+        await handoff.commit("token")
+        assert made.sink.counts["stopped/DIGEST_MISMATCH"] == 1
+        assert_landed(made, full)
 
 
 @pytest.mark.parametrize(

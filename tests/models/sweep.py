@@ -375,6 +375,7 @@ def rounded_model(model: Any, spec: Any) -> Any:
 
     import torch
 
+    from pdserve.common.model.hf.experts import experts_of, matrices_of
     from pdserve.common.model.weights import channel_scales, rounded
 
     model = copy.deepcopy(model)
@@ -384,6 +385,12 @@ def rounded_model(model: Any, spec: Any) -> Any:
             weight = _as_linear(module)
             scales = channel_scales(weight, torch.float32)
             weight.copy_(rounded(weight, scales) * scales[:, None])
+        for module in experts_of(model).values():
+            for _, stacked in matrices_of(module):
+                for each in stacked:
+                    weight = each.t() if module.is_transposed else each
+                    scales = channel_scales(weight, torch.float32)
+                    weight.copy_(rounded(weight, scales) * scales[:, None])
     return model
 
 

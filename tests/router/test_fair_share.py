@@ -1,7 +1,8 @@
-"""Tokens are shared by weight, within the bounds that `virtual_time.py` states. No event loop."""
+"""Tokens are shared by weight, within the bounds that `virtual_time.py` states."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from itertools import pairwise
@@ -141,3 +142,16 @@ def test_keys_have_weights() -> None:
 def test_weights_that_cannot_be(weights: str) -> None:
     with pytest.raises(ConfigError, match="--api-key-weights"):
         APIKeys("one,two", weights=weights)
+
+
+async def test_a_call_that_is_cancelled_as_its_turn_comes_holds_nothing() -> None:
+    share = FairShare(1)
+    await share.acquire("a")
+    call = asyncio.create_task(share.acquire("b"))
+    await asyncio.sleep(0)
+    assert share.waiting == 1
+    share.release("a")
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert share.has_room("c")

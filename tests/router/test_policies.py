@@ -23,7 +23,13 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.cost import Cost, Sessions
 from pdserve.router.cluster.placement import NodeSelector, load_policies
-from pdserve.router.cluster.policies import BUILT_IN, PowerOfTwo, PrefixAware, load_policy
+from pdserve.router.cluster.policies import (
+    BUILT_IN,
+    LeastLoad,
+    PowerOfTwo,
+    PrefixAware,
+    load_policy,
+)
 from pdserve.router.cluster.policy import NOT_MEASURED, Policy, PolicyRequest, Rates
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.kit import checks
@@ -64,6 +70,13 @@ def test_a_prompt_goes_where_the_least_is_left_to_do() -> None:
     some = nodes(0, 6100, 0)
     assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n0"
     some[1].replicas = 2
+    assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
+
+
+def test_replicas_share_a_queue_and_not_the_prompt() -> None:
+    """One of them computes it."""
+    some = nodes(0, 0)
+    some[0].replicas = 8
     assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
 
 
@@ -132,6 +145,21 @@ def test_a_prompt_costs_what_is_queued_and_what_is_not_cached() -> None:
     assert choose(Cost(), wants(1000, cached), some) in ("n0", "n2")
     some[1].replicas = 2
     assert choose(Cost(), wants(1000, cached), some) == "n1"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("rates", [NOT_MEASURED, RATES])
+def test_where_nothing_is_cached_load_decides_also_before_anything_is_measured(
+    role: str, rates: Rates
+) -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        some = measured(0, 0, 0, 0, 0, rates=rates)
+        for node in some:
+            node.num_requests = chance.randrange(4)
+            in_hand(node, *[500] * node.num_requests)
+        least = choose(LeastLoad(), wants(500, role=role), some)
+        assert choose(Cost(), wants(500, role=role), some) == least
 
 
 def test_a_short_prompt_passes_a_long_one_and_waits_for_many() -> None:
@@ -240,8 +268,8 @@ def test_sessions_are_forgotten_when_there_are_too_many(monkeypatch: pytest.Monk
     sessions, (node,) = Sessions(), nodes(0)
     for name in "abc":
         sessions.placed(PolicyRequest("prefill", 100, 0.0, session=name), node)
-    left = [sessions.missing(PolicyRequest("prefill", 100, 0.0, session=n), node) for n in "abc"]
-    assert left == [100, 1, 1]
+    asks = [PolicyRequest("prefill", 100, 0.0, session=name) for name in "abc"]
+    assert [sessions.missing(each, [node]) for each in asks] == [[100], [1], [1]]
 
 
 # ---- the kit ----
@@ -347,7 +375,7 @@ def test_a_policy_that_is_none_is_refused(name: str, said: str) -> None:
 
 def test_options_name_what_there_is() -> None:
     assert all(isinstance(load_policy(name, "--flag"), kind) for name, kind in BUILT_IN.items())
-    assert load_policies(RoutingConfig())[pb.ROLE_PREFILL].uses_prefixes is False
+    assert {type(each) for each in load_policies(RoutingConfig()).values()} == {Cost}
 
 
 TOKENS = tuple(range(50))
@@ -370,7 +398,7 @@ class World:
             )  # fmt: skip
             self.registry.register(info, pb.NodeLoad(healthy=True))
         self.cached: dict[str, int] = {}
-        config = RoutingConfig(prefill_policy=policy)
+        config = RoutingConfig(prefill_policy=policy, decode_policy="least-load")
         view = ClusterView(self.registry)
         policies = load_policies(config)
         self.selector = NodeSelector(config, view, policies, self.match, self.metrics)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from time import thread_time
 
 import pytest
 
 from pdserve.common.core.block_hash import hash_blocks, short_hash
 from pdserve.router.cluster.prefix_index import (
+    AT_ONCE,
     EVICTED,
     MAX_BLOCKS,
     SHARDS,
@@ -83,7 +83,7 @@ def test_adapters_and_salts_are_apart() -> None:
 def test_a_prompt_is_hashed_only_as_far_as_somebody_has_it() -> None:
     index, tokens = PrefixIndex(), list(range(4000))
     blocks = prompt(tokens)
-    assert index.match(blocks) == {} and blocks.num_hashed == 1
+    assert index.match(blocks) == {} and blocks.num_hashed == AT_ONCE
     index.store("a", hashes(tokens)[:100])
     assert index.match(blocks) == {"a": 100} and blocks.num_hashed < 200
 
@@ -124,21 +124,20 @@ def test_ten_million_blocks_take_less_than_a_gigabyte() -> None:
     assert nbytes / len(index) * MAX_BLOCKS < 1e9
 
 
-def test_a_prompt_of_32k_tokens_is_looked_up_in_less_than_100_microseconds() -> None:
-    tokens = list(range(2**15))
-    index, blocks = PrefixIndex(), PromptBlocks(tokens, 16)
+def test_few_blocks_of_a_prompt_of_32k_tokens_are_looked_up() -> None:
+    tokens, looked = list(range(2**15)), list[int]()
+
+    class Blocks(PromptBlocks):
+        def __getitem__(self, index: int) -> int:
+            looked.append(index)
+            return super().__getitem__(index)
+
+    index, blocks = PrefixIndex(), Blocks(tokens, 16)
     known = hashes(tokens, size=16)
     for place, depth in enumerate((2048, 2048, 777, 100)):
         index.store(place, known[:depth])
-    found = index.match(blocks)  # hashes it
-    assert found == {0: 2048, 1: 2048, 2: 777, 3: 100}
-    assert min(_seconds(index, blocks) for _ in range(200)) < 100e-6
-
-
-def _seconds(index: PrefixIndex, blocks: PromptBlocks) -> float:
-    began = thread_time()
-    index.match(blocks)
-    return thread_time() - began
+    assert index.match(blocks) == {0: 2048, 1: 2048, 2: 777, 3: 100}
+    assert len(looked) < 100  # of 2048: there and back by steps that double, for each depth
 
 
 @pytest.mark.slow

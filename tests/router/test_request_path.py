@@ -20,11 +20,11 @@ import pytest
 
 from fake_nodes import (
     FakeCluster,
-    Fault,
     dies,
     fails,
     fake_cluster,
     hangs,
+    once,
     says,
     stand_still,
     token_at,
@@ -139,16 +139,6 @@ async def test_a_node_that_does_not_answer_a_router_that_stood_still_is_asked_ag
             cluster.registry.unanswered(node, "ping timeout", refused=True)
         assert not any(node.unreachable for node in cluster.registry.nodes())
         await cluster.ask()
-
-
-def once(fault: Fault) -> Fault:
-    left = [fault]
-
-    async def first(context: Any) -> None:
-        if left:
-            await left.pop()(context)
-
-    return first
 
 
 # ---- every path ends ----
@@ -562,7 +552,6 @@ async def test_pauses_grow_and_the_budget_is_time(tmp_path: Path) -> None:
 
 async def test_waiting_is_bounded_in_all_and_not_anew_at_each_try(tmp_path: Path) -> None:
     async with fake_cluster(tmp_path, ("p0", "d0"), queue_timeout=0.6) as cluster:
-        (node,) = (each for each in cluster.registry.nodes() if each.role == "decode")
 
         async def vanish(context: Any) -> None:
             asyncio.get_running_loop().call_later(0.4, cluster["d0"].register)
@@ -572,7 +561,7 @@ async def test_waiting_is_bounded_in_all_and_not_anew_at_each_try(tmp_path: Path
         started = monotonic()
         error = await ends(cluster)
         assert isinstance(error, Unavailable | NodeError)
-        assert monotonic() - started < 30 and node.lost
+        assert monotonic() - started < 30
 
 
 async def test_a_request_that_has_begun_waits_longer_than_the_queue_time_out(
@@ -768,6 +757,15 @@ async def test_a_lease_that_lapses_on_the_decode_node_breaks_the_pair(pair: Fake
     assert breakers(pair) == {BreakerState.CLOSED}
 
 
+async def test_transfers_that_fail_on_the_prefill_node_end_in_a_local_prefill(
+    pair: FakeCluster,
+) -> None:
+    """They are no failures of its engine, whoever is to blame: the request is not poison."""
+    pair["p0"].on_run = fails(TransferError("a defect", code="INTERNAL", blame=Blame.PREFILL))
+    await pair.ask()
+    assert pair["d0"].local_prefills == 1
+
+
 async def test_a_decode_node_that_gave_the_blocks_up_is_asked_anew(pair: FakeCluster) -> None:
     pair["p0"].on_run = fails(lost(Blame.PREFILL), times=1)
     pair["d0"].on_retarget = fails(TransferError("no such transfer", code="UNKNOWN_TRANSFER"))
@@ -915,7 +913,7 @@ async def test_a_node_whose_name_does_not_resolve_loses_nothing(tmp_path: Path, 
 
 
 async def test_only_nodes_out_of_reach_is_not_ready_and_says_why(tmp_path: Path) -> None:
-    async with fake_cluster(tmp_path, ("p0", "d0"), watched=True, queue_timeout=1) as cluster:
+    async with fake_cluster(tmp_path, ("p0", "d0"), watched=True, queue_timeout=3) as cluster:
         cluster["d0"].register("nowhere.invalid:7")
         started = monotonic()
         error = await ends(cluster)

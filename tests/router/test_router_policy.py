@@ -123,6 +123,14 @@ async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
 
 
+async def test_a_node_that_registers_again_has_the_adapters_that_it_says(registry):
+    for digests in ({"a", "b"}, {"b"}, set()):
+        info = pb.NodeInfo(node_id="d0", role=pb.ROLE_DECODE, instance="i", adapters=digests)
+        registry.register(info, pb.NodeLoad(healthy=True))
+        (node,) = registry.nodes()
+        assert node.adapters == digests
+
+
 async def test_a_router_that_slept_takes_no_node_for_silent(clock):
     registry = Registry(RoutingConfig(heartbeat_timeout=5), AwakeClock(2.5, clock))
     add(registry, "d")

@@ -154,6 +154,13 @@ OTHERS: list[Case] = [
         "Look:",
         [("get_weather", MANY), NOW],
     ),
+    (
+        "qwen3_coder",  # of the newlines around a value one is not its own
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n\nx\n\n\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "",
+        [("get_weather", {"city": "\nx\n\n"})],
+    ),
     ("qwen3_xml", "<function=now></function>", "", [NOW]),
     ("qwen3_coder", "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>", []),
     (

@@ -6,7 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -44,10 +44,13 @@ TIMES = Calibration(
 SAMPLE = ROOT / "benchmarks" / "traces" / "mooncake_conversation.csv.gz"
 
 
-def run(arrivals, layout="1P1D", times=TIMES, policy="least-load", **routing) -> Outcome:
+def run(
+    arrivals, layout="1P1D", times=TIMES, policy="least-load", late=MappingProxyType({}), **routing
+) -> Outcome:
     policies = {role: load_policy(policy, "policy") for role in ROLES.values()}
     steps = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2000)
-    return simulate(Setup(layout, times, policies, RoutingConfig(**routing), steps), arrivals)
+    setup = Setup(layout, times, policies, RoutingConfig(**routing), steps, **late)
+    return simulate(setup, arrivals)
 
 
 def test_time_jumps_to_the_next_timer() -> None:
@@ -96,6 +99,21 @@ def test_cached_blocks_are_not_computed_again_and_are_found_by_the_policy() -> N
     found = run(arrivals, "2P1D", linear(1000), "prefix-aware")
     assert found.hit_ratio == pytest.approx(2 * 512 / 3000)
     assert sorted(each.ttft for each in found.answered) == pytest.approx([0.488, 0.488, 1.0])
+
+
+def test_the_router_hears_late_of_what_is_cached() -> None:
+    arrivals = [Arrival(10.0 * i, 1000, [hash_of(0)], output_tokens=2) for i in range(3)]
+    found = run(arrivals, "2P1D", linear(1000), "prefix-aware", {"event_delay": 15.0})
+    assert found.hit_ratio == pytest.approx(512 / 3000)
+
+
+def test_nodes_that_join_take_their_part() -> None:
+    arrivals = [Arrival(at, 1000, []) for at in (0.0, 0.0, 10.0, 10.0)]
+    late = {"joining": "1P", "join_after": 5.0}
+    found = run(arrivals, "1P1D", linear(1000), late=late)
+    assert sorted(each.ttft for each in found.answered) == pytest.approx([1.0, 1.0, 1.0, 2.0])
+    with pytest.raises(ConfigError, match="write nodes and roles"):
+        run(arrivals, late={"joining": "1X"})
 
 
 def test_prompts_without_hashes_share_nothing() -> None:
@@ -271,7 +289,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys) -> N
     assert main(["simulate", *flags, "--requests=20", "--layout=2P1D", f"--json={out}"]) == 0
     row = json.loads(out.read_text())
     assert row["requests"] == 20 and row["layout"] == "2P1D"
-    assert "| 2P1D | least-load |" in capsys.readouterr().out
+    assert "| 2P1D | cost |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from pdserve.common.core.config_values import CONFIG, MAX_LAYERS, check_values
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import Outline
 from pdserve.common.core.kv_groups import LayerKV
@@ -39,7 +40,6 @@ from pdserve.common.model.hf.positions import takes_positions
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 3  # of the run
-MAX_LAYERS = 1024  # which take seconds to be described
 MAX_REASON = 160  # characters of another library's error
 LAYERS = {
     "conv": "a short convolution, whose state is not supported",
@@ -158,6 +158,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     """Reads `config.json` with `overrides` merged into it, of a model with towers (images, audio)
     the text model's part; never runs code of the checkpoint. Raises ConfigError."""
     config = overridden(read_json(folder / "config.json"), overrides)
+    check_values(config, CONFIG)
     config.pop("quantization_config", None)  # `_stored` is what is known of it
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -316,7 +317,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         linears=tuple(
             (name, *size_of(each)) for name, each in linears.items() if name in recorder.linears
         ),
-        num_experts=max((each.num_experts for each in experts_of(model)), default=0),
+        num_experts=max((each.num_experts for each in experts_of(model).values()), default=0),
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 

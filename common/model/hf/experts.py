@@ -2,11 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from pdserve.common.distributed.all2all import occurrences
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.hf.parallel import Cut
+from pdserve.common.model.kernels.ops import Kernels
+from pdserve.common.model.weights import Int8Matrix
 
 
-def experts_of(model: nn.Module) -> list[Any]:
-    """Returns the modules that have the experts of a layer."""
-    return [each for each in model.modules() if hasattr(each, "_is_expert_parallel")]
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """Returns the modules that have the experts of a layer, by name."""
+    named = model.named_modules()
+    return {name: each for name, each in named if hasattr(each, "_is_expert_parallel")}
+
+
+def matrices_of(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters of matrices, `[experts, out, in]` or the other way round, by name; none
+    of a stage that has not this layer."""
+    for key in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        if (found := module._parameters[key]) is not None:
+            yield key, found
+
+
+def sizes_of(module: Any) -> Iterator[tuple[int, int, int]]:
+    """Yields the experts, outputs and inputs of each parameter."""
+    for _, each in matrices_of(module):
+        count, rows, columns = each.shape
+        yield (count, columns, rows) if module.is_transposed else (count, rows, columns)
+
+
+class Experts:
+    """A call of a layer's experts: `[T, hidden]`, the experts of each token and their weights,
+    `[T, k]` each → `[T, hidden]`."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        self._name, self._module = name, module
+        self._run: Callable[..., Tensor] = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._run(*args, **kwargs)
+
+    def round(self, cuts: Mapping[str, Cut], ranks: GroupCoordinator, kernels: Kernels) -> int:
+        """Rounds the matrices to int8; returns the bytes that this saves. All ranks call this
+        together, as those may share the inputs of a matrix."""
+        module = self._module
+        before, held = 0, []
+        for key, parameter in list(matrices_of(module)):
+            cut = cuts.get(f"{self._name}.{key}")
+            inputs = 1 if module.is_transposed else 2
+            group = ranks if cut is not None and cut.dim == inputs else GroupCoordinator()
+            held.append(_rounded(parameter.data, module.is_transposed, group, kernels))
+            before += parameter.nbytes
+            module._parameters[key] = None
+        if held:
+            self._run = _RoundedExperts(module, *held)
+        return before - sum(each.nbytes for matrices in held for each in matrices)
+
+
+def _rounded(
+    stacked: Tensor, transposed: bool, ranks: GroupCoordinator, kernels: Kernels
+) -> list[Int8Matrix]:
+    matrices = [each.t() if transposed else each for each in stacked]
+    largest = torch.stack([each.abs().amax(dim=1) for each in matrices])
+    largest = ranks.all_gather(largest[..., None], dim=2).amax(dim=2)
+    pairs = zip(matrices, largest, strict=True)
+    return [Int8Matrix.rounded_of(each, most, kernels) for each, most in pairs]
+
+
+class _RoundedExperts:
+    """Computes as transformers' experts interface does, an expert at a time."""
+
+    def __init__(self, module: Any, up: list[Int8Matrix], down: list[Int8Matrix]) -> None:
+        self._module, self._up, self._down = module, up, down
+
+    def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """An index beyond the experts is of another rank."""
+        module, (tokens, k) = self._module, index.shape
+        counts = occurrences(index, len(self._up) + 1)[: len(self._up)].tolist()
+        order = index.reshape(-1).argsort(stable=True)[: sum(counts)]
+        name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
+        inner = self._product(x[order // k], self._up, counts, name)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        out = self._product(inner, self._down, counts, "down_proj_bias")
+        if module.has_post_expert_norm:
+            out = module.post_expert_norm(out)
+        out = out * weights.reshape(-1)[order, None]
+        slots = out.new_zeros(tokens * k, out.shape[1])
+        slots[order] = out
+        return slots.view(tokens, k, -1).sum(dim=1).to(x.dtype)
+
+    def _product(
+        self, rows: Tensor, matrices: list[Int8Matrix], counts: list[int], bias: str
+    ) -> Tensor:
+        biases = getattr(self._module, bias) if self._module.has_bias else [None] * len(matrices)
+        parts = zip(matrices, biases, rows.split(counts), strict=True)
+        found = [each.linear(part, bias) for each, bias, part in parts if len(part)]
+        return torch.cat(found) if found else rows.new_empty(0, len(matrices[0].scales))

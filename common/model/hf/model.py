@@ -77,11 +77,12 @@ class TransformersModel(Decoder):
         self.device, self.dtype, self.group = sharding.device, sharding.dtype, sharding.group
         self.kernels = sharding.kernels
         self.expert_parallel_size = sharding.all2all.group.size
+        self._cuts: Mapping[str, Cut] = model.cuts
         self._bytes = sum(each.nbytes for each in model.parameters())
         sizes = adapted_shapes(spec)
         linears = {name: each for name, each in linears_of(model).items() if name in sizes}
         self._parts = {
-            name: part_of(name, each, sizes[name], model.cuts) for name, each in linears.items()
+            name: part_of(name, each, sizes[name], self._cuts) for name, each in linears.items()
         }
         adapt(model)
         self._places = places(spec.kv_groups, self.stage)
@@ -134,6 +135,8 @@ class TransformersModel(Decoder):
         self._bytes -= round_products(
             self._steps.products, names.keys() | tables, parts, self.group, self.kernels
         )
+        for each in self._steps.experts:
+            self._bytes -= each.round(self._cuts, self.group, self.kernels)
 
     def _backends(self, calls: Mapping[int, Node]) -> tuple[list[StepBackend], frozenset[int]]:
         """Returns a backend for each KV group, and the layers that ask for no more than it does:

@@ -13,6 +13,7 @@ import torch
 from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.hf.describe import build, read_config
+from pdserve.common.model.hf.experts import experts_of, sizes_of
 from pdserve.common.model.hf.layout import choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, size_of
 from pdserve.common.model.hf.parallel import OutlineRanks
@@ -37,6 +38,7 @@ def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> W
         return RankWeights(
             nbytes=sum(each.nbytes for each in model.parameters()),
             linears=tuple(map(tuple, _linears(spec, model))),
+            experts=tuple(sizes for each in experts_of(model).values() for sizes in sizes_of(each)),
             tables=tuple((len(each), each.shape[1]) for each in tables_of(model).values()),
         )
 

@@ -1,7 +1,7 @@
 """Quantizes a recorded class of transformers to int8, after its graph was compared with it.
 
-Rounded are linear layers within decoder layers, the head, and an embedding that is tied to it. The
-numbers are the same however the model is split.
+Rounded are linear layers within decoder layers, experts (`experts.py`), the head, and an embedding
+that is tied to it. The numbers are the same however the model is split.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.hf.fusions import Products
 from pdserve.common.model.kernels.ops import Kernels
-from pdserve.common.model.weights import Int8Matrix, WeightMatrix, rounded, scales_of
+from pdserve.common.model.weights import Int8Matrix, WeightMatrix
 
 
 def tables_of(model: Any) -> dict[str, nn.Parameter]:
@@ -52,11 +51,7 @@ def round_products(
 def _int8(matrix: WeightMatrix, ranks: GroupCoordinator, kernels: Kernels) -> Int8Matrix:
     dense = matrix.dense()
     largest = ranks.all_gather(dense.abs().amax(dim=1, keepdim=True), dim=1).amax(dim=1)
-    scales = scales_of(largest, dense.dtype)
-    found = Int8Matrix(torch.empty_like(dense, dtype=torch.int8), scales, kernels)
-    found.matrix.tensor.copy_(rounded(dense, scales))
-    found.matrix.pack()
-    return found
+    return Int8Matrix.rounded_of(dense, largest, kernels)
 
 
 def needs_graph(architecture: str, why: str) -> ConfigError:

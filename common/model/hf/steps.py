@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch.fx import Graph
 from pdserve.common.model.hf.adapt import layers_of
 from pdserve.common.model.hf.attention import Answers, answering
 from pdserve.common.model.hf.calls import Norm
-from pdserve.common.model.hf.experts import experts_of
+from pdserve.common.model.hf.experts import Experts, experts_of
 from pdserve.common.model.hf.fusions import Groups, Products, fuse, norms_of
 from pdserve.common.model.hf.linears import let_adapt
 from pdserve.common.model.hf.pipeline import StageRun
@@ -114,6 +114,7 @@ class GraphSteps:
     head: Program | None  # None: the stage has none
     adapted: Groups
     products: Products
+    experts: Sequence[Experts]
 
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
         return self.body(inputs, positions, step)
@@ -131,7 +132,9 @@ class Recorded:
         self._steps, self._stage, self._size, self._kernels = steps, stage, size, kernels
         self._tensors: dict[str, Tensor] = {}
         self._device = steps.model.device
-        calls = dict(norms_of(steps.model, kernels)) | dict(_experts(steps.model))
+        experts = {each: Experts(name, each) for name, each in experts_of(steps.model).items()}
+        self._experts = tuple(experts.values())
+        calls = dict(norms_of(steps.model, kernels)) | experts
         with on_meta(steps.model) as named:
             self._body = self._graph(named, calls, self._run_body)
             output = next(reversed(self._body.nodes)).args[0]
@@ -150,7 +153,7 @@ class Recorded:
         )
         body = Program(self._body, self._tensors, "inputs")
         head = None if self._head is None else Program(self._head, self._tensors, "hidden")
-        return GraphSteps(body, head, adapted, products)
+        return GraphSteps(body, head, adapted, products, self._experts)
 
     def _release(self, tensor: Tensor) -> None:
         for module in self._steps.model.modules():
@@ -193,17 +196,12 @@ class Recorded:
         return torch.empty(count, self._size, dtype=self._steps.model.dtype, device=META)
 
 
-def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
-    """Yields experts, which are called as a whole: their code looks at where tokens go."""
-    for module in experts_of(model):
-        yield module, module.forward
-
-
 @contextmanager
 def _calling(
     calls: Mapping[nn.Module, Callable[..., Tensor]], recorder: Recorder
 ) -> Iterator[None]:
-    """Lets the modules record one call each. It returns a tensor like the first argument."""
+    """Lets the modules record one call each, as of experts, whose code looks at where tokens go. It
+    returns a tensor like the first argument."""
 
     def instead(own: Callable[..., Tensor], target: Callable[..., Tensor]) -> Any:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

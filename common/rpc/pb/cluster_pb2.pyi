@@ -333,21 +333,45 @@ class HandedOff(_message.Message):
     transfer_s: float
     def __init__(self, transfer_s: _Optional[float] = ...) -> None: ...
 
-class FindOrphanRequest(_message.Message):
-    __slots__ = ("key",)
+class ClaimRequest(_message.Message):
+    __slots__ = ("key", "request", "client")
     KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     key: bytes
-    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+    request: bytes
+    client: str
+    def __init__(self, key: _Optional[bytes] = ..., request: _Optional[bytes] = ..., client: _Optional[str] = ...) -> None: ...
 
-class FindOrphanResponse(_message.Message):
-    __slots__ = ("found", "attached", "local_prefill")
-    FOUND_FIELD_NUMBER: _ClassVar[int]
-    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+class ClaimResponse(_message.Message):
+    __slots__ = ("granted", "kept_at")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_AT_FIELD_NUMBER: _ClassVar[int]
+    granted: bool
+    kept_at: KeptAt
+    def __init__(self, granted: _Optional[bool] = ..., kept_at: _Optional[_Union[KeptAt, _Mapping]] = ...) -> None: ...
+
+class TellKeptRequest(_message.Message):
+    __slots__ = ("key", "request", "kept_at")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    KEPT_AT_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    request: bytes
+    kept_at: KeptAt
+    def __init__(self, key: _Optional[bytes] = ..., request: _Optional[bytes] = ..., kept_at: _Optional[_Union[KeptAt, _Mapping]] = ...) -> None: ...
+
+class TellKeptResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KeptAt(_message.Message):
+    __slots__ = ("node_id", "local_prefill")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    found: bool
-    attached: bool
+    node_id: str
     local_prefill: bool
-    def __init__(self, found: _Optional[bool] = ..., attached: _Optional[bool] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
 
 class FinishChoiceRequest(_message.Message):
     __slots__ = ("request_id", "choice")
@@ -362,18 +386,18 @@ class FinishChoiceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("job", "local_prefill", "stream", "job_number", "adopt")
+    __slots__ = ("job", "local_prefill", "stream", "job_number", "join")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     JOB_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     job: Job
     local_prefill: bool
     stream: str
     job_number: int
-    adopt: bool
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., stream: _Optional[str] = ..., job_number: _Optional[int] = ..., adopt: _Optional[bool] = ...) -> None: ...
+    join: bool
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., stream: _Optional[str] = ..., job_number: _Optional[int] = ..., join: _Optional[bool] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ()
@@ -394,16 +418,22 @@ class StepEvents(_message.Message):
     def __init__(self, number: _Optional[int] = ..., events: _Optional[bytes] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("reserved", "landed", "prefilled", "ended")
+    __slots__ = ("reserved", "landed", "prefilled", "ended", "kept")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     reserved: Ticket
     landed: Landed
     prefilled: Prefilled
     ended: Ended
-    def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
+    kept: Kept
+    def __init__(self, reserved: _Optional[_Union[Ticket, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("failure",)

@@ -449,10 +449,15 @@ class DecodeStub:
                 request_serializer=cluster__pb2.EventsRequest.SerializeToString,
                 response_deserializer=cluster__pb2.StepEvents.FromString,
                 _registered_method=True)
-        self.FindOrphan = channel.unary_unary(
-                '/pdserve.v1.Decode/FindOrphan',
-                request_serializer=cluster__pb2.FindOrphanRequest.SerializeToString,
-                response_deserializer=cluster__pb2.FindOrphanResponse.FromString,
+        self.Claim = channel.unary_stream(
+                '/pdserve.v1.Decode/Claim',
+                request_serializer=cluster__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ClaimResponse.FromString,
+                _registered_method=True)
+        self.TellKept = channel.unary_unary(
+                '/pdserve.v1.Decode/TellKept',
+                request_serializer=cluster__pb2.TellKeptRequest.SerializeToString,
+                response_deserializer=cluster__pb2.TellKeptResponse.FromString,
                 _registered_method=True)
         self.FinishChoice = channel.unary_unary(
                 '/pdserve.v1.Decode/FinishChoice',
@@ -483,8 +488,16 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FindOrphan(self, request, context):
-        """Says whether the node has the job of a key.
+    def Claim(self, request, context):
+        """A router's claim to make the answer of an Idempotency-Key. It lasts as long as the call. The node
+        answers at once, and whenever the claim, or where the job is kept, changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TellKept(self, request, context):
+        """Says where the job of a claim is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -510,10 +523,15 @@ def add_DecodeServicer_to_server(servicer, server):
                     request_deserializer=cluster__pb2.EventsRequest.FromString,
                     response_serializer=cluster__pb2.StepEvents.SerializeToString,
             ),
-            'FindOrphan': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindOrphan,
-                    request_deserializer=cluster__pb2.FindOrphanRequest.FromString,
-                    response_serializer=cluster__pb2.FindOrphanResponse.SerializeToString,
+            'Claim': grpc.unary_stream_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=cluster__pb2.ClaimRequest.FromString,
+                    response_serializer=cluster__pb2.ClaimResponse.SerializeToString,
+            ),
+            'TellKept': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellKept,
+                    request_deserializer=cluster__pb2.TellKeptRequest.FromString,
+                    response_serializer=cluster__pb2.TellKeptResponse.SerializeToString,
             ),
             'FinishChoice': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishChoice,
@@ -587,7 +605,34 @@ class Decode:
             _registered_method=True)
 
     @staticmethod
-    def FindOrphan(request,
+    def Claim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Decode/Claim',
+            cluster__pb2.ClaimRequest.SerializeToString,
+            cluster__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellKept(request,
             target,
             options=(),
             channel_credentials=None,
@@ -600,9 +645,9 @@ class Decode:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pdserve.v1.Decode/FindOrphan',
-            cluster__pb2.FindOrphanRequest.SerializeToString,
-            cluster__pb2.FindOrphanResponse.FromString,
+            '/pdserve.v1.Decode/TellKept',
+            cluster__pb2.TellKeptRequest.SerializeToString,
+            cluster__pb2.TellKeptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,12 +14,14 @@ from pdserve.common.config.node import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    SchedulerConfig,
     TransferConfig,
     WorkerNodeConfig,
 )
 from pdserve.common.config.options import options, to_flags, with_values
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import ROLE_CONFIGS, parse
+from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
 
 
@@ -91,6 +93,16 @@ def test_what_vllm_s_flags_may_look_like(tmp_path: Path) -> None:
         config = load(WorkerNodeConfig, *([] if given else ["--dtype=half"]), env=given)
         assert config.engine.model.dtype == "float16"
     assert with_values(ClusterConfig(), {"dtype": "half"}).engine.model.dtype == "float16"
+
+
+@pytest.mark.parametrize(("drafts", "tokens", "rows"), [(0, 64, 8), (3, 64, 32), (3, 20, 20)])
+def test_memory_is_kept_for_a_row_of_each_sequence_and_draft(
+    drafts: int, tokens: int, rows: int
+) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else {}
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=tokens)
+    speculation = SpeculationOptions(speculative_config=given)
+    assert EngineConfig(scheduler=scheduler, speculation=speculation).max_num_rows == rows
 
 
 def test_auto_is_a_context_window(capsys: pytest.CaptureFixture[str]) -> None:

@@ -314,7 +314,7 @@ def test_a_silent_peer_is_an_error_after_the_timeout(tmp_path: Path) -> None:
 def test_a_silent_rank_or_host_is_an_error_on_all_hosts(
     silent: set[int], who: int, message: str, tmp_path: Path
 ) -> None:
-    over = threading.Barrier(4)
+    over, begun = threading.Barrier(4), threading.Barrier(4 - len(silent))
 
     def work(state: ParallelState) -> str:
         via = state.tp._communicators["cpu"]
@@ -327,6 +327,7 @@ def test_a_silent_rank_or_host_is_an_error_on_all_hosts(
         via.context = replace(via.context, timeout=0.6)
         if via._leaders is not None:
             via._leaders._group._set_default_timeout(timedelta(seconds=0.5))
+        begun.wait(60)
         with pytest.raises(NodeError) as caught:
             state.tp.all_reduce(torch.ones(1))
         assert caught.value.code == "RANK_LOST"

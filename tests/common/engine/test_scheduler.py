@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -104,6 +105,28 @@ def test_a_cached_prompt_computes_its_last_token_but_a_remote_one_may_be_cached_
     assert (local.num_cached, remote.num_cached) == (4, 8)
     assert remote.block_tables[0] == scheduler.running[0].block_tables[0][:2]
     assert (scheduler.cache_queries, scheduler.cache_hits) == (24, 12)
+
+
+@pytest.mark.parametrize("apart", [{"cache_salt": "its own"}, {"adapter": "a" * 32}])
+def test_a_prompt_with_another_salt_or_adapter_finds_nothing_cached(apart: dict[str, str]) -> None:
+    scheduler = make()
+    for seq_id, kwargs in enumerate(({}, apart, apart)):
+        scheduler.add(one := sequence(seq_id, 9, **kwargs))
+        scheduler.admit()
+        run_step(scheduler)
+        assert one.num_cached == (8 if seq_id == 2 else 0)
+        scheduler.release(one)
+
+
+def test_sequences_of_which_a_step_takes_only_some_take_turns() -> None:
+    scheduler = make(num_blocks=32, seqs=4)
+    for seq_id, client in enumerate("aabbc"):
+        scheduler.add(sequence(seq_id, 4, client=client))
+    assert len(scheduler.admit()) == 5
+    while any(not each.num_output_tokens for each in scheduler.running):
+        run_step(scheduler)
+    taken = Counter(seq_id for _ in range(10) for seq_id in run_step(scheduler))
+    assert taken == dict.fromkeys(range(5), 8)
 
 
 # ---- priorities ----

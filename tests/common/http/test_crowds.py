@@ -139,7 +139,7 @@ async def scrape(port: int) -> None:
     """One that is tried again, as all are."""
     answers = []
     while OK not in answers:
-        assert len(answers) < 3, answers
+        assert len(answers) < 20, answers
         answers.append(await ask(port))
 
 
@@ -301,6 +301,7 @@ async def test_garbage_at_a_metrics_port_is_a_short_line_a_second(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
+    began = monotonic()
     async with metrics_port() as port:
         for garbage in (
             b"\x16\x03\x01\x02\x00\x01" * 2000, b"GET /" + b"a" * 16_000 + b"\r\n\r\n",
@@ -308,7 +309,7 @@ async def test_garbage_at_a_metrics_port_is_a_short_line_a_second(
         ) * 10:  # fmt: skip
             assert (await ask(port, garbage)).split()[1] == b"400"
     records = [each for each in caplog.records if each.name.startswith("pdserve")]
-    assert 1 <= len(records) <= 3  # within two seconds
+    assert 1 <= len(records) <= monotonic() - began + 2
     for record in records:
         assert record.levelno == logging.INFO and not record.exc_info
         assert len(record.getMessage()) < 300 and record.getMessage().isprintable()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from paths import MODELS
@@ -21,7 +21,7 @@ from pdserve.common.model.implementation import load_decoder, read_spec, read_we
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 from pdserve.common.planning.footprint import Footprint
-from sweep import logits, rounded_model
+from sweep import logits, rounded_model, tiny
 from thinned import slow
 from tiny_engine import CPU
 from windowed import STATES, THROUGH_TRANSFORMERS
@@ -45,17 +45,29 @@ def made(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3", slow("gpt2")])
+@pytest.mark.parametrize("name", ["gemma3", slow("gpt-oss"), slow("gpt2")])
 def test_numbers_are_those_of_rounded_weights_however_the_class_is_split(
     name: str, tmp_path: Path
 ) -> None:
-    """Gemma's head is its embedding, and so is GPT-2's, whose matrices lie the other way round."""
-    folder = made(name, tmp_path)
+    """Gemma's head is its embedding, and so is GPT-2's, whose matrices lie the other way round, as
+    those of gpt-oss' experts, which have biases."""
+    check_rounded(made(name, tmp_path), {}, {"tp": 2}, {"pp": 2})
+
+
+def test_ranks_round_their_experts(tmp_path: Path) -> None:
+    """They split each, or have some of them."""
+    torch.manual_seed(0)
+    config = tiny(CONFIG_MAPPING["glm4_moe"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    check_rounded(tmp_path, {"tp": 2}, {"tp": 2, "spread": True})
+
+
+def check_rounded(folder: Path, *splits: dict[str, Any]) -> None:
     spec = read_spec(folder, "transformers", {})
     with torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         right = rounded_model(model, spec)(TOKENS[None]).logits[0]
-    for split in ({}, {"tp": 2}, {"pp": 2}):
+    for split in splits:
         found = logits(folder, spec, TOKENS, quantization="int8", **split)
         torch.testing.assert_close(found, right[: len(found)], **CLOSE)
     plain = logits(folder, spec, TOKENS)
@@ -63,7 +75,8 @@ def test_numbers_are_those_of_rounded_weights_however_the_class_is_split(
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("qwen3", "native"), slow("qwen3", "torch"), slow("llama-gqa", "native")]
+    ("name", "kernels"),
+    [("qwen3", "native"), ("mixtral", "native"), slow("qwen3", "torch"), slow("mixtral", "torch")],
 )
 def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
     folder = MODELS / name
@@ -101,10 +114,9 @@ def test_packed_checkpoints_are_dequantized(scheme: Scheme, tmp_path: Path) -> N
     ("config", "message"),
     [
         (STATES["qwen3-next"], "Qwen3NextForCausalLM has layers with a state"),
-        (THROUGH_TRANSFORMERS["gpt-oss"], "GptOssForCausalLM has experts"),
         (THROUGH_TRANSFORMERS["bart"], "pdserve knows no linear layers of BartForCausalLM"),
     ],
-    ids=["states", "experts", "layers"],
+    ids=["states", "layers"],
 )
 def test_what_cannot_be_rounded_is_refused_by_its_config(
     config: Any, message: str, tmp_path: Path

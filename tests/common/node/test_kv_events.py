@@ -188,6 +188,42 @@ async def test_a_router_begins_with_a_snapshot_and_gets_another_when_it_is_too_f
     assert counted == mirrors[1].snapshots
 
 
+async def test_what_gathers_in_a_pause_is_one_message_of_each_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "PAUSE", 0)
+    logs = [KVEventLog(index, one_group(32, SIZE), NodeMetrics()) for index in range(2)]
+    subscription = Subscription(logs, NodeMetrics())
+    async with aclosing(subscription.messages()) as messages:
+        for _ in logs:
+            await anext(messages)
+        for number in range(10):
+            log = logs[number % 2]
+            log._add(BlockStored([number], None, [], SIZE))
+            log.flush()
+        batches = [decode_batch((await anext(messages)).batch) for _ in logs]
+    blocks = {
+        batch.data_parallel_rank: [event.block_hashes[0] for event in batch.events]
+        for batch in batches
+    }
+    assert blocks == {0: [0, 2, 4, 6, 8], 1: [1, 3, 5, 7, 9]}
+
+
+async def test_a_subscription_ends_within_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "PAUSE", 10**6)
+    log = KVEventLog(0, one_group(32, SIZE), NodeMetrics())
+    subscription = Subscription([log], NodeMetrics())
+    messages = subscription.messages()
+    await anext(messages)  # the snapshot
+    log._add(BlockStored([1], None, [], SIZE))
+    log.flush()
+    await anext(messages)
+    end = asyncio.create_task(anext(messages, None))
+    await asyncio.sleep(0)
+    subscription.end()
+    assert await end is None
+
+
 @asynccontextmanager
 async def subscribed(address: str) -> AsyncIterator[tuple[Any, Any]]:
     async with grpc.aio.insecure_channel(address) as channel:

@@ -34,7 +34,7 @@ from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.model.decoder import CausalLM
-from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.sharding import Sharding, ranges
 from pdserve.common.model.stages import Stage, pipeline_stages
 from pdserve.common.planning.footprint import Footprint, overhead
 from pdserve.common.planning.role_plan import RolePlan
@@ -305,6 +305,35 @@ def peak_of_step(
     with LiveBytes([cache, *(shard.target for shard in model.shards())]) as live:
         ModelRunner(model, [cache], CPU, samples=True).warm_up(tokens, sequences)
     return live.peak
+
+
+@pytest.mark.parametrize(("name", "tp"), product(["llama-gqa", *SPARSE], [1, 2]))
+def test_int8_counts_what_is_beside_weights_while_they_are_rounded(name: str, tp: int) -> None:
+    """Within 2 % of the tensors that are alive at the peak, with what is read."""
+    spec = replace(tiny(name), quantization=QUANTIZATIONS["int8"], vocab_size=4096)
+    group: Any = SimpleNamespace(rank=0, size=tp)
+    shards = list(CausalLM(spec, Sharding(group, CPU, torch.bfloat16)).shards())
+    with LiveBytes([shard.target for shard in shards]) as live:
+        for shard in shards:
+            shape = [end - start for start, end in ranges(shard.index, shard.shape)]
+            read = torch.ones(shape, dtype=getattr(torch, spec.dtype))
+            shard.target.copy_(shard.convert(read))
+            del read
+    found = Footprint(spec, "bfloat16", tp).loading(Stage.whole(spec.num_layers))
+    assert found == pytest.approx(live.peak, rel=0.02)
+
+
+def test_a_class_is_rounded_once_all_of_it_is_loaded(tmp_path: Path) -> None:
+    """Then a GPU holds no less than the weights in their dtype."""
+    config = {**QWEN_14B, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 128}))
+    options: dict[str, Any] = {"gpu_memory": "24GiB", "quantization": "int8"}
+    given = PlanConfig(model=str(tmp_path), max_model_len=4096, **options)
+    assert plan(given)[1].fits
+    found = plan(replace(given, model_impl="transformers"))[1]
+    assert found.rank.weights + found.rank.loading > 2 * found.parameters
+    assert not found.fits and "while they are rounded" in found.reason
+    assert plan(replace(given, model_impl="transformers", tensor_parallel_size=2))[1].fits
 
 
 # ---- against nodes ----

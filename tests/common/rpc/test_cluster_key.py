@@ -124,6 +124,15 @@ def test_a_token_is_good_once_for_one_method_of_one_server(key: ClusterKey, cloc
         key.check(early, RUN, HERE)
 
 
+def test_a_token_of_a_host_whose_clock_is_ahead_is_good_once(key: ClusterKey, clock: Clock) -> None:
+    made = ClusterKey(KEY, clock).sign("router", "router-1", RUN, HERE, ahead=25)
+    key.check(made, RUN, HERE)
+    for later in (20, 20, 14):  # still within the window
+        clock.time += later
+        with pytest.raises(ClusterAuthError, match="used before"):
+            key.check(made, RUN, HERE)
+
+
 def test_a_refusal_for_its_time_proves_what_the_server_s_clock_shows(
     key: ClusterKey, clock: Clock
 ) -> None:

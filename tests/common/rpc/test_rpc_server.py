@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -53,6 +53,16 @@ async def linked() -> AsyncIterator[tuple[SilentPrefill, Link, str]]:
             proxy.close()
 
 
+async def answered(stub: pb_grpc.PrefillStub) -> grpc.aio.UnaryStreamCall:
+    """Calls until it is answered: when all stands still for a second, an uncut link is lost too."""
+    async with asyncio.timeout(60):
+        while True:
+            call = stub.Run(pb.PrefillRequest())
+            with suppress(grpc.aio.AioRpcError):
+                await call.read()
+                return call
+
+
 def faster(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return [(name, FAST.get(name, value)) for name, value in options]
 
@@ -65,8 +75,8 @@ async def test_both_ends_notice_that_a_link_is_cut(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rpc_channels, "_OPTIONS", faster(rpc_channels._OPTIONS))
     async with linked() as (servicer, link, address):
         channels = Channels()
-        call = pb_grpc.PrefillStub(channels.get(address)).Run(pb.PrefillRequest())
-        await call.read()
+        call = await answered(pb_grpc.PrefillStub(channels.get(address)))
+        servicer.gone.clear()
         link.cut = True
         await asyncio.wait_for(servicer.gone.wait(), 30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

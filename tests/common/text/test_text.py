@@ -150,6 +150,14 @@ def test_any_ids_give_the_decoded_text(byte_level: Tokenizer, skip: bool) -> Non
         assert "".join(detokenize(byte_level, ids, skip)) == byte_level.decode(ids, skip)
 
 
+@pytest.mark.parametrize("wrong", range(12))
+def test_a_character_behind_bytes_that_are_none_is_whole(byte_level: Tokenizer, wrong: int) -> None:
+    """However many of its bytes are there when what precedes them is given up."""
+    smile = byte_level.encode("🙂", add_special_tokens=False)
+    ids = [smile[-1]] * wrong + list(smile)
+    assert "".join(detokenize(byte_level, ids)) == "\ufffd" * wrong + "🙂"
+
+
 @given(st.text(max_size=30))
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     ids = list(tokenizer.encode(text))

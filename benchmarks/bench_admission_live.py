@@ -1,0 +1,218 @@
+"""Goodput of a real cluster beyond what it can compute: the limits that are the default beside
+--slo-ttft.
+
+    python benchmarks/bench_admission_live.py [--requests 60] [--rounds 2] [--json FILE]
+
+One prefill and one decode node of a tiny model for each way, prompts as long as a trace's over
+`TOKENS`, all different, from eight keys. What a cluster computes of them in a second is measured by
+four clients before each round; a load of 1 is that. Both ways get the same prompts at the same
+times, in turns, so that what else the machine does falls on both.
+
+--slo-ttft is `PATIENCE` times what a prompt of mean length takes when the run begins. An answer is
+good if its first token came within it, or within twice what its prompt takes alone, if that is
+longer. A request starves if it got neither a first token nor a refusal within --queue-timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import aiohttp
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_admission import KEYS, QUEUE_TIMEOUT  # noqa: E402
+from benchmarks.bench_placement import TRACES  # noqa: E402
+from benchmarks.bench_placement_live import OPTIONS, VOCABULARY  # noqa: E402
+from benchmarks.fleet import Fleet  # noqa: E402
+from pdserve.router.requests.slo import STRETCH  # noqa: E402
+from pdserve.simulate.outcome import table  # noqa: E402
+from pdserve.simulate.traces import read_trace  # noqa: E402
+
+TOKENS, MOST = 64, 960  # of a trace's that are one here; of a prompt
+PATIENCE = 5.0
+MEASURED = 24  # prompts by which the capacity is measured
+REFUSED = (429, 503)
+MOST_PATIENT = {"X-SLO-TTFT-Ms": "1000000"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request and when it comes."""
+
+    time: float  # seconds
+    tokens: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    ask: Ask
+    seconds: float  # to the first token, or the refusal
+    refused: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--trace", type=Path, default=TRACES / "mooncake_conversation.csv.gz")
+    add("--requests", type=int, default=60)
+    add("--loads", default="1,2,3", help="times the capacity")
+    add("--rounds", type=int, default=2)
+    add("--model", type=Path, default=ROOT / "tests/models/llama-gqa")
+    add("--json", type=Path)
+    args = parser.parse_args(argv)
+    asks = read(args.trace, args.requests)
+    rows = []
+    with serving(args.model) as static:
+        promise = PATIENCE * mean(asks) / capacity(static, asks)
+        print(f"--slo-ttft {promise:.2f}", file=sys.stderr)
+        with serving(args.model, slo_ttft=promise) as slo:
+            capacity(slo, asks)  # it measures what prompts take
+            fleets = {"static": static, "slo": slo}
+            for number in range(1, args.rounds + 1):
+                for load in map(float, args.loads.split(",")):
+                    rows += compared(fleets, asks, promise, load, number)
+    print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def compared(
+    fleets: Mapping[str, Fleet], asks: Sequence[Ask], promise: float, load: float, number: int
+) -> list[dict[str, Any]]:
+    """Returns a row for each way, of one round."""
+    per_s = capacity(fleets["static"], asks)
+    arriving = at_load(asks, per_s, load)
+    rows = []
+    for way in fleets if number % 2 else reversed(fleets):  # type: ignore[call-overload]
+        answers = asyncio.run(replay(fleets[way], arriving))
+        found = {"load": load, "round": number, "way": way, **summary(answers, promise, per_s)}
+        rows.append(found)
+        print(json.dumps(found), file=sys.stderr)
+    return rows
+
+
+def read(path: Path, most: int) -> list[Ask]:
+    found = enumerate(read_trace(path, most))
+    return [
+        Ask(each.time, min(MOST, max(8, each.num_tokens // TOKENS)), f"key-{number % KEYS}")
+        for number, each in found
+    ]
+
+
+def at_load(asks: Sequence[Ask], per_s: float, load: float) -> list[Ask]:
+    """Speeds the trace up until its prompts are `load` times what is computed."""
+    seconds = sum(each.tokens for each in asks) / per_s / load
+    scale = seconds / (asks[-1].time or 1.0)
+    return [Ask(each.time * scale, each.tokens, each.key) for each in asks]
+
+
+def mean(asks: Sequence[Ask]) -> float:
+    return fmean(each.tokens for each in asks)
+
+
+@contextmanager
+def serving(model: Path, **router: Any) -> Iterator[Fleet]:
+    keys = ",".join(f"key-{number}" for number in range(KEYS))
+    router |= {"queue_timeout": QUEUE_TIMEOUT, "log_level": "warning", "api_key": keys}
+    router["admin_api_key"] = "who-looks-at-nodes"
+    options = {**OPTIONS, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 4000}
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(model, Path(folder) / "log", os.environ, router, kv_lease=60, **options)
+        try:
+            fleet.start_router()
+            fleet.start_node("prefill")
+            fleet.start_node("decode")
+            fleet.wait_ready()
+            yield fleet
+        finally:
+            fleet.stop()
+
+
+def capacity(fleet: Fleet, asks: Sequence[Ask]) -> float:
+    """Returns how many prompt tokens the cluster computes in a second."""
+    some = asks[:MEASURED]
+    began = time.monotonic()
+    asyncio.run(four_clients(fleet, some))
+    return sum(each.tokens for each in some) / (time.monotonic() - began)
+
+
+async def four_clients(fleet: Fleet, asks: Sequence[Ask]) -> None:
+    async def client(session: aiohttp.ClientSession) -> None:
+        for each in left:
+            await answered(session, fleet, each, MOST_PATIENT)
+
+    left = iter(asks)
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(client(session))
+
+
+async def replay(fleet: Fleet, asks: Sequence[Ask]) -> list[Answer]:
+    """Sends each at its time, whether or not others are answered."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def later(each: Ask) -> Answer:
+            await asyncio.sleep(each.time)
+            return await answered(session, fleet, each, {})
+
+        return await asyncio.gather(*map(later, asks))
+
+
+async def answered(
+    session: aiohttp.ClientSession,
+    fleet: Fleet,
+    ask: Ask,
+    headers: Mapping[str, str],
+) -> Answer:
+    body = {
+        "model": fleet.model.name,
+        "prompt": random.choices(VOCABULARY, k=ask.tokens),
+        "max_tokens": 2,
+        "ignore_eos": True,
+    }
+    url = f"http://127.0.0.1:{fleet.ports['http']}/v1/completions"
+    named = {"Authorization": f"Bearer {ask.key}", "X-PDServe-Timeline": "1", **headers}
+    began = time.monotonic()
+    async with session.post(url, json=body, headers=named) as response:
+        answer = await response.json()
+        if response.status in REFUSED:
+            return Answer(ask, time.monotonic() - began, True)
+        response.raise_for_status()
+        return Answer(ask, answer["pdserve"]["timeline"]["first_token"], False)
+
+
+def summary(answers: Sequence[Answer], promise: float, per_s: float) -> dict[str, Any]:
+    taken = [each for each in answers if not each.refused]
+    good = sum(each.seconds <= max(promise, STRETCH * each.ask.tokens / per_s) for each in taken)
+    ttft = sorted(each.seconds for each in taken)
+    return {
+        "tokens_per_s": round(per_s),
+        "good": good,
+        "late": len(taken) - good,
+        "refused": len(answers) - len(taken),
+        "starved": sum(each.seconds > QUEUE_TIMEOUT for each in answers),
+        "ttft_p50_s": round(ttft[len(ttft) // 2], 2) if ttft else None,
+        "ttft_p99_s": round(ttft[int(0.99 * len(ttft))], 2) if ttft else None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Checks the types and bounds of what a checkpoint's `config.json` says. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.printable import printable
+
+MAX_INT = 2**31 - 1
+MAX_LAYERS = 1024  # which take seconds to be described
+MAX_EXPERTS = 4096  # of a layer
+MAX_NUMBER = 1e12  # of what scales
+MAX_SHOWN = 60  # characters of a wrong value
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a value must be."""
+
+    says: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(least: int, most: int = MAX_INT) -> Kind:
+    def fits(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+    return Kind(f"a whole number from {least} to {most}", fits)
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= MAX_NUMBER
+
+
+def _list_of(kind: type, says: str) -> Kind:
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and all(type(each) is kind for each in value)
+
+    return Kind(f"a list of {says}", fits)
+
+
+SIZE, COUNT = _whole(1), _whole(0)
+POSITIVE = Kind("a positive number", _is_number)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+NAMES, NUMBERS = _list_of(str, "strings"), _list_of(int, "whole numbers")
+TOKENS = Kind(
+    "a token's number or a list of them",
+    lambda value: COUNT.fits(value) or (NUMBERS.fits(value) and all(map(COUNT.fits, value))),
+)
+
+CONFIG = {
+    "architectures": NAMES,
+    "model_type": TEXT,
+    "text_config": OBJECT,
+    "quantization_config": OBJECT,
+    "eos_token_id": TOKENS,
+}
+"""What all roles read of any model."""
+
+_SIZES = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "max_position_embeddings", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "num_experts_per_tok", "n_group", "topk_group",
+)  # fmt: skip
+_COUNTS = (
+    "sliding_window", "max_window_layers", "first_k_dense_replace", "n_shared_experts",
+    "decoder_sparse_step",
+)  # fmt: skip
+_FLAGS = (
+    "attention_bias", "qkv_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window",
+    "norm_topk_prob", "rope_interleave",
+)  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NATIVE = {
+    **CONFIG,
+    **dict.fromkeys(_SIZES, SIZE),
+    **dict.fromkeys(_COUNTS, COUNT),
+    **dict.fromkeys(_FLAGS, FLAG),
+    **dict.fromkeys(_EXPERTS, _whole(0, MAX_EXPERTS)),
+    "num_hidden_layers": _whole(1, MAX_LAYERS),
+    "num_nextn_predict_layers": _whole(0, MAX_LAYERS),
+    "rms_norm_eps": POSITIVE,
+    "routed_scaling_factor": POSITIVE,
+    "hidden_act": TEXT,
+    "layer_types": NAMES,
+    "mlp_layer_types": NAMES,
+    "mlp_only_layers": NUMBERS,
+}
+"""What native models read beside their rope."""
+
+LATENT_ROPE = {"factor": POSITIVE, "mscale_all_dim": POSITIVE}
+QUANTIZATION = {
+    "quant_method": TEXT,
+    "format": TEXT,
+    "modules_to_not_convert": NAMES,
+    "ignore": NAMES,
+    "dynamic": OBJECT,
+    "config_groups": OBJECT,
+}
+GROUP = {"weights": OBJECT, "targets": NAMES}  # of `config_groups`
+
+
+def check_values(
+    config: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "config.json"
+) -> None:
+    """Raises ConfigError if a value is not of its kind. What is null may be missing."""
+    for key, kind in kinds.items():
+        value = config.get(key)
+        if value is not None and not kind.fits(value):
+            shown = printable(repr(value), MAX_SHOWN)
+            raise ConfigError(f"{where}: {key} must be {kind.says}, not {shown}")
+
+
+def check_pattern(pattern: str, where: str) -> None:
+    """Raises ConfigError if it is not a regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError) as error:
+        shown = printable(pattern, MAX_SHOWN)
+        raise ConfigError(f"{where}: {shown} is not a regular expression: {error}") from error
