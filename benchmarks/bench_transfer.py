@@ -51,12 +51,12 @@ from benchmarks.transfer_tables import Latency, Parts, Throughput, show, show_pa
 from pdserve.kv_transfer.blocks import (
     BlockLayout,
     CacheBytes,
+    bands,
     copy_blocks,
     copy_hashed,
     memory_of,
 )
 from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.digest import bands
 from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.rank.digester import Digester, Hashed
 

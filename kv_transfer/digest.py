@@ -11,17 +11,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2
-from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
 from pdserve.kv_transfer.frame import bad_frame
 from pdserve.kv_transfer.layout import Rect
-
-MAX_BANDS = 4  # hashed at once: one thread reaches about half of the memory's bandwidth
-BAND_NBYTES = 64 << 10  # of one block, in a band of layers with its own digest
 
 _CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first block, blocks
 
@@ -32,12 +26,6 @@ def hash_prefix(
     """Returns what is hashed before the bytes of a run."""
     context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
     return fingerprint.encode() + context
-
-
-def bands(cache: torch.Tensor, rect: Rect) -> list[Rect]:
-    """Cuts a piece into the bands that have a digest of their own: the same for all runs of a
-    transfer."""
-    return rect.split_layers(min(MAX_BANDS, piece_nbytes(cache, rect, 1) // BAND_NBYTES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import xxhash
 
 from pdserve.common.core.host import usable_cores
 from pdserve.kv_transfer.blocks import (
+    MAX_BANDS,
     BlockLayout,
     CacheBytes,
     gather,
@@ -26,7 +27,6 @@ from pdserve.kv_transfer.blocks import (
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
 from pdserve.kv_transfer.connectors.base.channel import OwnStream
 from pdserve.kv_transfer.digest import (
-    MAX_BANDS,
     RunDigest,
     check_coverage,
     hash_prefix,

@@ -7,7 +7,7 @@ import threading
 
 from pdserve.common.core.errors import TransferError
 from pdserve.common.core.host import leave
-from pdserve.kv_transfer.blocks import piece_nbytes
+from pdserve.kv_transfer.blocks import bands, piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
@@ -20,7 +20,7 @@ from pdserve.kv_transfer.commands import (
 )
 from pdserve.kv_transfer.connector import BlockRun, KVConnector, SinkTransfer, SourceTransfer
 from pdserve.kv_transfer.connectors.base.channel import FRAME_NBYTES, parts
-from pdserve.kv_transfer.digest import RunDigest, bands
+from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.rank.digester import Digester, Hashed
 
 logger = logging.getLogger(__name__)

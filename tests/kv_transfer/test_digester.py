@@ -13,12 +13,13 @@ from pdserve.kv_transfer.blocks import (
     BlockLayout,
     CacheBytes,
     RunsHash,
+    bands,
     byte_runs,
     copy_hashed,
     memory_of,
 )
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
-from pdserve.kv_transfer.digest import RunDigest, bands
+from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.native import code
 from pdserve.kv_transfer.rank import digester

@@ -381,7 +381,7 @@ async def test_no_digest_is_left_out_between_two_steps_of_comparing(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digester, "STEP_NBYTES", 1)  # one run in each step
-    async with pair("tcp") as made:
+    async with pair("reread:RereadTCP") as made:
         full = made.source_node.fill_random()
         _, handoff = await start(made)
         Spoiler(made, times=1, block=SINK_IDS[2 * block])

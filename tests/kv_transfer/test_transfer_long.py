@@ -121,7 +121,7 @@ async def test_digests_take_many_leases(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Digester, "digest", slow)
     monkeypatch.setattr(digester, "STEP_NBYTES", 1)
     lease = 1.5
-    async with pair("tcp", lease_s=lease, geometry=LARGE) as made:
+    async with pair("reread:RereadTCP", lease_s=lease, geometry=LARGE) as made:
         made.source_node.fill_random()
         assert await hand_off(made, range(40), runs=40) > 2 * lease
         assert made.source.counts["sent"] == 1

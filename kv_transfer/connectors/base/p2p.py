@@ -19,6 +19,7 @@ from typing import Any
 
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
 from pdserve.common.core.throttle import LogThrottle
+from pdserve.kv_transfer.blocks import bands
 from pdserve.kv_transfer.connector import (
     BlockRun,
     KVConnector,
@@ -51,7 +52,7 @@ from pdserve.kv_transfer.connectors.base.proof import (
 from pdserve.kv_transfer.connectors.base.receiver import InboundTransfer, Receiver
 from pdserve.kv_transfer.connectors.base.sender import Sender
 from pdserve.kv_transfer.connectors.base.server import PipeServer
-from pdserve.kv_transfer.digest import bands, hash_prefix
+from pdserve.kv_transfer.digest import hash_prefix
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
