@@ -80,6 +80,16 @@ def expected(cluster: Cluster) -> str:
     return reference.decode(cluster.model, reference.greedy(cluster.model, ids, TOKENS))
 
 
+def test_the_router_hears_what_nodes_have_cached(cluster: Cluster) -> None:
+    def known() -> float:
+        lines = cluster.get("/metrics").text.splitlines()
+        blocks = (line for line in lines if line.startswith("pdserve_prefix_index_blocks{"))
+        return sum(float(line.rpartition(" ")[2]) for line in blocks)
+
+    assert chat(cluster).status_code == 200
+    cluster.wait_for(known)
+
+
 def test_a_chat_gives_the_reference(cluster: Cluster, certs: Path) -> None:
     response = chat(cluster)
     assert response.status_code == 200, f"{response.text}\n{cluster.log()[-3000:]}"

@@ -15,6 +15,7 @@ import grpc
 import psutil
 import pytest
 
+from callers import HTTPCaller
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
@@ -43,7 +44,7 @@ def guarded() -> Iterator[WarmCluster]:
 
 @pytest.fixture(scope="module")
 def unguarded() -> Iterator[WarmCluster]:
-    routing = {"migration_limit": 0, "request_timeout": 2, "queue_timeout": 2, **STEADY}
+    routing = {"migration_limit": 0, "request_timeout": 20, "queue_timeout": 20, **STEADY}
     with WarmCluster(MODEL, 0, 0, router=routing) as cluster:
         cluster.wait_for(lambda: cluster.get("/health").ok)
         yield cluster
@@ -87,7 +88,7 @@ def fake_decode() -> Iterator[tuple[FakeDecode, str]]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield fake, f"127.0.0.1:{ports[0]}"
     finally:
@@ -117,7 +118,7 @@ def register(cluster: WarmCluster, node: pb.NodeInfo, key: str | None = None) ->
     with grpc.insecure_channel(address) as channel:
         try:
             stub = pb_grpc.RegistryStub(channel)
-            stub.Register(request, timeout=10, metadata=token)
+            stub.Register(request, timeout=60, metadata=token)
             return "OK"
         except grpc.RpcError as error:
             return str(error.code().name)
@@ -148,7 +149,7 @@ def decode_run(cluster: WarmCluster, metadata: Any = (), opening: Any = None) ->
         stub = pb_grpc.DecodeStub(channel)
         events = opening and stub.Events(OPENED, timeout=60, metadata=opening)
         try:
-            stub.Run(job(), timeout=20, metadata=metadata)
+            stub.Run(job(), timeout=60, metadata=metadata)
             assert events, "it has answered, and where?"
             return "OK"
         except grpc.RpcError as error:
@@ -159,8 +160,9 @@ def test_without_a_key_a_stranger_s_decode_node_gets_prompts(unguarded: WarmClus
     with fake_decode() as (fake, address):
         assert register(unguarded, info("fake-decode", address)) == "OK"
         assert register(unguarded, info("fake-prefill", address, pb.ROLE_PREFILL)) == "OK"
-        unguarded.post("/v1/completions", prompt=list(PROMPT), max_tokens=1)
-        assert PROMPT in fake.prompts
+        caller = HTTPCaller(unguarded, list(PROMPT), max_tokens=1, stream=False)
+        unguarded.wait_for(lambda: PROMPT in fake.prompts)
+        caller.hang_up()
 
 
 def test_a_stranger_s_decode_node_gets_no_prompt(guarded: WarmCluster) -> None:
@@ -229,7 +231,7 @@ def test_decode_run_generates_for_the_router_alone(guarded: WarmCluster) -> None
 def test_the_clients_port_takes_no_registration(guarded: WarmCluster) -> None:
     with grpc.insecure_channel(guarded.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
         request = pb.RegisterRequest(node=info("lost", "127.0.0.1:1"), load=LOAD)
-        pb_grpc.RegistryStub(channel).Register(request, timeout=10)
+        pb_grpc.RegistryStub(channel).Register(request, timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "--registry-port" in caught.value.details()
 

@@ -25,6 +25,8 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from waiting import eventually
 
+# Seconds that a router may take to answer: where one hangs, and where all are there.
+HASTY, PATIENT = 0.5, 10.0
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
 
@@ -125,7 +127,7 @@ def names(monkeypatch: pytest.MonkeyPatch, known: dict[str, list[str]]) -> Itera
 async def test_a_router_that_hangs_or_is_away_is_no_trouble_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.2)
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", PATIENT)
     monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
     async with serving(HOSTS[0]) as (good, port), serving(HOSTS[1]) as (bad, other):
         with socket.socket() as probe:
@@ -134,17 +136,22 @@ async def test_a_router_that_hangs_or_is_away_is_no_trouble_for_the_others(
             async with node(f"{HOSTS[0]}:{port}", f"{HOSTS[1]}:{other}", away) as here:
                 await eventually(lambda: good.load.routers == bad.load.routers == 2)
                 assert (good.load.reason, bad.load.reason) == (good.id, bad.id)
+                monkeypatch.setattr(registration, "_RPC_TIMEOUT", HASTY)
                 bad.hangs = True
                 before = good.beats
                 await eventually(lambda: good.beats > before + 10 and good.load.routers == 1)
                 bad.hangs = False
                 bad.present.clear()  # as if it had been started again
                 await eventually(lambda: bad.present)
+                monkeypatch.setattr(registration, "_RPC_TIMEOUT", PATIENT)
                 await here.deregister()
                 assert not good.present and not bad.present
 
 
-async def test_heartbeats_are_one_stream_which_is_opened_anew_where_the_router_ends_it() -> None:
+async def test_heartbeats_are_one_stream_which_is_opened_anew_where_the_router_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", PATIENT)
     async with serving(HOSTS[0]) as (router, port), node(f"{HOSTS[0]}:{port}"):
         await eventually(lambda: router.beats > 5)
         assert router.streams == 1
@@ -160,7 +167,7 @@ async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
 ) -> None:
     """A node registers with those that a router names now; one that it does not name any more is
     kept while it answers."""
-    monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.5)
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", PATIENT)
     monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
     host = HOSTS[0]
     async with (
@@ -176,8 +183,10 @@ async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
             first.siblings = [last]
             first.present.clear()  # it was started again
             await eventually(lambda: third.load.routers == 3)
+            monkeypatch.setattr(registration, "_RPC_TIMEOUT", HASTY)
             second.hangs = True
             await eventually(lambda: f"{host}:{other}" not in here._kept)
+            monkeypatch.setattr(registration, "_RPC_TIMEOUT", PATIENT)
             await here.deregister()
             assert not first.present and not third.present
 
@@ -188,7 +197,7 @@ async def test_a_name_stands_for_a_router_at_each_of_its_addresses(
     """They come and go: one that has left the name is kept while it answers."""
     monkeypatch.setattr(registration, "_RETRY_DELAY", 0.02)
     known = {"routers": list(HOSTS[:2])}
-    monkeypatch.setattr(registration, "_RPC_TIMEOUT", 0.5)
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", PATIENT)
     with names(monkeypatch, known):
         async with (
             serving(HOSTS[0]) as (first, port),
@@ -205,6 +214,7 @@ async def test_a_name_stands_for_a_router_at_each_of_its_addresses(
             await eventually(lambda: third.present)
             beats = first.beats, second.beats
             await eventually(lambda: second.beats > beats[1])
+            monkeypatch.setattr(registration, "_RPC_TIMEOUT", HASTY)
             second.hangs = True
             await eventually(lambda: f"{HOSTS[1]}:{port}" not in here._kept)
             assert here._kept.keys() == {f"{HOSTS[0]}:{port}", f"{HOSTS[2]}:{port}"}
