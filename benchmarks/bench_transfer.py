@@ -48,7 +48,14 @@ from benchmarks.transfer_ends import (
     make_view,
 )
 from benchmarks.transfer_tables import Latency, Parts, Throughput, show, show_parts
-from pdserve.kv_transfer.blocks import BlockLayout, CacheBytes, copy_blocks, memory_of
+from pdserve.kv_transfer.blocks import (
+    BlockLayout,
+    CacheBytes,
+    bands,
+    copy_blocks,
+    copy_hashed,
+    memory_of,
+)
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.rank.digester import Digester, Hashed
@@ -231,8 +238,9 @@ def parts(shape: Shape, seconds: float) -> Parts:
         copier(count * shape.block_nbytes),
         partial(copy_blocks, source.rect, here, ours, there, theirs),
         partial(digester.digest, bytes(16), 1, source.rect, BlockRun(0, count), theirs),
+        partial(copy_hashed, bytes(68), source.rect, here, ours, there, theirs),
     )
-    times: list[list[float]] = [[], [], []]
+    times: list[list[float]] = [[] for _ in works]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 3:
         for work, spent in zip(works, times, strict=True):
@@ -263,7 +271,7 @@ def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
             part = ids[first : first + CHUNK_BLOCKS]
             run = BlockRun(first, len(part))
             digester.digests(
-                [Hashed(bytes(16), 1, band, run, part) for band in digester.bands(view.rect)]
+                [Hashed(bytes(16), 1, band, run, part) for band in bands(view.cache, view.rect)]
             )
 
     return make

@@ -193,9 +193,10 @@ def started(
     requests: int,
     networked: bool = False,
     routers: int = 1,
+    share_cores: bool = False,
 ) -> Iterator[Fleet]:
     """A fleet of this size, ready, in a folder that vanishes with it. Its model cannot stand
-    `TOKEN`."""
+    `TOKEN`. `share_cores`: nodes lend each other their cores, as those of `pdserve up` do."""
     usual = RoutingConfig()
     places = ceil(requests / usual.max_client_share) + 1  # for one client's
     places = max(places, usual.max_concurrent_requests)
@@ -206,6 +207,8 @@ def started(
         log, environment = folder / "log", {"TMPDIR": str(folder)}
         secured: dict[str, Any] = {"cluster_key": token_hex(32)}
         options = dict(NODE_OPTIONS)
+        if share_cores:
+            options["share_cores"] = folder / "cores"
         make: Callable[..., Fleet] = Fleet
         if networked:
             secured |= make_certs(folder / "certs")
@@ -239,6 +242,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=3, help="prefill nodes")
     parser.add_argument("--decode", type=int, default=3, help="decode nodes")
     parser.add_argument("--both", type=int, default=0, help="nodes of both roles")
+    parser.add_argument(
+        "--share-cores", action="store_true", help="nodes lend each other their cores"
+    )
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between two faults")
@@ -281,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     networked = bool(EDGE_KINDS.keys() & set(kinds))
     sizes = {"prefill": args.prefill, "decode": args.decode, "both": args.both}
-    with started(args.model, sizes, args.requests, networked, args.routers) as fleet:
+    options = (networked, args.routers, args.share_cores)
+    with started(args.model, sizes, args.requests, *options) as fleet:
         try:
             asks = soak.asks(vocab_size(args.model), never=TOKEN)
             report = asyncio.run(learn_and_run(fleet, soak, asks))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pdserve.common.core.plugins import import_string
 
@@ -68,6 +69,12 @@ class Network:
             _run(f"nsenter -t {host.pid} -n ip {part}")
         return address, ("benchmarks.hosts:enter", str(host.pid), *then)
 
+    def add_routed(self) -> str:
+        """A host with a default route, by which some programs find their own address."""
+        address, _ = self.add()
+        _run(f"{self._on(address)}ip route add default via {ROUTER}")
+        return address
+
     def cut(self, *addresses: str) -> None:
         """Drops all packets to these hosts silently."""
         for address in addresses:
@@ -91,6 +98,12 @@ class Network:
             neighbour = f"{address} lladdr {UNUSED} dev {device}"
             state = "permanent" if dropped else "failed"  # it asks who has the address
             _run(f"{self._on(source)}ip neigh replace {neighbour} nud {state}")
+
+    def slow(self, address: str, rate: str) -> bool:
+        """Lets a host send so much at most ("20mbit"); returns whether the kernel can."""
+        limit = f"tc qdisc add dev eth0 root tbf rate {rate} burst 32kb latency 1s"
+        command = f"{self._on(address)}{limit}".split()
+        return shutil.which("tc") is not None and subprocess.run(command).returncode == 0
 
     def _on(self, address: str) -> str:
         """Returns the prefix of a command that runs on a host."""
@@ -148,14 +161,18 @@ def enter(pid: str, *then: str) -> None:
 def slow_steps(seconds: str) -> None:
     """A step of this process's engine takes this much longer, so that a test can keep up."""
     from pdserve.common.distributed.executor import InProcessExecutor
+    from pdserve.common.distributed.fanout import FanOutExecutor
 
-    step = InProcessExecutor.step
+    for kind in (InProcessExecutor, FanOutExecutor):
+        kind.step = _after(float(seconds), kind.step)  # type: ignore[method-assign]
 
-    async def slow(self: InProcessExecutor, message: bytes) -> bytes:
-        await asyncio.sleep(float(seconds))
+
+def _after(seconds: float, step: Any) -> Any:
+    async def slow(self: Any, message: bytes) -> Any:
+        await asyncio.sleep(seconds)
         return await step(self, message)
 
-    InProcessExecutor.step = slow  # type: ignore[method-assign]
+    return slow
 
 
 def _run(command: str) -> None:

@@ -139,8 +139,9 @@ def sink_process(name: str, shape: Shape, control: Connection) -> None:
     control.send_bytes(rank.endpoint)
     while message := control.recv_bytes():
         started = time.process_time()
-        transfer_id, count = message[:16], int(message[16:])
-        call(rank, Accept(SinkTransfer(transfer_id, 1, 0, block_ids(shape, count, seed=2))))
+        transfer_id, digests, count = message[:16], message[16:17] == b"d", int(message[17:])
+        ids = block_ids(shape, count, seed=2)
+        call(rank, Accept(SinkTransfer(transfer_id, 1, 0, ids, digests)))
         control.send_bytes(b"accepted")
         commit = msgspec.msgpack.decode(control.recv_bytes(), type=Verify)
         while not isinstance(event := events.get(), tuple):
@@ -182,7 +183,7 @@ class Pair:
     def transfer(self, count: int, digests: bool, pause: float = 0.0) -> Sample:
         """`pause`: seconds between the transfer's beginning and its first run."""
         transfer_id = os.urandom(16)
-        self._control.send_bytes(transfer_id + str(count).encode())
+        self._control.send_bytes(transfer_id + (b"d" if digests else b"-") + str(count).encode())
         self._control.recv_bytes()
         pieces = ((self._piece, self._endpoint),)
         cpu = time.process_time()

@@ -49,14 +49,15 @@ class Parts:
     memcpy: float
     copy: float  # of its blocks to others
     hash: float
+    landing: float  # copied and hashed at once
 
 
 def show_parts(found: list[Parts]) -> None:
     table = Table("shape", title="the work of one thread, by CPU time")
-    for column in ("memcpy GB/s", "copy ÷ memcpy", "hash ÷ memcpy"):
+    for column in ("memcpy GB/s", "copy ÷ memcpy", "hash ÷ memcpy", "time with hash ÷ copy"):
         table.add_column(column, justify="right")
     for each in found:
-        ratios = each.copy / each.memcpy, each.hash / each.memcpy
+        ratios = each.copy / each.memcpy, each.hash / each.memcpy, each.copy / each.landing
         table.add_row(each.shape, f"{each.memcpy:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
     Console().print(table)
 

@@ -101,6 +101,8 @@ class Zygote:
 class Forked:
     """A fork with the part of `asyncio.subprocess.Process` that its starter uses."""
 
+    stdin = None  # nobody else closes the pipe
+
     def __init__(self, pid: int, stdin: int | None = None) -> None:
         """`stdin`: kept open while the fork runs; its end tells a rank that this process is
         gone."""

@@ -7,7 +7,7 @@ ranges differ. Adjacent bytes form one run; runs are cut differently on each sid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.native.code import MIN_HASHED_NBYTES, block_code
+
+MAX_BANDS = 4  # hashed at once: one thread reaches about half of the memory's bandwidth
+BAND_NBYTES = 64 << 10  # of one block, in a band of layers with its own digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,21 @@ class ByteRuns:
         ends = (self.offsets + self.lengths).tolist()
         return [memory[start:end] for start, end in zip(self.offsets.tolist(), ends, strict=True)]
 
+    def parts(self, nbytes: int) -> Iterator[ByteRuns]:
+        """Cuts the ranges, in order, into parts of `nbytes`; the last one may have less."""
+        ends = np.cumsum(self.lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        for start in range(0, total, nbytes):
+            end = min(start + nbytes, total)
+            first, last = np.searchsorted(ends, (start, end - 1), side="right")
+            offsets = self.offsets[first : last + 1].copy()
+            lengths = self.lengths[first : last + 1].copy()
+            lengths[-1] -= int(ends[last]) - end
+            before = start - int(ends[first] - self.lengths[first])
+            offsets[0] += before
+            lengths[0] -= before
+            yield ByteRuns(offsets, lengths)
+
 
 def head_nbytes(cache: torch.Tensor) -> int:
     """Returns the size of one KV head of one block, which is adjacent in memory."""
@@ -39,6 +57,12 @@ def head_nbytes(cache: torch.Tensor) -> int:
 def piece_nbytes(cache: torch.Tensor, rect: Rect, count: int) -> int:
     """Returns the size of `count` blocks of a piece."""
     return rect.area * cache.shape[1] * count * head_nbytes(cache)
+
+
+def bands(cache: torch.Tensor, rect: Rect) -> list[Rect]:
+    """Cuts a piece into the bands that have a digest of their own: the same for all runs of a
+    transfer."""
+    return rect.split_layers(min(MAX_BANDS, piece_nbytes(cache, rect, 1) // BAND_NBYTES))
 
 
 def byte_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> ByteRuns:
@@ -177,10 +201,7 @@ def copy_blocks(
     """Copies `rect` (within both caches) of block `source_ids[i]` to block `target_ids[i]`, for
     every i. Ranges that are adjacent on both sides are copied at once, without the interpreter
     lock. Raises IndexError for a block that does not exist."""
-    whole_rows = target.layout.has_all_heads(rect) and source.layout.has_all_heads(rect)
-    (to_firsts, at_firsts), counts = _stretches([target_ids, source_ids], coalesce=whole_rows)
-    to = target.layout.runs(rect, to_firsts, counts)
-    at = source.layout.runs(rect, at_firsts, counts)
+    to, at = _both_runs(rect, target, target_ids, source, source_ids)
     if (code := block_code()) is not None:
         code.copy(
             target.address + to.start, to.stride, to.starts,
@@ -188,10 +209,53 @@ def copy_blocks(
             to.lengths, to.num_planes,
         )  # fmt: skip
         return
-    ends, begins = to.expanded(), at.expanded()
-    ranges = (ends.offsets.tolist(), begins.offsets.tolist(), ends.lengths.tolist())
-    for start, begin, nbytes in zip(*ranges, strict=True):
-        np.copyto(target.memory[start : start + nbytes], source.memory[begin : begin + nbytes])
+    for ours, theirs in zip(_slices(target, to), _slices(source, at), strict=True):
+        np.copyto(ours, theirs)
+
+
+def copy_hashed(
+    prefix: bytes,
+    rect: Rect,
+    target: CacheBytes,
+    target_ids: Sequence[int],
+    source: CacheBytes,
+    source_ids: Sequence[int],
+) -> bytes:
+    """Copies as `copy_blocks`, and returns the hash of the prefix and of what it wrote, as
+    `hash_blocks` would, without reading it again."""
+    to, at = _both_runs(rect, target, target_ids, source, source_ids)
+    code = block_code()
+    if code is not None and len(prefix) + to.nbytes >= MIN_HASHED_NBYTES:
+        return code.copy_hashed(
+            prefix,
+            target.address + to.start, to.stride, to.starts,
+            source.address + at.start, at.stride, at.starts,
+            to.lengths, to.num_planes,
+        )  # fmt: skip
+    hasher = xxhash.xxh3_128(prefix)
+    for ours, theirs in zip(_slices(target, to), _slices(source, at), strict=True):
+        np.copyto(ours, theirs)
+        hasher.update(ours.data)
+    return hasher.digest()
+
+
+def _both_runs(
+    rect: Rect,
+    target: CacheBytes,
+    target_ids: Sequence[int],
+    source: CacheBytes,
+    source_ids: Sequence[int],
+) -> tuple[PlaneRuns, PlaneRuns]:
+    """Returns the same stretches of blocks in both caches."""
+    whole_rows = target.layout.has_all_heads(rect) and source.layout.has_all_heads(rect)
+    (to_firsts, at_firsts), counts = _stretches([target_ids, source_ids], coalesce=whole_rows)
+    return target.layout.runs(rect, to_firsts, counts), source.layout.runs(rect, at_firsts, counts)
+
+
+def _slices(cache: CacheBytes, runs: PlaneRuns) -> list[NDArray[np.uint8]]:
+    ranges = runs.expanded()
+    starts, lengths = ranges.offsets.tolist(), ranges.lengths.tolist()
+    return [cache.memory[at : at + nbytes] for at, nbytes in zip(starts, lengths, strict=True)]
 
 
 def hash_blocks(prefix: bytes, cache: CacheBytes, runs: PlaneRuns) -> bytes:
@@ -204,3 +268,30 @@ def hash_blocks(prefix: bytes, cache: CacheBytes, runs: PlaneRuns) -> bytes:
     for part in runs.expanded().slices(cache.memory.data):
         hasher.update(part)
     return hasher.digest()
+
+
+class RunsHash:
+    """Makes the hash of `hash_blocks` from parts of the runs, which come one after the other."""
+
+    def __init__(self, prefix: bytes, cache: CacheBytes, nbytes: int) -> None:
+        """`nbytes`: of all parts together."""
+        self._cache = cache
+        code = block_code()
+        self._code = (
+            code if code is not None and len(prefix) + nbytes >= MIN_HASHED_NBYTES else None
+        )
+        if self._code is not None:
+            self._state = self._code.begin_hash(prefix, nbytes)
+        else:
+            self._hasher = xxhash.xxh3_128(prefix)
+
+    def update(self, part: ByteRuns) -> None:
+        if self._code is not None:
+            memory = self._cache.address, len(self._cache.memory)
+            self._code.update_hash(self._state, *memory, part.offsets, part.lengths)
+            return
+        for piece in part.slices(self._cache.memory.data):
+            self._hasher.update(piece)
+
+    def digest(self) -> bytes:
+        return self._hasher.digest() if self._code is None else self._code.end_hash(self._state)

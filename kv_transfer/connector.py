@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pdserve.common.core.errors import TransferError
-from pdserve.kv_transfer.layout import CacheView, Piece
+from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 
 API_VERSION = 2
 
@@ -50,6 +50,9 @@ class Capabilities:
     same_host: bool = False  # both ranks must share a host
     devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
     authenticates: bool = False  # peers prove `RankContext.keys`, or the kernel names their user
+    # Only the sink's own code writes into its blocks, and hashes runs as it does
+    # (`KVConnector.landed_digest`).
+    sink_writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,13 @@ class BlockRun:
 @dataclass(frozen=True, slots=True)
 class SinkTransfer:
     """Tells a sink rank which blocks to fill. `block_ids[i]` is the physical block of logical block
-    `first_block + i`."""
+    `first_block + i`. With `digests`, the commit will have digests to compare."""
 
     transfer_id: bytes
     epoch: int
     first_block: int
     block_ids: tuple[int, ...]
+    digests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,14 @@ class KVConnector(ABC):
         """Returns when nothing writes into the transfer's blocks (sink) or reads them (source), and
         nothing will. It returns at once for an unknown transfer. A one-sided read may end after
         the source's `quiesce` if it then does not count."""
+
+    def landed_digest(
+        self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+    ) -> bytes | None:
+        """Sink, with `sink_writes`: returns the hash of what it wrote into the blocks of a run,
+        made as it wrote (`digest.hash_prefix` comes before the bytes). None, the default: there is
+        none, and the core reads the blocks again."""
+        return None
 
     def release(self, transfer_id: bytes) -> None:
         """Forgets a transfer that the core is done with. Default: `quiesce`."""

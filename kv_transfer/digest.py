@@ -7,6 +7,7 @@ or another transfer's. Ranks make digests in `rank/digester.py`.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,6 +16,16 @@ from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
 from pdserve.kv_transfer.frame import bad_frame
 from pdserve.kv_transfer.layout import Rect
+
+_CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first block, blocks
+
+
+def hash_prefix(
+    fingerprint: str, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+) -> bytes:
+    """Returns what is hashed before the bytes of a run."""
+    context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
+    return fingerprint.encode() + context
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ WAITING = (
     *("test_group", "test_request_path", "test_watchdog", "test_executor", "test_connectors"),
     *("test_transfer_long", "test_grpc_doors", "test_broadcast", "test_expert_parallel"),
     *("test_windows", "test_cluster_check", "test_kv_events", "test_plan", "test_states"),
-    *("test_utilisation", "test_runner"),
+    *("test_utilisation", "test_runner", "test_spanned"),
 )
 # The others, from those on that take longest; what is in neither list fills up what is left.
 LONGEST = (

@@ -96,7 +96,7 @@ class Prometheus:
         config["global"] = {"scrape_interval": "200ms", "evaluation_interval": "500ms"}
         config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
         address = router.removeprefix("http://")
-        nodes = requests.get(f"{router}/v1/cluster/targets", timeout=10).json()
+        nodes = requests.get(f"{router}/v1/cluster/targets", timeout=60).json()
         config["scrape_configs"] = [
             {"job_name": "pdserve-router", "static_configs": [{"targets": [address]}]},
             {"job_name": "pdserve-nodes", "static_configs": nodes},
@@ -113,7 +113,7 @@ class Prometheus:
         )
 
     def get(self, path: str, **query: str) -> Any:
-        answer = requests.get(f"{self.url}/api/v1/{path}", params=query, timeout=10)
+        answer = requests.get(f"{self.url}/api/v1/{path}", params=query, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 

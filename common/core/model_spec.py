@@ -63,6 +63,7 @@ class ModelSpec:
     num_experts: int = 0  # in a layer of a model of transformers
     linears: tuple[tuple[str, int, int], ...] = ()
     """Names, outputs and inputs of the linear layers of a model of transformers."""
+    own_states: bool = False  # whether transformers' own code computes layers with a state
     layer_kv: tuple[LayerKV | int, ...] = ()
     """Says what each layer of a model of transformers keeps; a number: it attends to that layer's
     KV. Native ones differ in their windows alone."""
@@ -175,7 +176,7 @@ class ModelSpec:
                 f"--quantization {name}: pdserve knows no linear layers of {self.architecture}, "
                 "which runs through transformers: leave it out"
             )
-        if any(group.state for group in self.kv_groups):
+        if self.own_states:
             raise ConfigError(
                 f"--quantization {name}: {self.architecture} has layers with a state, which "
                 "transformers' own code computes, with unquantized weights alone: leave it out"

@@ -50,6 +50,11 @@ class DistributedEnvironment:
         return self.hosts.count(self.hosts[self.rank])
 
     @property
+    def is_first_of_host(self) -> bool:
+        """Whether no rank before this one is on its host."""
+        return self.hosts.index(self.hosts[self.rank]) == self.rank
+
+    @property
     def address_for_others(self) -> str:
         """This host's address for processes other than the ranks: the one towards the rendezvous;
         if that is loopback, the one of the default route; without a default route, as on an

@@ -82,6 +82,7 @@ class WorkerSpec:
     local_rank: int = 0  # its place among the node's ranks of its host: the GPU it computes on
     local_world_size: int = 1  # those ranks, of all replicas: they share the host's cores and RAM
     role: str = "node"  # whose rank this is, for the log
+    version: str = ""  # of the node's code: `wire.code_version`
     log: LogConfig = field(default_factory=LogConfig)  # of a rank with a process of its own
 
 

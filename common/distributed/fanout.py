@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Container, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -87,7 +88,7 @@ class FanOutExecutor(Executor):
         try:
             await self._open()
             for spec in self._specs:
-                await self._launcher.launch(spec)
+                await self._launcher.launch(replace(spec, version=wire.code_version()))
                 self._watchers.append(self._background(self._watch(spec.rank)))
             answers = await self._started(starting)
         except BaseException:

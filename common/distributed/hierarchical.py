@@ -7,8 +7,8 @@ Ranks of a host add up in shared memory, the leaders exchange their hosts' sums,
 to their hosts' ranks. So a host sends each number once, however many ranks it has. What is not
 worth that (all-to-all, send, recv) goes over gloo between all ranks.
 
-Of a group's time-out a host's ranks wait nine tenths for each other, leaders a little longer, and
-ranks for their leader all of it: so the first who gives up is the one that knows who is missing.
+Of a group's time-out a host's ranks wait eight tenths for each other, leaders nine, and ranks for
+their leader all of it: so the first who gives up is the one that knows who is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.common.distributed.communicator import CommunicatorContext
 from pdserve.common.distributed.shm import ShmCommunicator
 from pdserve.common.distributed.torch_communicator import GlooCommunicator
 
-_WITHIN, _BETWEEN = 0.9, 0.95  # of the group's time-out
+_WITHIN, _BETWEEN = 0.8, 0.9  # of the group's time-out
 
 
 class HierarchicalCommunicator(GlooCommunicator):

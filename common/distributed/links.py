@@ -78,14 +78,22 @@ def _measure(environment: DistributedEnvironment, group: GroupCoordinator) -> li
             continue
         peer = other if group.rank == one else one
         starts = group.rank == one
-        latency = statistics.median(_round_trips(group, peer, starts, 4, _PINGS)) / 2
+        pings = _round_trips(group, peer, starts, 4, _PINGS)
         bulk = min(_round_trips(group, peer, starts, _BULK_BYTES, _BULKS)) / 2
         if starts:
             ranks = group.ranks[one], group.ranks[other]
             hosts = environment.addresses[ranks[0]], environment.addresses[ranks[1]]
-            own.append(HostLink(hosts, latency, _BULK_BYTES / max(bulk - latency, 1e-9)))
+            own.append(_link(hosts, pings, bulk))
     bodies = group.all_gather_bytes(msgspec.msgpack.encode(own))
     return [link for body in bodies for link in _links.decode(body)]
+
+
+def _link(hosts: tuple[str, str], pings: Sequence[float], bulk: float) -> HostLink:
+    """Makes a link of the seconds of round trips of a few bytes, and of the quickest large tensor
+    one way. A host that is busy may delay all of the former: then the latter is taken as it is."""
+    sending = bulk - min(pings) / 2
+    seconds = sending if sending > 0 else bulk
+    return HostLink(hosts, statistics.median(pings) / 2, _BULK_BYTES / seconds)
 
 
 def _round_trips(

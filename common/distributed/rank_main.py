@@ -155,6 +155,7 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
     """Builds the worker, announces it, serves, closes. Returns the exit status."""
     number = wire.start_number(spec.rank, Link.OUT)
     try:
+        wire.check_version(spec.version)
         with loading():
             factory = import_string(spec.factory)
         worker: Worker = factory(spec, out.emit)

@@ -12,14 +12,13 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from socket import create_connection
 from typing import Any
 
 import msgspec
 import ray
-import zmq
 import zmq.asyncio
 from ray.exceptions import ActorUnavailableError
 from ray.job_config import JobConfig
@@ -32,6 +31,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.distributed import wire
 from pdserve.common.distributed.environment import Rendezvous
 from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.fanout import FanOutExecutor, Launcher
@@ -98,7 +98,7 @@ class RayActors(Launcher):
         self._head = asyncio.create_task(wait_for_lost_head())
         here = ray.util.get_node_ip_address()
         self._rendezvous = await asyncio.to_thread(Rendezvous, here)
-        self._node = _listen(socket, here, self._timeout)
+        self._node = wire.listen(socket, here, self._timeout)
 
     async def launch(self, spec: WorkerSpec) -> None:
         group = self._group
@@ -141,13 +141,6 @@ class RayActors(Launcher):
         if self._head is not None:
             self._head.cancel()
             await asyncio.wait([self._head])
-
-
-def _listen(socket: zmq.asyncio.Socket, address: str, timeout: float) -> NodeAddress:
-    key, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_server = True
-    port = socket.bind_to_random_port(f"tcp://{address}")
-    return NodeAddress(f"tcp://{address}:{port}", key.decode(), timeout)
 
 
 def _inherited_environment() -> dict[str, str]:
@@ -228,12 +221,22 @@ class Place:
 async def reserve_stages(stages: int, ranks: int, unit: str) -> tuple[PlacementGroup, int]:
     """Reserves a unit ("CPU" or "GPU") for each rank: those of a stage on one host, stages spread
     over as many as possible; without room for that, equal shares of each stage, as large as they
-    fit. Returns also how many ranks a bundle has.
+    fit. A host that is missing may come meanwhile. Returns also how many ranks a bundle has.
 
     Raises:
         ConfigError: there are not enough resources.
     """
-    *others, last = shares_of_a_stage(stages, ranks, list(_units(unit).values()))
+
+    def shares() -> list[int]:
+        return shares_of_a_stage(stages, ranks, list(_units(unit).values()))
+
+    if not (found := shares()):
+        try:
+            return await reserve(stages, ranks, unit, unless=shares), ranks
+        except ConfigError:
+            if not (found := shares()):
+                raise
+    *others, last = found
     for share in others:
         try:
             return await _reserve_shares(stages, ranks, unit, share), share
@@ -247,16 +250,22 @@ async def _reserve_shares(stages: int, ranks: int, unit: str, share: int) -> Pla
     return await reserve(stages * ranks // share, share, unit, strategy)
 
 
-async def reserve(bundles: int, size: int, unit: str, strategy: str = "SPREAD") -> PlacementGroup:
+async def reserve(
+    bundles: int,
+    size: int,
+    unit: str,
+    strategy: str = "SPREAD",
+    unless: Callable[[], object] = lambda: False,
+) -> PlacementGroup:
     """Reserves bundles of `size` units ("CPU" or "GPU"), each on one host, spread over as many
-    hosts as possible, or packed.
+    hosts as possible, or packed. Stops waiting for them when `unless` is true.
 
     Raises:
         ConfigError: there are not enough resources.
     """
     group = placement_group([{unit: size}] * bundles, strategy=strategy)
     try:
-        if not await _placed(group):
+        if not await _placed(group, unless):
             raise ConfigError(
                 f"Ray could not reserve {bundles} x {size} {unit} within "
                 f"{_PLACEMENT_TIMEOUT:.0f} s, each {size} on one host; "
@@ -271,21 +280,19 @@ async def reserve(bundles: int, size: int, unit: str, strategy: str = "SPREAD") 
 
 def shares_of_a_stage(stages: int, ranks: int, room: Sequence[float]) -> list[int]:
     """Returns how many ranks of a stage may share a host, the most first; `room`: ranks for which
-    each host has devices, used or not. If it is too small for all, a host may yet come that has
-    room for a stage."""
+    each host has devices, used or not. Empty: it is too small for all."""
     divisors = [share for share in range(ranks, 0, -1) if ranks % share == 0]
-    fitting = [
+    return [
         share
         for share in divisors
         if sum(units // share for units in room) * share >= stages * ranks
     ]
-    return fitting or [ranks]
 
 
-async def _placed(group: PlacementGroup) -> bool:
+async def _placed(group: PlacementGroup, unless: Callable[[], object]) -> bool:
     deadline = asyncio.get_running_loop().time() + _PLACEMENT_TIMEOUT
     while not await asyncio.to_thread(group.wait, timeout_seconds=1):
-        if asyncio.get_running_loop().time() > deadline:
+        if asyncio.get_running_loop().time() > deadline or unless():
             return False
     return True
 

@@ -160,9 +160,12 @@ class GlooCommunicator(TorchCommunicator):
             context = self.context
             others = [peer] if peer is not None else range(context.size)
             names = context.describe(rank for rank in others if rank != context.rank)
-            if "Timed out" in str(error):
-                raise rank_lost(f"no answer from {names} within {context.timeout:g} s") from error
-            raise rank_lost(f"the connection to {names} broke") from error
+            if not context.one_host:
+                names += f" to rank {context.ranks[context.rank]} on host {context.address}"
+            if "Timed out" not in str(error):
+                raise rank_lost(f"the connection from {names} broke") from error
+            hint = "" if context.one_host else ": check the link between the hosts"
+            raise rank_lost(f"no answer from {names} within {context.timeout:g} s{hint}") from error
 
 
 def _listen(context: CommunicatorContext) -> dict[str, str]:

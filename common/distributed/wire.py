@@ -17,14 +17,17 @@ ranks that know the node's key can connect (CurveZMQ, RFC 26; the key is never s
 from __future__ import annotations
 
 import logging
+import socket
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import zmq
 
+import pdserve
 from pdserve.common.core.errors import (
     Blame,
     ConfigError,
@@ -68,6 +71,30 @@ class NodeAddress:
     url: str
     key: str = ""  # over a network: the node's public key (Z85), known only to its ranks
     timeout: float = 30.0  # over a network: seconds without a sign of life until it counts as gone
+
+
+def listen(server: zmq.Socket, address: str, timeout: float) -> NodeAddress:
+    """Binds the node's socket to a free port of this host's `address`, with a new key."""
+    key, server.curve_secretkey = zmq.curve_keypair()
+    server.curve_server = True
+    port = server.bind_to_random_port(f"tcp://{address}")
+    return NodeAddress(f"tcp://{address}:{port}", key.decode(), timeout)
+
+
+def code_version() -> str:
+    """Returns what must be equal on all hosts of a node: ranks compute and add up the same, and
+    read each other's messages."""
+    torch, _, _ = version("torch").partition("+")  # hosts may have other devices
+    return f"pdserve {pdserve.__version__}, torch {torch}"
+
+
+def check_version(theirs: str) -> None:
+    """Raises ConfigError if this host's code is not the node's."""
+    if theirs != (ours := code_version()):
+        raise ConfigError(
+            f"host {socket.gethostname()} has {ours}, the node {theirs or 'an older pdserve'}: "
+            "install the same versions on every host of a node"
+        )
 
 
 def start_number(rank: int, link: Link) -> int:

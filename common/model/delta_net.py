@@ -1,4 +1,5 @@
 """The gated delta net (arXiv:2412.06464): linear attention, whose layers keep a state of one size.
+Steps compute those of Mamba-2 (`ssd.py`) in the same way.
 
 A unit is a key head and the value heads that share it. What follows a token depends on the state
 after the token before, and no more:
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -77,6 +79,74 @@ class DeltaInputs:
             self.weights[mine],
         )
 
+    @property
+    def units(self) -> int:
+        return self.mixed.shape[1]
+
+    @property
+    def numbers(self) -> int:
+        return self.sizes.numbers
+
+    def output(self) -> Tensor:
+        tokens, units, _ = self.mixed.shape
+        return self.mixed.new_empty(tokens, units * self.sizes.ratio * self.sizes.value_dim)
+
+    def room(self) -> Tensor:
+        tokens, units, _ = self.mixed.shape
+        shape = (tokens, units, self.sizes.ratio, self.sizes.value_dim)
+        return self.mixed.new_empty(shape, dtype=torch.float32)
+
+    def scan_natively(
+        self, kernels: NativeKernels, states: Tensor, context: DeltaContext, out: Tensor
+    ) -> None:
+        sizes, mixed = self.sizes, self.mixed.contiguous()
+        weights, decays, betas = (
+            each.contiguous() for each in (self.weights, self.decays, self.betas)
+        )
+        kernels.delta_net(
+            *call_of(mixed), len(context.rows), mixed.shape[1], sizes.ratio, sizes.key_dim,
+            sizes.value_dim, sizes.kernel, context.block_size, mixed.data_ptr(), weights.data_ptr(),
+            decays.data_ptr(), betas.data_ptr(), states.data_ptr(), context.rows.ctypes.data,
+            context.counts.ctypes.data, context.starts.ctypes.data, context.tables.ctypes.data,
+            context.tables.shape[1], out.data_ptr(),
+        )  # fmt: skip
+
+    def rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """rows `[B, n]`, before `[B, units, numbers]` → `[B, n, units, ratio, value_dim]`, states
+        after them."""
+        from transformers.models.qwen3_next.modeling_qwen3_next import (  # takes seconds to import
+            torch_chunk_gated_delta_rule,
+            torch_recurrent_gated_delta_rule,
+        )
+
+        sizes = self.sizes
+        (batch, length), units = rows.shape, before.shape[1]
+        matrices, past = before.split((sizes.matrices, sizes.numbers - sizes.matrices), dim=-1)
+        past = past.view(batch, units, sizes.kernel - 1, sizes.width).transpose(1, 2)
+        seen = torch.cat((past, self.mixed[rows].float()), dim=1)  # [B, n + kernel - 1, units, …]
+        mixed = F.conv1d(
+            seen.flatten(2).transpose(1, 2),
+            self.weights.view(-1, 1, sizes.kernel),
+            groups=units * sizes.width,
+        )
+        mixed = F.silu(mixed).transpose(1, 2).unflatten(2, (units, sizes.width))
+        values = sizes.ratio * sizes.value_dim
+        query, key, value = mixed.split((sizes.key_dim, sizes.key_dim, values), dim=-1)
+        rule = torch_recurrent_gated_delta_rule if length == 1 else torch_chunk_gated_delta_rule
+        out, after = rule(
+            query,
+            key,
+            value.reshape(batch, length, -1, sizes.value_dim),
+            g=self.decays[rows].flatten(2),
+            beta=self.betas[rows].flatten(2),
+            initial_state=matrices.reshape(batch, -1, sizes.key_dim, sizes.value_dim),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        left = seen[:, length:].transpose(1, 2).flatten(2)
+        after = after.reshape(batch, units, sizes.matrices)
+        return out.unflatten(2, (units, sizes.ratio)), torch.cat((after, left), dim=-1)
+
 
 @dataclass(frozen=True)
 class DeltaContext:
@@ -108,14 +178,41 @@ class DeltaContext:
         return int(self.tables[sequence, (self.starts[sequence] + token) // self.block_size])
 
 
+class StateInputs(Protocol):
+    """A layer's inputs for a step's T tokens, of which it makes states and outputs."""
+
+    @property
+    def units(self) -> int:
+        """The parts of a state that ranks may share."""
+
+    @property
+    def numbers(self) -> int:
+        """The numbers of a unit's state."""
+
+    def of_units(self, start: int, end: int) -> StateInputs:
+        """Returns those of units `start … end-1`."""
+
+    def output(self) -> Tensor:
+        """Returns room for the output, `[T, features]` in the inputs' dtype."""
+
+    def room(self) -> Tensor:
+        """Returns room for the output in float32, `[T, …]` with as many numbers."""
+
+    def scan_natively(
+        self, kernels: NativeKernels, states: Tensor, context: DeltaContext, out: Tensor
+    ) -> None:
+        """Computes as `DeltaBackend.scan`, into `out` of `room`."""
+
+    def rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes as `Rule`."""
+
+
 class DeltaBackend(StepBackend):
-    """Computes layers with a gated delta net: in C++ on a CPU with native `kernels`, else by
-    transformers' functions in torch, a chunk at once."""
+    """Computes layers with a state: in C++ on a CPU with native `kernels`, else by transformers'
+    functions in torch, a chunk at once."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._delta_net = None
-        if isinstance(kernels, NativeKernels):
-            self._delta_net = kernels.function("delta_net")
+        self._kernels = kernels if isinstance(kernels, NativeKernels) else None
 
     def prepare(self, batch: AttentionBatch) -> DeltaContext:
         counts = np.asarray(batch.query_lens, np.int32)
@@ -127,31 +224,15 @@ class DeltaBackend(StepBackend):
             pad([np.asarray(table) for table in batch.block_tables]),
         )
 
-    def scan(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> Tensor:
+    def scan(self, inputs: StateInputs, states: Tensor, context: DeltaContext) -> Tensor:
         """Computes a step's tokens from `states` `[blocks, units, numbers]` of a layer, and writes
-        the states after them; returns `[T, units · ratio, value_dim]` in the inputs' dtype."""
-        if self._delta_net is not None:
-            found = self._scan_natively(inputs, states, context)
+        the states after them; returns `[T, features]` in the inputs' dtype."""
+        out = inputs.room()
+        if self._kernels is not None:
+            inputs.scan_natively(self._kernels, states, context, out)
         else:
-            found = _outputs(inputs)
-            scan(partial(_rule, inputs), found, states, context)
-        return found.flatten(1, 2).to(inputs.mixed.dtype)
-
-    def _scan_natively(self, inputs: DeltaInputs, states: Tensor, context: DeltaContext) -> Tensor:
-        assert self._delta_net is not None
-        sizes, mixed = inputs.sizes, inputs.mixed.contiguous()
-        weights, decays, betas = (
-            each.contiguous() for each in (inputs.weights, inputs.decays, inputs.betas)
-        )
-        out = _outputs(inputs)
-        self._delta_net(
-            *call_of(mixed), len(context.rows), mixed.shape[1], sizes.ratio, sizes.key_dim,
-            sizes.value_dim, sizes.kernel, context.block_size, mixed.data_ptr(), weights.data_ptr(),
-            decays.data_ptr(), betas.data_ptr(), states.data_ptr(), context.rows.ctypes.data,
-            context.counts.ctypes.data, context.starts.ctypes.data, context.tables.ctypes.data,
-            context.tables.shape[1], out.data_ptr(),
-        )  # fmt: skip
-        return out
+            scan(inputs.rule, out, states, context)
+        return out.flatten(1).to(inputs.output().dtype)
 
 
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -192,47 +273,3 @@ def _advance(
     out[rows], after = rule(rows, before)
     blocks = [context.block_of(each, end - 1) for each in sequences]
     states[torch.tensor(blocks, device=device)] = after
-
-
-def _outputs(inputs: DeltaInputs) -> Tensor:
-    """Returns room for a step's outputs, float32 `[T, units, ratio, value_dim]`."""
-    tokens, units, _ = inputs.mixed.shape
-    shape = (tokens, units, inputs.sizes.ratio, inputs.sizes.value_dim)
-    return inputs.mixed.new_empty(shape, dtype=torch.float32)
-
-
-def _rule(inputs: DeltaInputs, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """rows `[B, n]`, before `[B, units, numbers]` → `[B, n, units, ratio, value_dim]`, states
-    after them."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import (  # takes seconds to import
-        torch_chunk_gated_delta_rule,
-        torch_recurrent_gated_delta_rule,
-    )
-
-    sizes = inputs.sizes
-    (batch, length), units = rows.shape, before.shape[1]
-    matrices, past = before.split((sizes.matrices, sizes.numbers - sizes.matrices), dim=-1)
-    past = past.view(batch, units, sizes.kernel - 1, sizes.width).transpose(1, 2)
-    seen = torch.cat((past, inputs.mixed[rows].float()), dim=1)  # [B, n + kernel - 1, units, …]
-    mixed = F.conv1d(
-        seen.flatten(2).transpose(1, 2),
-        inputs.weights.view(-1, 1, sizes.kernel),
-        groups=units * sizes.width,
-    )
-    mixed = F.silu(mixed).transpose(1, 2).unflatten(2, (units, sizes.width))
-    values = sizes.ratio * sizes.value_dim
-    query, key, value = mixed.split((sizes.key_dim, sizes.key_dim, values), dim=-1)
-    rule = torch_recurrent_gated_delta_rule if length == 1 else torch_chunk_gated_delta_rule
-    out, after = rule(
-        query,
-        key,
-        value.reshape(batch, length, -1, sizes.value_dim),
-        g=inputs.decays[rows].flatten(2),
-        beta=inputs.betas[rows].flatten(2),
-        initial_state=matrices.reshape(batch, -1, sizes.key_dim, sizes.value_dim),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    left = seen[:, length:].transpose(1, 2).flatten(2)
-    after = after.reshape(batch, units, sizes.matrices)
-    return out.unflatten(2, (units, sizes.ratio)), torch.cat((after, left), dim=-1)

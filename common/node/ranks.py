@@ -50,7 +50,7 @@ class Ranks:
         """Starts the ranks. Raises ConfigError or NodeError when one cannot start; then none
         runs."""
         parallel = replace(engine.parallel, device=facts.device)  # the same on all hosts
-        config = WorkerConfig(replace(engine, parallel=parallel), extension)
+        config = WorkerConfig(replace(engine, parallel=parallel), extension, facts.revision)
         specs = worker_specs(config, role, log, replica)
         executor = make_executor(specs, parallel, facts.device)
         answers = await executor.start()

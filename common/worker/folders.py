@@ -15,6 +15,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.broadcast import BroadcastFolder
+from pdserve.common.model.checkpoint import weights_revision
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.implementation import read_spec
 from pdserve.common.text.grammar import GrammarTokens
@@ -39,6 +40,20 @@ class ModelFolders:
         spec.check_max_model_len(max_model_len)
         spec.check_kv_cache_dtype(self.engine.cache.kv_cache_dtype)
         return spec, max_model_len
+
+    def check_revision(self, revision: str) -> None:
+        """Raises ConfigError if this host's copy of the weights is not of the node's `revision`. It
+        looks at a page of each tensor; weights from another rank are always of one copy."""
+        config = self.engine.model
+        if isinstance(self.model, BroadcastFolder):
+            return
+        given = config.load_format, config.seed, config.overrides
+        if (found := weights_revision(self.model.path, *given)) != revision:
+            raise ConfigError(
+                f"host {socket.gethostname()} has other weights in {self.model.path} (revision "
+                f"{found}) than the node's host ({revision}): give all hosts of a node the same "
+                "copy, or pass --load-broadcast"
+            )
 
     def read_grammar_tokens(self, spec: ModelSpec) -> GrammarTokens:
         """Reads the same tokenizer as the router."""

@@ -74,6 +74,7 @@ class WorkerConfig:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     extension: ExtensionConfig | None = None
+    revision: str = ""  # of the node's copy of the weights; "": not compared
 
 
 def worker_specs(
@@ -114,6 +115,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     memory = _enter(device, engine.cache)
     environment, state = _init_distributed(spec, engine, device)
     folders = open_folders(engine, state.world)
+    if environment.is_first_of_host and config.revision:
+        folders.check_revision(config.revision)
     model_spec, max_model_len = folders.read_model()
     replicas = engine.parallel.data_parallel_size
     _set_threads(engine.parallel.cpu_threads, replicas * environment.local_world_size)
@@ -122,7 +125,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     # Hosts may choose different dtypes by their CPU, and read their own copies of the folder.
     state.world.agree([dtype_name(dtype), max_model_len], "dtype and context window")
     stage = stages_of(model_spec, engine.parallel)[state.pp.rank]
-    spanned = measure_stages(environment, state, 2 * stage.num_layers)
+    all_reduces = 2 * stage.num_layers + int(stage.first)  # the embedding
+    spanned = measure_stages(environment, state, all_reduces)
     if spanned and spec.rank == 0:
         # On CPUs ranks add up in float32.
         itemsize = torch.float32.itemsize if device.type == "cpu" else dtype.itemsize

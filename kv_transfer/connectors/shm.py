@@ -21,9 +21,16 @@ from typing import Any, ClassVar
 import msgspec
 
 from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.blocks import BlockLayout, CacheBytes, copy_blocks, memory_of
+from pdserve.kv_transfer.blocks import (
+    BlockLayout,
+    CacheBytes,
+    copy_blocks,
+    copy_hashed,
+    memory_of,
+)
 from pdserve.kv_transfer.connector import Capabilities, RankContext, SourceTransfer
 from pdserve.kv_transfer.connectors.base import pull
+from pdserve.kv_transfer.connectors.base.channel import LandingHashes
 from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
@@ -43,7 +50,7 @@ class ShmConnector(pull.PullConnector[Greeting]):
     """Takes no options."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        pull=True, one_sided=True, same_host=True, authenticates=True
+        pull=True, one_sided=True, same_host=True, authenticates=True, sink_writes=True
     )
     greeting = Greeting
 
@@ -112,8 +119,18 @@ class MappedCache(pull.PeerCache):
         self._theirs = CacheBytes.of(mapped, theirs)
         self._ours = CacheBytes.of(memory_of(view.cache), ours)
 
-    def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
-        copy_blocks(rect, self._ours, sink_ids, self._theirs, source_ids)
+    def copy(
+        self,
+        rect: Rect,
+        source_ids: Sequence[int],
+        sink_ids: Sequence[int],
+        hashes: LandingHashes,
+    ) -> None:
+        ends = self._ours, sink_ids, self._theirs, source_ids
+        if not hashes.prefixes:
+            copy_blocks(rect, *ends)
+        for band, prefix in hashes.prefixes.items():
+            hashes.made[band] = copy_hashed(prefix, band, *ends)
 
     def held(self, transfer_id: bytes, epoch: int) -> bool:
         return self._holds is not None and self._holds.has(transfer_id, epoch)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from pdserve.common.config.shared import TLSConfig
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
 from pdserve.common.rpc.tls import TLS
+from pdserve.kv_transfer.connector import Capabilities
+from pdserve.kv_transfer.connectors.base.channel import HashingPipeMover, Mover
 from pdserve.kv_transfer.connectors.base.sockets import SocketListener, SocketPipe, TLSPipe
 from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
-from pdserve.kv_transfer.pipe import PipeListener, PipeTransport
+from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 
 CONNECT_TIMEOUT_S = 5.0
 UNACKED_TIMEOUT_MS = 30_000  # after which a peer behind a cut link is lost
@@ -49,11 +52,16 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TCPConnector(PipeConnector):
+    capabilities: ClassVar[Capabilities] = replace(PipeConnector.capabilities, sink_writes=True)
+
     def transport(self, config: Mapping[str, Any]) -> PipeTransport:
         try:
             return TCPTransport(msgspec.convert(dict(config), Options))
         except msgspec.ValidationError as error:
             raise ConfigError(f"--kv-connector-config of tcp: {error}") from error
+
+    def mover(self, pipe: KVPipe) -> Mover:
+        return HashingPipeMover(self.context.view, pipe)
 
 
 class TCPTransport(PipeTransport):

@@ -232,7 +232,7 @@ class RecvTransfer:
     async def _accept(self, epoch: int) -> None:
         ticket = self.ticket
         accepts = [
-            Accept(SinkTransfer(ticket.transfer_id, epoch, each.first, each.ids))
+            Accept(SinkTransfer(ticket.transfer_id, epoch, each.first, each.ids, ticket.digests))
             for each in self.blocks
         ]
         wanted = (accepts[each.group] for each in ticket.endpoints)

@@ -1,9 +1,10 @@
-// Copies and hashes the bytes of scattered KV blocks: one call for all byte ranges of a run, during
-// which Python's lock is free.
+// Copies and hashes the bytes of scattered KV blocks, one after the other or both at once: one call
+// for all byte ranges of a run, during which Python's lock is free.
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -103,11 +104,15 @@ struct Lanes {
 
 inline __m512i load(const uint8_t* at) { return _mm512_loadu_si512(at); }
 
-inline void accumulate(Lanes& lanes, const uint8_t* stripe, const uint8_t* secret) {
-    __m512i data = load(stripe), keyed = _mm512_xor_si512(data, load(secret));
+inline void accumulate(Lanes& lanes, __m512i data, const uint8_t* secret) {
+    __m512i keyed = _mm512_xor_si512(data, load(secret));
     __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
     __m512i crossed = _mm512_shuffle_epi32(data, _MM_PERM_BADC);
     lanes.values = _mm512_add_epi64(lanes.values, _mm512_add_epi64(product, crossed));
+}
+
+inline void accumulate(Lanes& lanes, const uint8_t* stripe, const uint8_t* secret) {
+    accumulate(lanes, load(stripe), secret);
 }
 #elif defined(__AVX2__)
 struct Lanes {
@@ -191,6 +196,24 @@ class XXH3 {
         std::memcpy(carry_, data + 64 * whole, carried_);
     }
 
+    // Does as `update(source)` and copies: a line goes to the target as it is read for the hash, so
+    // both take hardly longer than the slower of them.
+    void copy(uint8_t* target, const uint8_t* source, size_t nbytes, const uint8_t* next,
+              bool past_caches) {
+        size_t begun = carried_ ? 64 - carried_ : 0;  // ends a stripe of an earlier part
+        size_t copied = 0;
+        if (nbytes < begun) begun = nbytes;
+        update(source, begun, source + begun);
+#if defined(__AVX512F__)
+        if (reinterpret_cast<uintptr_t>(target) % LINE == 0 && begun % 4 == 0)
+            copied = copy_lines(target, source, nbytes, next, begun, past_caches);
+#else
+        (void)past_caches;
+#endif
+        std::memcpy(target + copied, source + copied, nbytes - copied);
+        update(source + begun + copied, nbytes - begun - copied, next);
+    }
+
     void digest(uint8_t* out) {  // 16 bytes, the most significant first
         remember(carry_, carried_);
         accumulate(lanes_, last_, SECRET + SECRET_NBYTES - 71);
@@ -203,6 +226,35 @@ class XXH3 {
     }
 
   private:
+#if defined(__AVX512F__)
+    // Copies whole lines and hashes as many stripes, of which the first is at `begun`. Returns the
+    // bytes copied.
+    size_t copy_lines(uint8_t* target, const uint8_t* source, size_t nbytes, const uint8_t* next,
+                      size_t begun, bool past_caches) {
+        size_t at = 0;
+        // A stripe is the end of one line and the beginning of the next: no load crosses lines.
+        const __m512i words = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i picked = _mm512_add_epi32(words, _mm512_set1_epi32(static_cast<int>(begun / 4)));
+        Lanes lanes = lanes_;
+        uint64_t in_block = in_block_;
+        for (; at + 5 * LINE <= nbytes && at / 64 + 4 <= due_; at += 4 * LINE) {
+            __m512i lines[5];
+            for (int i = 0; i < 5; i++) lines[i] = load(source + at + i * LINE);
+            for (int i = 0; i < 4; i++) {
+                fetch_ahead(source, at + i * LINE, nbytes, next);
+                auto* line = reinterpret_cast<__m512i*>(target + at + i * LINE);
+                past_caches ? _mm512_stream_si512(line, lines[i]) : _mm512_store_si512(line, lines[i]);
+                __m512i stripe = _mm512_permutex2var_epi32(lines[i], picked, lines[i + 1]);
+                accumulate(lanes, stripe, SECRET + 8 * in_block);
+                if (++in_block == STRIPES) scramble(lanes), in_block = 0;
+            }
+        }
+        lanes_ = lanes, in_block_ = in_block, due_ -= at / 64;
+        if (at) remember(source + begun + at - 64, 64);
+        return at;
+    }
+#endif
+
     void stripes(const uint8_t* data, uint64_t count, const uint8_t* next) {
         Lanes lanes = lanes_;
         due_ -= count;
@@ -251,6 +303,13 @@ static uint64_t total(const int64_t* lengths, size_t n, size_t num_planes) {
     return in_plane * num_planes;
 }
 
+// The byte after range `i` of a plane, in the order in which ranges are read.
+static const uint8_t* after(const uint8_t* plane, const int64_t* starts, size_t i, size_t n,
+                            size_t stride) {
+    bool last = i + 1 == n;
+    return plane + starts[last ? 0 : i + 1] + (last ? stride : 0);
+}
+
 // Returns 1, or 0 when a range is not within its plane: then nothing was copied.
 EXPORT int kv_copy(uint8_t* target, size_t target_stride, const int64_t* to, const uint8_t* source,
                    size_t source_stride, const int64_t* from, const int64_t* lengths, size_t n,
@@ -259,8 +318,7 @@ EXPORT int kv_copy(uint8_t* target, size_t target_stride, const int64_t* to, con
     bool past_caches = total(lengths, n, num_planes) >= past_caches_nbytes;
     for (size_t plane = 0; plane < num_planes; plane++) {
         for (size_t i = 0; i < n; i++) {
-            bool last = i + 1 == n;
-            const uint8_t* next = source + from[last ? 0 : i + 1] + (last ? source_stride : 0);
+            const uint8_t* next = after(source, from, i, n, source_stride);
             if (past_caches)
                 copy_past_caches(target + to[i], source + from[i], lengths[i], next);
             else
@@ -281,11 +339,61 @@ EXPORT int kv_hash(const uint8_t* prefix, size_t prefix_nbytes, const uint8_t* m
     XXH3 hash(prefix_nbytes + total(lengths, n, num_planes));
     hash.update(prefix, prefix_nbytes, memory);
     for (size_t plane = 0; plane < num_planes; plane++, memory += stride)
-        for (size_t i = 0; i < n; i++) {
-            bool last = i + 1 == n;
-            const uint8_t* next = memory + starts[last ? 0 : i + 1] + (last ? stride : 0);
-            hash.update(memory + starts[i], lengths[i], next);
-        }
+        for (size_t i = 0; i < n; i++)
+            hash.update(memory + starts[i], lengths[i], after(memory, starts, i, n, stride));
     hash.digest(out);
     return 1;
+}
+
+// As `kv_copy`, and XXH3 of `prefix` and of the bytes that were read, as `kv_hash`.
+EXPORT int kv_copy_hashed(const uint8_t* prefix, size_t prefix_nbytes, uint8_t* target,
+                          size_t target_stride, const int64_t* to, const uint8_t* source,
+                          size_t source_stride, const int64_t* from, const int64_t* lengths,
+                          size_t n, size_t num_planes, uint64_t past_caches_nbytes,
+                          uint8_t* out) {
+    if (!within(target_stride, to, lengths, n) || !within(source_stride, from, lengths, n)) return 0;
+    const uint64_t nbytes = total(lengths, n, num_planes);
+    bool past_caches = nbytes >= past_caches_nbytes;
+    XXH3 hash(prefix_nbytes + nbytes);
+    hash.update(prefix, prefix_nbytes, source);
+    for (size_t plane = 0; plane < num_planes; plane++) {
+        for (size_t i = 0; i < n; i++)
+            hash.copy(target + to[i], source + from[i], lengths[i],
+                      after(source, from, i, n, source_stride), past_caches);
+        target += target_stride, source += source_stride;
+    }
+    if (past_caches) finish_copies();
+    hash.digest(out);
+    return 1;
+}
+
+// A hash that goes on from call to call; `state` has `kv_hash_state_nbytes()`, aligned or not.
+static_assert(std::is_trivially_copyable<XXH3>::value, "a state is copied");
+
+EXPORT size_t kv_hash_state_nbytes() { return sizeof(XXH3); }
+
+// Of `nbytes` in all, more than 240, of which the first are `prefix`.
+EXPORT void kv_hash_begin(uint8_t* state, const uint8_t* prefix, size_t prefix_nbytes,
+                          uint64_t nbytes) {
+    XXH3 hash(nbytes);
+    hash.update(prefix, prefix_nbytes, prefix);
+    std::memcpy(state, &hash, sizeof hash);
+}
+
+// Goes on with ranges of a memory of `nbytes`. Returns 0 when one is not within it.
+EXPORT int kv_hash_update(uint8_t* state, const uint8_t* memory, size_t nbytes,
+                          const int64_t* starts, const int64_t* lengths, size_t n) {
+    if (!within(nbytes, starts, lengths, n)) return 0;
+    XXH3 hash(0);
+    std::memcpy(&hash, state, sizeof hash);
+    for (size_t i = 0; i < n; i++)
+        hash.update(memory + starts[i], lengths[i], after(memory, starts, i, n, 0));
+    std::memcpy(state, &hash, sizeof hash);
+    return 1;
+}
+
+EXPORT void kv_hash_end(const uint8_t* state, uint8_t* out) {
+    XXH3 hash(0);
+    std::memcpy(&hash, state, sizeof hash);
+    hash.digest(out);
 }

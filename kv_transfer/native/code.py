@@ -7,6 +7,7 @@ import ctypes
 import logging
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +15,15 @@ from numpy.typing import NDArray
 from pdserve.common.core.native import BuildError, Library, load_library
 
 BLOCKS = Library("kv-blocks", Path(__file__).parent)
-# A copy of so many bytes or more bypasses the CPU's caches. Less is soon read again, for its digest
-# or by decode; more would have left the caches by then.
+# A copy of so many bytes or more bypasses the CPU's caches. Less is soon read again, by decode;
+# more would have left the caches by then.
 PAST_CACHES_NBYTES = 4 << 20
 MIN_HASHED_NBYTES = 241  # XXH3 hashes less than that in another way
 
 logger = logging.getLogger(__name__)
 
 Int64s = NDArray[np.int64]
+HashState: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
 class BlockCode:
@@ -40,6 +42,21 @@ class BlockCode:
         self._hash = library.kv_hash
         ranges = pointer, size, pointer, pointer, size, size
         self._hash.argtypes = [ctypes.c_char_p, size, *ranges, ctypes.c_char_p]
+        self._copy_hashed = library.kv_copy_hashed
+        self._copy_hashed.argtypes = [
+            *(ctypes.c_char_p, size, *self._copy.argtypes),
+            ctypes.c_char_p,
+        ]
+        library.kv_hash_state_nbytes.restype = size
+        self._state_nbytes = library.kv_hash_state_nbytes()
+        self._begin = library.kv_hash_begin
+        self._begin.argtypes = [ctypes.c_char_p, ctypes.c_char_p, size, ctypes.c_uint64]
+        self._begin.restype = None
+        self._update = library.kv_hash_update
+        self._update.argtypes = [ctypes.c_char_p, pointer, size, pointer, pointer, size]
+        self._end = library.kv_hash_end
+        self._end.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        self._end.restype = None
 
     def copy(
         self,
@@ -58,6 +75,49 @@ class BlockCode:
             lengths.ctypes.data, len(lengths), num_planes, PAST_CACHES_NBYTES,
         )  # fmt: skip
         _check(done)
+
+    def copy_hashed(
+        self,
+        prefix: bytes,
+        target: int,
+        target_stride: int,
+        to: Int64s,
+        source: int,
+        source_stride: int,
+        at: Int64s,
+        lengths: Int64s,
+        num_planes: int,
+    ) -> bytes:
+        """Copies as `copy` and returns the hash of the prefix and of what it read, as `hash`."""
+        out = ctypes.create_string_buffer(16)
+        done = self._copy_hashed(
+            prefix, len(prefix), target, target_stride, to.ctypes.data, source, source_stride,
+            at.ctypes.data, lengths.ctypes.data, len(lengths), num_planes, PAST_CACHES_NBYTES, out,
+        )  # fmt: skip
+        _check(done)
+        return out.raw
+
+    def begin_hash(self, prefix: bytes, nbytes: int) -> HashState:
+        """Begins the hash of the prefix and of `nbytes` that follow, together MIN_HASHED_NBYTES or
+        more."""
+        state = ctypes.create_string_buffer(self._state_nbytes)
+        self._begin(state, prefix, len(prefix), len(prefix) + nbytes)
+        return state
+
+    def update_hash(
+        self, state: HashState, memory: int, nbytes: int, starts: Int64s, lengths: Int64s
+    ) -> None:
+        """Goes on with ranges of a memory of `nbytes`."""
+        _check(
+            self._update(
+                state, memory, nbytes, starts.ctypes.data, lengths.ctypes.data, len(starts)
+            )
+        )
+
+    def end_hash(self, state: HashState) -> bytes:
+        out = ctypes.create_string_buffer(16)
+        self._end(state, out)
+        return out.raw
 
     def hash(
         self,

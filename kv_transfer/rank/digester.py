@@ -5,8 +5,7 @@ and runs at the speed of memory.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import xxhash
 
 from pdserve.common.core.host import usable_cores
 from pdserve.kv_transfer.blocks import (
+    MAX_BANDS,
     BlockLayout,
     CacheBytes,
     gather,
@@ -26,15 +26,18 @@ from pdserve.kv_transfer.blocks import (
 )
 from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
 from pdserve.kv_transfer.connectors.base.channel import OwnStream
-from pdserve.kv_transfer.digest import RunDigest, check_coverage
+from pdserve.kv_transfer.digest import (
+    RunDigest,
+    check_coverage,
+    hash_prefix,
+)
 from pdserve.kv_transfer.layout import CacheView, Rect
 
 STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
-MAX_THREADS = 4  # one thread reaches about half of the memory's bandwidth
 THREADED_NBYTES = 1 << 20  # less is hashed sooner than another thread wakes up
-BAND_NBYTES = 64 << 10  # of one block, in a band of layers with its own digest
 
-_CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first block, blocks
+LandedDigest = Callable[[bytes, int, Rect, BlockRun], bytes | None]
+"""Of a connector: its method `landed_digest`."""
 
 
 class Hashed(NamedTuple):
@@ -48,16 +51,20 @@ class Hashed(NamedTuple):
     block_ids: Sequence[int]
 
 
+def _none_landed(transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun) -> None:
+    """Has hashed nothing."""
+
+
 class Digester:
     """Hashes blocks of one rank's cache, several runs or bands of layers at once if there are
     cores. `close` ends its threads."""
 
     def __init__(self, view: CacheView, fingerprint: str) -> None:
         self._view = view
-        self._fingerprint = fingerprint.encode()
+        self._fingerprint = fingerprint
         self._on_host = view.cache.device.type == "cpu"
         self._stream = OwnStream(view.cache.device)
-        self._threads = min(MAX_THREADS, usable_cores()) if self._on_host else 1
+        self._threads = min(MAX_BANDS, usable_cores()) if self._on_host else 1
 
     @cached_property
     def _bytes(self) -> CacheBytes:
@@ -66,12 +73,6 @@ class Digester:
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._threads, "kv-digest")
-
-    def bands(self, rect: Rect) -> list[Rect]:
-        """Cuts a piece into the bands that are hashed alone: the same for all runs of a
-        transfer."""
-        block_nbytes = piece_nbytes(self._view.cache, rect, 1)
-        return rect.split_layers(min(MAX_THREADS, block_nbytes // BAND_NBYTES))
 
     def digests(self, wanted: Sequence[Hashed]) -> list[bytes]:
         nbytes = sum(self.nbytes(each.rect, each.run) for each in wanted)
@@ -83,8 +84,7 @@ class Digester:
         self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun, block_ids: Sequence[int]
     ) -> bytes:
         """Returns one digest; the arguments are the fields of `Hashed`."""
-        context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
-        prefix = self._fingerprint + context
+        prefix = hash_prefix(self._fingerprint, transfer_id, epoch, rect, run)
         if self._on_host:
             return hash_blocks(prefix, self._bytes, plane_runs(self._view, rect, block_ids))
         with self._stream.active():
@@ -94,24 +94,51 @@ class Digester:
         return hasher.digest()
 
     def verify(
-        self, transfer: SinkTransfer, digests: Sequence[RunDigest], start: int = 0
+        self,
+        transfer: SinkTransfer,
+        digests: Sequence[RunDigest],
+        start: int = 0,
+        landed: LandedDigest = _none_landed,
     ) -> tuple[list[RunDigest], int]:
         """Compares the transfer's blocks with the digests from number `start` on: `STEP_NBYTES`, or
         at least one run, so that each step renews the lease and other commands are served in
-        between. Returns the digests that differ, and how many are left.
+        between. Runs are read unless they were hashed as they `landed`. Returns the digests that
+        differ, and how many are left.
 
         Raises:
             TransferError: BAD_FRAME, they do not cover every block of this rank exactly once.
         """
         check_coverage(self._view.rect, transfer, digests)
+        found: dict[int, bytes] = {}
+        unread: dict[int, Hashed] = {}
         nbytes, end = 0, start
         while end < len(digests) and nbytes < STEP_NBYTES:
-            nbytes += self.nbytes(digests[end].rect, digests[end].run)
+            sent = digests[end]
+            known = landed(transfer.transfer_id, transfer.epoch, sent.rect, sent.run)
+            if known is None:
+                unread[end] = _landed(transfer, sent)
+                nbytes += self.nbytes(sent.rect, sent.run)
+            else:
+                found[end] = known
             end += 1
-        step = digests[start:end]
-        landed = self.digests([_landed(transfer, each) for each in step])
-        wrong = [each for each, now in zip(step, landed, strict=True) if each.digest != now]
+        found.update(zip(unread, self.digests(list(unread.values())), strict=True))
+        wrong = [
+            digests[number]
+            for number in range(start, end)
+            if digests[number].digest != found[number]
+        ]
         return wrong, len(digests) - end
+
+    def unread(
+        self, transfer: SinkTransfer, digests: Sequence[RunDigest], landed: LandedDigest
+    ) -> int:
+        """Returns the bytes of the runs that were not hashed as they landed."""
+        ids = transfer.transfer_id, transfer.epoch
+        return sum(
+            self.nbytes(each.rect, each.run)
+            for each in digests
+            if landed(*ids, each.rect, each.run) is None
+        )
 
     def nbytes(self, rect: Rect, run: BlockRun) -> int:
         return piece_nbytes(self._view.cache, rect, run.count)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 
 from pdserve.common.core.errors import TransferError
 from pdserve.common.core.host import leave
-from pdserve.kv_transfer.blocks import piece_nbytes
+from pdserve.kv_transfer.blocks import bands, piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
@@ -19,9 +18,9 @@ from pdserve.kv_transfer.commands import (
     Submit,
     Verify,
 )
-from pdserve.kv_transfer.connector import KVConnector, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.connector import BlockRun, KVConnector, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.connectors.base.channel import FRAME_NBYTES, parts
 from pdserve.kv_transfer.digest import RunDigest
-from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.rank.digester import Digester, Hashed
 
 logger = logging.getLogger(__name__)
@@ -67,19 +66,21 @@ class GroupConnector:
             case Ready(digest=digest):
                 source = self._sources.get(command.transfer_id)
                 rects = [piece.rect for piece, _ in source.pieces] if digest and source else []
-                return self._is_hashed_soon(rects, command.run.count)
+                cache = self._connector.context.view.cache
+                sizes = (piece_nbytes(cache, rect, command.run.count) for rect in rects)
+                return self._is_hashed_soon(sum(sizes))
             case Verify(transfer_id, digests=digests):
                 sink = self._sinks.get(transfer_id)
-                count = len(sink.block_ids) if sink else 0
-                few = len(digests) <= SHORT_RUNS
-                return few and self._is_hashed_soon([self._connector.context.view.rect], count)
+                if sink is None or len(digests) > SHORT_RUNS:
+                    return sink is None
+                landed = self._connector.landed_digest
+                return self._is_hashed_soon(self._digester.unread(sink, digests, landed))
             case _:
                 return False
 
-    def _is_hashed_soon(self, rects: Sequence[Rect], count: int) -> bool:
-        cache = self._connector.context.view.cache
-        nbytes = sum(piece_nbytes(cache, rect, count) for rect in rects)
-        return nbytes <= SHORT_NBYTES and (cache.device.type == "cpu" or not nbytes)
+    def _is_hashed_soon(self, nbytes: int) -> bool:
+        on_host = self._connector.context.view.cache.device.type == "cpu"
+        return nbytes <= SHORT_NBYTES and (on_host or not nbytes)
 
     def _serve(self, command: Command) -> Reply:
         match command:
@@ -117,29 +118,32 @@ class GroupConnector:
             leave(1)
 
     def _digest(self, ready: Ready) -> tuple[RunDigest, ...]:
-        """Hashes a run while the connector delivers it."""
+        """Hashes a run while the connector delivers it, in parts as large as a frame: a sink that
+        hashes frames as they land has the same parts."""
         transfer = self._sources.get(ready.transfer_id)
         if transfer is None or not ready.digest or not ready.run.count:
             return ()
-        parts = [
-            (piece.sink, band)
-            for piece, _ in transfer.pieces
-            for band in self._digester.bands(piece.rect)
-        ]
-        ids = transfer.transfer_id, transfer.epoch
-        made = self._digester.digests(
-            [Hashed(*ids, band, ready.run, ready.block_ids) for _, band in parts]
-        )
+        cache, ids = self._connector.context.view.cache, (transfer.transfer_id, transfer.epoch)
+        sinks, wanted = [], []
+        for piece, _ in transfer.pieces:
+            for cut in parts(cache, piece.rect, ready.run.count, FRAME_NBYTES):
+                run = BlockRun(ready.run.first + cut.start, cut.stop - cut.start)
+                for band in bands(cache, piece.rect):
+                    sinks.append(piece.sink)
+                    wanted.append(Hashed(*ids, band, run, ready.block_ids[cut]))
+        made = self._digester.digests(wanted)
         return tuple(
-            RunDigest(sink, band, ready.run, digest)
-            for (sink, band), digest in zip(parts, made, strict=True)
+            RunDigest(sink, each.rect, each.run, digest)
+            for sink, each, digest in zip(sinks, wanted, made, strict=True)
         )
 
     def _verify(self, command: Verify) -> Reply:
         transfer = self._sinks.get(command.transfer_id)
         if transfer is None or transfer.epoch != command.epoch:
             raise _stopped()
-        wrong, left = self._digester.verify(transfer, command.digests, command.start)
+        wrong, left = self._digester.verify(
+            transfer, command.digests, command.start, self._connector.landed_digest
+        )
         return Reply(digests=tuple(wrong), left=left)
 
     def _forget(self, transfer_id: bytes) -> None:

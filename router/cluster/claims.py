@@ -163,8 +163,8 @@ class Claim:
         for call in [call for call in self._calls if call.ended]:
             self._calls.remove(call)
             self._passed_over.add(call.node)
-            call.raise_refusal()
             self._claims.let_go(call)
+            call.raise_refusal()
 
     def _next_node(self) -> Node | None:
         """The next one in order: never one before those where it stands already, which may have

@@ -332,7 +332,7 @@ async def test_a_router_that_stops_before_its_nodes_is_no_warning(
     router: Any = AwayRouter(beats)
     monkeypatch.setattr(here, "_stub", lambda: router)
     task = asyncio.create_task(here.run())
-    await asyncio.wait_for(router.away.wait(), 20)
+    await asyncio.wait_for(router.away.wait(), 60)
     task.cancel()
     found = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(found) == warnings

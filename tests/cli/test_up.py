@@ -333,7 +333,7 @@ def is_ready(ports: Path) -> bool:
     """Whether the fake router has its nodes."""
     try:
         url = f"http://127.0.0.1:{json.loads(ports.read_text())['http']}/ready"
-        return requests.get(url, timeout=5).status_code == 200
+        return requests.get(url, timeout=60).status_code == 200
     except (FileNotFoundError, requests.RequestException):  # it may also be late
         return False
 

@@ -749,13 +749,13 @@ def test_wrong_chats(cluster: WarmCluster) -> None:
 
 def test_wrong_requests(cluster: WarmCluster) -> None:
     url = f"{cluster.url}/v1/completions"
-    check_error(requests.post(url, data=b"{", timeout=10), 400, None)
-    check_error(requests.post(url, data=b"[]", timeout=10), 400, None)
+    check_error(requests.post(url, data=b"{", timeout=60), 400, None)
+    check_error(requests.post(url, data=b"[]", timeout=60), 400, None)
     nan = b'{"prompt": "a", "temperature": NaN}'
-    assert requests.post(url, data=nan, timeout=10).status_code == 400
+    assert requests.post(url, data=nan, timeout=60).status_code == 400
     text_type = {"Content-Type": "text/plain"}
-    check_error(requests.post(url, data=b"{}", headers=text_type, timeout=10), 415, None)
-    check_error(requests.get(url, timeout=10), 405, None)
+    check_error(requests.post(url, data=b"{}", headers=text_type, timeout=60), 415, None)
+    check_error(requests.get(url, timeout=60), 405, None)
     check_error(cluster.get("/v1/nothing"), 404, None)
     check_error(cluster.get("/v1/models/other"), 404, "model")
     check_error(cluster.post("/detokenize", tokens=[VOCABULARY]), 400, "tokens")

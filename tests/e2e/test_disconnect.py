@@ -91,13 +91,13 @@ def is_quiet(cluster: WarmCluster) -> bool:
 def check_idle_and_exact(cluster: WarmCluster) -> None:
     """Nothing is held or counted any more, and the next answer is right."""
     cluster.wait_for(lambda: is_quiet(cluster))  # the last hang-up may be on its way
-    cluster.wait_idle(20)
+    cluster.wait_idle()
     assert all(node["breaker"] == "closed" for node in cluster.nodes())
     prompt = fresh_prompt(40)
     answer = cluster.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
     expected = reference.greedy(cluster.model, tuple(prompt), NUM_TOKENS)
     assert answer["choices"][0]["text"] == reference.decode(cluster.model, expected)
-    cluster.wait_idle(20)
+    cluster.wait_idle()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -288,7 +288,7 @@ def test_errors_carry_their_type(
 
 
 def test_the_model(cluster: WarmCluster, stub: pb_grpc.InferenceStub) -> None:
-    model = stub.GetModel(pb.GetModelRequest(), timeout=10)
+    model = stub.GetModel(pb.GetModelRequest(), timeout=60)
     assert (model.id, model.max_model_len, model.vocab_size) == (MODEL, 1024, 512)
     assert list(model.eos_token_ids) == [0, 2]
     assert model.root == str(cluster.model)
@@ -305,13 +305,13 @@ def test_health_and_reflection(cluster: WarmCluster, role: str) -> None:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", *SERVICES[role]):
             request = health_pb2.HealthCheckRequest(service=service)
-            assert health.Check(request, timeout=10).status == SERVING
+            assert health.Check(request, timeout=60).status == SERVING
         with pytest.raises(grpc.RpcError) as unknown:
-            health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=10)
+            health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=60)
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         question = reflection_pb2.ServerReflectionRequest(list_services="")
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = reflection.ServerReflectionInfo(iter([question]), timeout=10)
+        (answer,) = reflection.ServerReflectionInfo(iter([question]), timeout=60)
         names = {each.name for each in answer.list_services_response.service}
         standard = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
         assert names == SERVICES[role] | standard

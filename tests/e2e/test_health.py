@@ -27,7 +27,7 @@ STALL = 3.0 * slowness()  # seconds; on a busy machine a step may take some
 
 def is_ready(address: str) -> tuple[bool, str]:
     """Returns what `/ready` says: the status and the reason."""
-    response = requests.get(f"http://{address}/ready", timeout=10)
+    response = requests.get(f"http://{address}/ready", timeout=60)
     return response.status_code == 200, response.json()["reason"]
 
 
@@ -35,7 +35,7 @@ def serves(address: str) -> bool:
     """Returns what the standard gRPC health service says."""
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="pdserve.v1.Decode")
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

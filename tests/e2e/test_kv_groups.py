@@ -68,7 +68,7 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
         slow("qwen3-next", "shm", PP2, TP2),
         slow("qwen3-next", "tcp", TP1, PP2),
         slow("qwen3.5", "shm", TP2, TP1),
-        slow("nemotron-h", "tcp", TP2, TP1),
+        ("nemotron-h", "tcp", TP2, TP1),
         slow("falcon-h1", "tcp", PP2, TP2),
         slow("lfm2", "shm", TP1, PP2),
         slow("gemma4", "tcp", TP2, TP1),
@@ -157,18 +157,18 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
     mamba = tmp_path / "mamba"
     MambaConfig(vocab_size=512, architectures=["MambaForCausalLM"]).save_pretrained(mamba)
     flags = ("--router", "127.0.0.1:9", "--device", "cpu", "--model")
-    gemma, experts = str(models("gemma3")), str(models("gpt-oss"))
+    gemma, states = str(models("gemma3")), str(models("lfm2"))
     ended = run_roles(
         tmp_path,
         [
             ("decode_node", *flags, str(mamba)),
-            ("decode_node", *flags, experts, "--quantization", "int8"),
+            ("decode_node", *flags, states, "--quantization", "int8"),
             ("decode_node", *flags, gemma, "--model-impl", "native"),
         ],
     )
     said = (
         "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
-        "--quantization int8: GptOssForCausalLM has experts",
+        "--quantization int8: Lfm2ForCausalLM has layers with a state",
         "architecture Gemma3ForCausalLM is not supported",
     )
     for (code, text), expected in zip(ended, said, strict=True):

@@ -47,7 +47,7 @@ def pages(cluster: WarmCluster) -> dict[str, str]:
     """Returns what every process shows, by role."""
     addresses = {node["role"]: f"http://{node['metrics_address']}" for node in cluster.nodes()}
     return {
-        role: requests.get(f"{url}/metrics", timeout=10).text
+        role: requests.get(f"{url}/metrics", timeout=60).text
         for role, url in ({"router": cluster.url} | addresses).items()
     }
 
@@ -79,7 +79,7 @@ def test_vllm_s_names_are_there_once(cluster: WarmCluster) -> None:
 
 def test_refused_requests_are_counted(cluster: WarmCluster) -> None:
     def count(code: str) -> float:
-        page = requests.get(f"{cluster.url}/metrics", timeout=10).text
+        page = requests.get(f"{cluster.url}/metrics", timeout=60).text
         found = re.search(rf'^pdserve_requests_total{{code="{code}",.*}} (\S+)', page, re.M)
         return float(found[1]) if found else 0.0
 
@@ -287,9 +287,9 @@ def test_a_slow_link_is_kv_transfer(slow: WarmCluster) -> None:
     found = []
     for number in range(600, 648, 6):
         line = ask(slow, number)
-        long = {name for name, took in seconds(line).items() if took >= 0.9 * DELAY}
-        found.append((long, line["exposed_seconds"]))
-        if long == {"kv_transfer"} and line["exposed_seconds"] >= 0.9 * DELAY:
+        longest, took = seconds(line).most_common(1)[0]
+        found.append((longest, took, line["exposed_seconds"]))
+        if longest == "kv_transfer" and min(took, line["exposed_seconds"]) >= 0.9 * DELAY:
             return
     pytest.fail(f"{found}")
 

@@ -150,7 +150,7 @@ def test_prompts_may_have_their_adapters(
     ]  # fmt: skip
     # A server that has started anew has forgotten it.
     body, headers = {"lora_name": "lora-1"}, {"Authorization": f"Bearer {KEY}"}
-    requests.post(f"{llm.url}/v1/unload_lora_adapter", json=body, headers=headers, timeout=10)
+    requests.post(f"{llm.url}/v1/unload_lora_adapter", json=body, headers=headers, timeout=60)
     assert llm.generate(story, greedy, lora_request=LoRARequest("lora-1", 1, "0"))
     first, second = LoRARequest("a", 1, "0"), LoRARequest("b", 2, "1")
     for wrong, reason in (
@@ -188,7 +188,7 @@ def test_an_interrupt_ends_the_requests_and_nothing_else(llm: LLM) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
 
     def nodes() -> list[dict[str, Any]]:
-        found = requests.get(f"{llm.url}/v1/cluster", headers=headers, timeout=10).json()
+        found = requests.get(f"{llm.url}/v1/cluster", headers=headers, timeout=60).json()
         return list(found["nodes"])
 
     def interrupt() -> None:
@@ -209,7 +209,7 @@ def test_an_interrupt_ends_the_requests_and_nothing_else(llm: LLM) -> None:
 
 def test_the_name_given_is_the_name_served(llm: LLM) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    cards = requests.get(f"{llm.url}/v1/models", headers=headers, timeout=10).json()["data"]
+    cards = requests.get(f"{llm.url}/v1/models", headers=headers, timeout=60).json()["data"]
     assert cards[0]["id"] == NAME
 
 

@@ -108,7 +108,7 @@ def test_a_decode_node_is_cut_off_in_mid_stream_and_comes_back(site: Site) -> No
     site.wait_state(site.decode, "lost")
     site.network.heal(site.hosts[site.decode])
     site.wait_state(site.decode, "ready")
-    site.cluster.wait_idle(20)
+    site.cluster.wait_idle()
     site.cluster.wait_for(lambda: site.serves() == site.decode)  # nothing was restarted
     site.cluster.wait_idle()
 
@@ -119,7 +119,7 @@ def test_prefill_and_decode_nodes_that_do_not_reach_each_other(site: Site) -> No
     site.network.isolate(*both)
     site.check(list(site.ask()))  # the decode node computes the prompt itself
     site.network.isolate(*both, isolated=False)
-    site.cluster.wait_idle(20)
+    site.cluster.wait_idle()
     site.cluster.wait_for(lambda: site.transferred() > 0)
     site.cluster.wait_idle()
 
@@ -145,7 +145,7 @@ def test_decode_nodes_compute_while_the_router_reaches_no_prefill_node(
     else:
         site.network.heal(host)
     site.wait_state(site.prefill, "ready")
-    site.cluster.wait_idle(20)
+    site.cluster.wait_idle()
     site.cluster.wait_for(lambda: site.transferred() > 0)
     site.cluster.wait_idle()
 
@@ -166,7 +166,7 @@ class Wide:
 
     def wait_whole(self) -> None:
         """Until every pair is used again."""
-        self.site.cluster.wait_for(lambda: len(self.pairings()) == 4, 45)
+        self.site.cluster.wait_for(lambda: len(self.pairings()) == 4)
 
     def pairings(self) -> list[dict[str, str]]:
         pairings: list[dict[str, str]] = self.site.cluster.get("/v1/cluster").json()["pairings"]
@@ -233,6 +233,6 @@ def test_an_edge_is_cut_under_load_and_nothing_is_lost(wide: Wide, edge: str, wa
     wide.wait_whole()
     with wide.load(), wide.cut(*edges):
         noticed = 0 if source == "prefill" else 2
-        wide.site.cluster.wait_for(lambda: len(wide.pairings()) <= noticed, 30)
+        wide.site.cluster.wait_for(lambda: len(wide.pairings()) <= noticed)
         time.sleep(HOLD)
-    wide.site.cluster.wait_idle(20)
+    wide.site.cluster.wait_idle()

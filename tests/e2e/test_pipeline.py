@@ -36,7 +36,7 @@ def check_at_once(cluster: WarmCluster, cases: list[tuple[int, ...]], num_tokens
         reference.greedy(cluster.model, case, num_tokens)  # not while the nodes compute
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(lambda case: check(cluster, case, num_tokens), cases))
-    cluster.wait_idle(60)
+    cluster.wait_idle()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_clients_leave_while_chunks_are_in_flight(cluster: WarmCluster) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(leave, range(6)))
-    cluster.wait_idle(60)
+    cluster.wait_idle()
     check(cluster, prompt(40, 200))
     cluster.wait_idle()
 
@@ -95,7 +95,7 @@ def test_a_stage_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     cluster.wait_for(lambda: cluster.exit_code(pid) == 1)
     assert not first.is_running()
     assert f"rank 1 (pid {last.pid}) was killed by SIGKILL" in cluster.log()
-    cluster.wait_idle(60)
+    cluster.wait_idle()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def prefilled(cluster: WarmCluster) -> Counter[str]:
 
 
 def metrics(cluster: WarmCluster) -> dict[str, float]:
-    lines = MODEL_NAME.sub("", requests.get(f"{cluster.url}/metrics", timeout=10).text)
+    lines = MODEL_NAME.sub("", requests.get(f"{cluster.url}/metrics", timeout=60).text)
     found = (METRIC.fullmatch(line) for line in lines.replace("{,", "{").splitlines())
     return {f"{each[1]} {each[3] or ''}".strip(): float(each[4]) for each in found if each}
 

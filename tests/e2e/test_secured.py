@@ -106,16 +106,16 @@ def test_a_chat_gives_the_reference(cluster: Cluster, certs: Path) -> None:
 def test_without_the_key_there_is_no_answer(cluster: Cluster, certs: Path) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         for path in ("/v1/models", "/v1/cluster"):
-            answer = requests.get(cluster.url + path, headers=headers, timeout=10)
+            answer = requests.get(cluster.url + path, headers=headers, timeout=60)
             assert answer.status_code == 401
             assert answer.headers["WWW-Authenticate"] == "Bearer"
     for path in ("/health", "/ready", "/metrics"):
-        assert requests.get(cluster.url + path, timeout=10).status_code == 200
-    assert requests.get(f"{cluster.url}/ui", timeout=10).status_code == 404  # --no-ui
+        assert requests.get(cluster.url + path, timeout=60).status_code == 200
+    assert requests.get(f"{cluster.url}/ui", timeout=60).status_code == 404  # --no-ui
     with grpc.secure_channel(cluster.grpc, credentials(certs, certs)) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            stub.GetModel(inference_pb2.GetModelRequest(), timeout=10)
+            stub.GetModel(inference_pb2.GetModelRequest(), timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -125,9 +125,9 @@ def test_b8_a_clients_key_is_no_operators(cluster: Cluster) -> None:
     url = f"{cluster.url}/v1/completions"
     assert requests.post(url, json=body, headers=headers, timeout=60).status_code == 200
     for path in ("/v1/cluster", "/v1/cluster/targets"):
-        assert requests.get(cluster.url + path, headers=headers, timeout=10).status_code == 403
+        assert requests.get(cluster.url + path, headers=headers, timeout=60).status_code == 403
     reset = f"{cluster.url}/reset_prefix_cache"
-    assert requests.post(reset, headers=headers, timeout=10).status_code == 403
+    assert requests.post(reset, headers=headers, timeout=60).status_code == 403
     assert cluster.get("/v1/timelines/clients").json()["data"][0]["completion_tokens"] == 2
 
 
@@ -158,10 +158,10 @@ def test_without_our_certificate_no_role_answers(
             open_ = grpc.secure_channel(address, shown) if shown else grpc.insecure_channel(address)
             with open_ as channel, pytest.raises(grpc.RpcError) as caught:
                 check = health_pb2.HealthCheckRequest()
-                health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)
+                health_pb2_grpc.HealthStub(channel).Check(check, timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         with grpc.secure_channel(address, credentials(certs, certs)) as channel:
-            check = partial(health_pb2_grpc.HealthStub(channel).Check, timeout=10)
+            check = partial(health_pb2_grpc.HealthStub(channel).Check, timeout=60)
             cluster.wait_for(partial(serving, check))  # a router looks every second
 
 
@@ -177,7 +177,7 @@ def test_a_stranger_cannot_register_a_node(cluster: Cluster) -> None:
     )
     with grpc.insecure_channel(cluster.registry) as channel, pytest.raises(grpc.RpcError):
         registry = cluster_pb2_grpc.RegistryStub(channel)
-        registry.Register(cluster_pb2.RegisterRequest(node=node), timeout=5)
+        registry.Register(cluster_pb2.RegisterRequest(node=node), timeout=60)
     assert len(cluster.nodes()) == before
 
 
@@ -238,7 +238,7 @@ def serial(port: int, certs: Path) -> str:
     itself."""
     context = TLS(certs / "cert.pem", certs / "key.pem", certs / "ca.pem").client_context()
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as sock,
         context.wrap_socket(sock, server_hostname="127.0.0.1") as wrapped,
     ):
         shown = wrapped.getpeercert()

@@ -36,7 +36,7 @@ class HTTPCaller:
         body = json.dumps(
             {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
         )
-        self._socket = socket.create_connection(("127.0.0.1", cluster.ports["http"]), timeout=20)
+        self._socket = socket.create_connection(("127.0.0.1", cluster.ports["http"]), timeout=60)
         self._socket.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
             + f"Content-Length: {len(body)}\r\n\r\n{body}".encode()

@@ -145,7 +145,7 @@ class Service:
         return f"127.0.0.1:{self.ports['registry']}"
 
     def get(self, path: str) -> requests.Response:
-        return requests.get(self.url + path, headers=self.headers, timeout=10)
+        return requests.get(self.url + path, headers=self.headers, timeout=60)
 
     def post(self, path: str, **body: Any) -> requests.Response:
         with self._no_hang():
@@ -301,7 +301,7 @@ def text_of(stream: Iterator[dict[str, Any]]) -> str:
 def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, float]:
     """A node's metrics by name, labels included but for `model_name` and `engine`: those of one
     replica, or summed over all."""
-    with urlopen(f"http://{node['metrics_address']}/metrics", timeout=10) as answer:
+    with urlopen(f"http://{node['metrics_address']}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     values: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():

@@ -13,9 +13,8 @@ import numpy as np
 from kv_faults import Place, spoil
 from pdserve.kv_transfer.connector import Event, Landed, RankContext, SinkTransfer
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
-from pdserve.kv_transfer.connectors.shm import ShmConnector
-from pdserve.kv_transfer.connectors.tcp import TCPConnector
 from pdserve.kv_transfer.layout import CacheView
+from reread import RereadShm, RereadTCP
 
 KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
     "any": lambda view, transfer: True,
@@ -66,9 +65,9 @@ class Corrupt(P2PConnector):
         os.close(self._ledger)
 
 
-class CorruptShm(Corrupt, ShmConnector):
+class CorruptShm(Corrupt, RereadShm):
     pass
 
 
-class CorruptTCP(Corrupt, TCPConnector):
+class CorruptTCP(Corrupt, RereadTCP):
     pass

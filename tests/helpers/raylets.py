@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.fleet import free_port
+from benchmarks.hosts import Network
 from pdserve.common.distributed.environment import address_towards
 from processes import alive
 
@@ -29,15 +30,23 @@ ENVIRONMENT = {
 class Raylets:
     """`raylets` of `cpus` each; the first has the cluster's head. Use as a context manager;
     leaving it ends every process of the cluster. `hidden`: a folder that is empty on all hosts but
-    the first."""
+    the first. `network`: each raylet is on a host of its own there; `hosts` has their addresses."""
 
-    def __init__(self, raylets: int = 2, cpus: int = 2, hidden: Path | None = None) -> None:
-        self._count, self._cpus = raylets, cpus
+    def __init__(
+        self,
+        raylets: int = 2,
+        cpus: int = 2,
+        hidden: Path | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self._count, self._cpus, self._network = raylets, cpus, network
+        self.hosts = [network.add_routed() for _ in range(raylets)] if network else []
         hide = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)]
         self._hide = hide if hidden else []
         self._folder = tempfile.TemporaryDirectory(prefix="ray-")
         self._started: list[subprocess.Popen[bytes]] = []  # each with a session of its own
-        self.address = f"{address_towards('udp://8.8.8.8')}:{free_port()}"  # as Ray finds it
+        head = self.hosts[0] if network else address_towards("udp://8.8.8.8")  # as Ray finds it
+        self.address = f"{head}:{free_port()}"
 
     def __enter__(self) -> Raylets:
         try:
@@ -45,11 +54,15 @@ class Raylets:
             port = self.address.rpartition(":")[2]
             self._start("--head", f"--port={port}", *ports, f"--temp-dir={self._folder.name}")
             for _ in range(1, self._count):
-                self._start(f"--address={self.address}")
+                self.join()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def join(self) -> None:
+        """Starts one more."""
+        self._start(f"--address={self.address}")
 
     def _start(self, *options: str) -> None:
         ray = Path(sys.executable).with_name("ray")
@@ -57,6 +70,10 @@ class Raylets:
         fixed = [f"--num-cpus={self._cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
         log = Path(self._folder.name, f"start.{len(self._started)}")
         hide = self._hide if self._started else []
+        if self._network:
+            host = self.hosts[len(self._started)]
+            hide = ["nsenter", "-t", str(self._network.pid(host)), "-n", *hide]
+            fixed.append(f"--node-ip-address={host}")
         command = [*hide, str(ray), "start", "--block", "--disable-usage-stats", *fixed, *ports]
         command.extend(options)
         process = self._launch(command, log)

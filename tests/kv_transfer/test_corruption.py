@@ -1,5 +1,6 @@
 """Corrupt KV is never used: more than 100,000 faults of every kind, over every connector that runs
-here; each of them is found, and nothing else is ever suspected. What follows from one is in
+here; each of them is found, and nothing else is ever suspected. These sinks read again what has
+landed; those that hash it as it lands are in `test_landing.py`. What follows from a fault is in
 `test_transfer.py`, and in `tests/e2e/test_corrupt_kv.py` for live servers."""
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from thinned import only
 from transfers import FAKE, pair
 
 CPU_IPC = "cpu_ipc:CpuIpcConnector"  # the logic of cuda_ipc
-CONNECTORS = ("shm", "tcp", "nccl", "shm,tcp", CPU_IPC, FAKE)
+SHM, TCP = "reread:RereadShm", "reread:RereadTCP"
+CONNECTORS = (SHM, TCP, "nccl", f"{SHM},tcp", CPU_IPC, FAKE)
 FAULTS_IN_PLACE = 18_000  # for each connector: 108,000 altogether
 GEOMETRY = Geometry(layers=2, num_blocks=320)
 LAYOUTS = ((1, 1), (2, 1), (1, 2))  # ranks of the source and of the sink
@@ -138,7 +140,7 @@ class Trials:
         return Place(view_of(self.made.sink_node, rank), sent.rect, others).read()
 
 
-@pytest.mark.parametrize("connector", only(CONNECTORS, ("tcp", CPU_IPC)))
+@pytest.mark.parametrize("connector", only(CONNECTORS, (TCP, CPU_IPC)))
 async def test_every_fault_in_place_is_found(connector: str) -> None:
     rng = random.Random(0)
     found: Counter[str] = Counter()
@@ -162,7 +164,7 @@ async def test_every_fault_in_place_is_found(connector: str) -> None:
 
 async def test_digests_of_other_transfers_epochs_and_places_do_not_pass() -> None:
     """Though the bytes are the very same."""
-    async with faulty_pair("shm") as made:
+    async with faulty_pair(SHM) as made:
         made.source_node.fill_random()
         rng, transfer = random.Random(0), Transfer(random.Random(0), 60, range(60))
         asked: list[Verify] = []

@@ -191,7 +191,7 @@ async def test_each_group_lands_where_it_belongs(connector: str, layout: int) ->
 
 
 async def test_a_damaged_block_of_the_window_is_sent_again() -> None:
-    async with handover("tcp", *LAYOUTS[1]) as made:
+    async with handover("reread:RereadTCP", *LAYOUTS[1]) as made:
         call, spoilt = made.sink.ranks.call, []
 
         async def spoil(rank: int, message: bytes) -> bytes:

@@ -353,7 +353,7 @@ def test_lease_lapses_once_and_only_without_renewal(monkeypatch: pytest.MonkeyPa
 # ---- digests and epochs ----
 
 
-@pytest.mark.parametrize("connector", ["tcp", "shm", FAKE])
+@pytest.mark.parametrize("connector", ["reread:RereadTCP", "reread:RereadShm", FAKE])
 async def test_wrong_data_is_sent_once_more_and_then_refused(connector: str) -> None:
     async with pair(connector, 1, 2, faults={} if connector == FAKE else None) as made:
         full = made.source_node.fill_random()
@@ -381,7 +381,7 @@ async def test_no_digest_is_left_out_between_two_steps_of_comparing(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digester, "STEP_NBYTES", 1)  # one run in each step
-    async with pair("tcp") as made:
+    async with pair("reread:RereadTCP") as made:
         full = made.source_node.fill_random()
         _, handoff = await start(made)
         Spoiler(made, times=1, block=SINK_IDS[2 * block])
@@ -406,7 +406,7 @@ async def test_the_next_epochs_ticket_is_of_the_same_transfer(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     """A decode node that answers nonsense fails this hand-off, and its source ends it."""
-    async with pair("tcp") as made:
+    async with pair("reread:RereadTCP") as made:
         ticket, handoff = await start(made)
         retarget = made.source.sink.retarget
 

@@ -121,7 +121,7 @@ async def test_digests_take_many_leases(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Digester, "digest", slow)
     monkeypatch.setattr(digester, "STEP_NBYTES", 1)
     lease = 1.5
-    async with pair("tcp", lease_s=lease, geometry=LARGE) as made:
+    async with pair("reread:RereadTCP", lease_s=lease, geometry=LARGE) as made:
         made.source_node.fill_random()
         assert await hand_off(made, range(40), runs=40) > 2 * lease
         assert made.source.counts["sent"] == 1
@@ -152,7 +152,7 @@ async def test_long_runs_are_cut() -> None:
 
 
 async def test_a_renewal_refused_late_does_not_spoil_the_second_try() -> None:
-    async with pair("tcp", lease_s=2.0) as made:
+    async with pair("reread:RereadTCP", lease_s=2.0) as made:
         full = made.source_node.fill_random()
         under_way, let_go, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
         renew, retarget = made.peer.renew, made.peer.retarget

@@ -239,6 +239,8 @@ async def test_another_request_under_the_same_key_is_refused(routers: list[Route
                     await elsewhere(other)
     async with routers[1].claims.of(key(body=1), "c") as other:
         assert await elsewhere(other) is None, "nothing was made of the first one"
+    known = [node for router in routers for node in router.registry.nodes()]
+    await eventually(lambda: not any(node.on_lost for node in known))
 
 
 # ---- a node's bounds ----

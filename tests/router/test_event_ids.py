@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,21 @@ import pytest
 
 from fakes_pipeline import byte_level_folder
 from http_site import CHAT, Site, serve
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import InvalidRequest, PermissionDenied
-from pdserve.common.core.request import FinishReason
+from pdserve.common.core.request import FinishReason, TokenEvent
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.schema import CompletionBody, StreamOptions
+from pdserve.router.cluster.claims import AnswerKey
 from pdserve.router.grpc.resume import resumable as grpc_resumable
 from pdserve.router.http.completions import CompletionChoiceWriter
 from pdserve.router.http.response import OpenAIWriter
 from pdserve.router.requests.event_ids import MANY, Drawn, Resumable, resumable
 from pdserve.router.requests.generation import GenerationRequest, Past, Replayed, TextDelta
+from pdserve.router.requests.request_state import RequestState
 
 SECRETS = (b"the newest", b"an older one")
 DIGEST = b"of the request and its key"
@@ -135,7 +139,9 @@ async def test_no_other_client_or_request_shares_an_idempotency_key(keyed: Site)
         headers = {"Authorization": f"Bearer {key}", "Idempotency-Key": name}
         answer = await keyed.post("/v1/completions", body | fields, **headers)
         assert answer.status == 200
-        return keyed.generator.requests[-1].orphan_key
+        found = keyed.generator.requests[-1].key
+        assert found is not None
+        return found.job
 
     first = await ask("one", "k")
     assert first and await ask("one", "k") == first
@@ -168,6 +174,16 @@ async def test_a_stream_over_grpc_is_of_one_request_and_key(change: str) -> None
     other = {"api_key": "two", "text": "b", "max_tokens": 8, "prompt": (1, 3)}
     with pytest.raises(PermissionDenied):
         await take(ids, asked | {change: other[change]})
+
+
+def test_an_answer_that_has_begun_is_left_to_no_other_router(tmp_path: Path) -> None:
+    """A node that goes on with it has not made its first tokens, which an adopter would need."""
+    request = replace(generations()[0], key=AnswerKey(claim=b"c", job=b"j"))
+    tokenizer = Tokenizer.from_folder(byte_level_folder(tmp_path))
+    state = RequestState(request, lambda _: None, tokenizer, RoutingConfig())
+    assert state.job.orphan_key == b"j"
+    state.take(TokenEvent(0, (SampledToken(7),)), "prefill", "v")
+    assert state.job.orphan_key == b""
 
 
 def test_a_stream_that_goes_on_counts_each_token_once(tmp_path: Path) -> None:

@@ -185,6 +185,16 @@ async def test_a_reader_that_was_behind_gets_all_in_messages_of_bounded_size(
         ]  # fmt: skip
 
 
+async def test_a_reader_that_keeps_up_is_never_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_streams, "MAX_BEHIND", 3)
+    stream = RouterStream()
+    with stream.job(1, pytest.fail) as writer:
+        messages = stream.messages()
+        for position in range(10):
+            say(writer, position)
+            assert kinds(await anext(messages)) == ["tokens"]
+
+
 async def test_a_job_waits_until_its_router_reads_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -73,14 +73,15 @@ async def test_a_node_that_answers_is_asked_rarely_and_one_that_does_not_is_left
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That one answer is missing is nothing yet."""
-    monkeypatch.setattr(probes, "PROBE_TIMEOUT", 0.5)
+    monkeypatch.setattr(probes, "PROBE_TIMEOUT", 30.0)  # no answer is missing: they are only late
     node = Asked()
     async with probed(await node.start(), TIMEOUT) as registry:
         (known,) = registry.nodes()
-        await eventually(lambda: len(node.moments) == 3)
+        await eventually(lambda: len(node.moments) >= 3)
         assert not known.unreachable
         quiet = probes.QUIET * TIMEOUT * probes.SPREAD[0]
         assert node.moments[2] - node.moments[1] > 0.9 * quiet
+        monkeypatch.setattr(probes, "PROBE_TIMEOUT", 0.5)
         node.silent = True
         last = known.last_answer
         await eventually(lambda: known.unreachable)

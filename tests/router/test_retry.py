@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import cycle
+from time import monotonic
 
 import pytest
 
@@ -19,7 +21,7 @@ from pdserve.common.core.errors import (
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.registry import Registry
-from pdserve.router.requests.retry import WAITING, Retries
+from pdserve.router.requests.retry import WAITING, Deadline, Retries
 
 LIMIT = 3
 LOST = NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
@@ -44,6 +46,19 @@ def fails_after(retries: Retries, fail: Callable[[], None]) -> int:
         except PdserveError:
             return count
     raise AssertionError("it never gives up")
+
+
+@pytest.mark.parametrize(("seconds", "patience"), [(60.0, 60.0), (0.0, math.inf)])
+def test_an_answer_that_has_begun_waits_for_nodes_as_long_as_for_a_token(
+    seconds: float, patience: float
+) -> None:
+    deadline = Deadline(queue_timeout=5.0, request_timeout=seconds)
+    with deadline.waiting() as until:
+        assert until <= monotonic() + 5
+    for _ in range(2):
+        deadline.token(now := monotonic())
+        with deadline.waiting() as until:
+            assert now + patience <= until <= monotonic() + patience
 
 
 def test_failures_in_a_row_end_it(node: Node) -> None:

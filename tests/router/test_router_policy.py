@@ -123,6 +123,18 @@ async def test_a_silent_node_is_not_used_and_one_that_returns_is(registry, clock
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=True))
 
 
+async def test_a_lost_node_is_not_forgotten_while_it_has_requests(registry, clock):
+    add(registry, "d0")
+    (node,) = registry.nodes()
+    node.in_flight = 1
+    clock.time += 51
+    registry.sweep()
+    assert registry.nodes() == [node] and not registry.is_alive(node)
+    node.in_flight = 0
+    registry.sweep()
+    assert registry.nodes() == []
+
+
 async def test_a_node_that_registers_again_has_the_adapters_that_it_says(registry):
     for digests in ({"a", "b"}, {"b"}, set()):
         info = pb.NodeInfo(node_id="d0", role=pb.ROLE_DECODE, instance="i", adapters=digests)

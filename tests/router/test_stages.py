@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fake_nodes import FakeCluster, FakeNode, fails, fake_cluster
+from fake_nodes import FakeCluster, FakeNode, Fault, fails, fake_cluster
 from pdserve.common.core.errors import Blame, NodeError, Unavailable
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import Timeline, TimelineStage
@@ -26,7 +26,9 @@ from pdserve.router.requests.generation import GenerationStats, TextDelta
 from pdserve.router.requests.stages import Phase, RequestArrival, Stages, arrival_var
 from pdserve.router.requests.timelines import MAX_FOUND
 
-DELAY = 0.2  # seconds
+# Seconds; on a machine so busy that other stages take as long, a longer one stands out.
+DELAYS = (0.2,) * 8 + (1.0,) * 4 + (5.0,) * 4
+Delayed = Callable[[FakeCluster, float], None]  # the delay in seconds
 
 
 def check_tiling(line: Timeline) -> Counter[str]:
@@ -41,8 +43,8 @@ def check_tiling(line: Timeline) -> Counter[str]:
     return seconds
 
 
-async def pause(context: Any) -> None:
-    await asyncio.sleep(DELAY)
+def pause(delay: float) -> Fault:
+    return lambda context: asyncio.sleep(delay)
 
 
 def tells(node: FakeNode, field: str, **values: float) -> None:
@@ -57,57 +59,58 @@ def tells(node: FakeNode, field: str, **values: float) -> None:
     node.tells = change
 
 
-def slow_slot(cluster: FakeCluster) -> None:
-    cluster["d0"].on_run = pause
-    tells(cluster["d0"], "reserved", wait_s=DELAY)
+def slow_slot(cluster: FakeCluster, delay: float) -> None:
+    cluster["d0"].on_run = pause(delay)
+    tells(cluster["d0"], "reserved", wait_s=delay)
 
 
-def slow_prefill(*, compute_s: float, step_s: float) -> Callable[[FakeCluster], None]:
-    def change(cluster: FakeCluster) -> None:
+def slow_prefill(*, compute: bool, step: bool) -> Delayed:
+    def change(cluster: FakeCluster, delay: float) -> None:
+        said = {"queue_s": 0.0, "compute_s": compute * delay, "step_s": step * delay}
         for node in (cluster["p0"], cluster["p1"]):
-            node.on_run = pause
-            tells(node, "first_token", queue_s=0.0, compute_s=compute_s, step_s=step_s)
+            node.on_run = pause(delay)
+            tells(node, "first_token", **said)
 
     return change
 
 
-def slow_transfer(cluster: FakeCluster) -> None:
-    cluster["d0"].on_landed = pause
-    tells(cluster["d0"], "landed", data_s=1.0 + DELAY, commit_s=1.0)
+def slow_transfer(cluster: FakeCluster, delay: float) -> None:
+    cluster["d0"].on_landed = pause(delay)
+    tells(cluster["d0"], "landed", data_s=1.0 + delay, commit_s=1.0)
 
 
-def slow_verification(cluster: FakeCluster) -> None:
-    cluster["d0"].on_landed = pause
-    tells(cluster["d0"], "landed", data_s=1.0, commit_s=1.0, verify_s=DELAY)
+def slow_verification(cluster: FakeCluster, delay: float) -> None:
+    cluster["d0"].on_landed = pause(delay)
+    tells(cluster["d0"], "landed", data_s=1.0, commit_s=1.0, verify_s=delay)
 
 
-def slow_decode(*times: float) -> Callable[[FakeCluster], None]:
-    def change(cluster: FakeCluster) -> None:
-        cluster["d0"].on_token[3] = pause
-        cluster["d0"].times = (times[0], times[1], times[2])
+def slow_decode(*shares: float) -> Delayed:
+    def change(cluster: FakeCluster, delay: float) -> None:
+        cluster["d0"].on_token[3] = pause(delay)
+        cluster["d0"].times = (shares[0] * delay, shares[1] * delay, shares[2] * delay)
 
     return change
 
 
-def lost_prefill(cluster: FakeCluster) -> None:
+def lost_prefill(cluster: FakeCluster, delay: float) -> None:
     async def late(context: Any) -> None:
         cluster["p0"].on_run = cluster["p1"].on_run = None
-        await asyncio.sleep(DELAY)
+        await asyncio.sleep(delay)
         raise NodeError("gone", code="RANK_DIED", blame=Blame.PREFILL)
 
     cluster["p0"].on_run = cluster["p1"].on_run = late
 
 
-SLOW: dict[str, Callable[[FakeCluster], None]] = {
+SLOW: dict[str, Delayed] = {
     "decode_slot": slow_slot,
-    "prefill_queue": slow_prefill(compute_s=DELAY, step_s=0.0),
-    "prefill_compute": slow_prefill(compute_s=DELAY, step_s=DELAY),
-    "first_token": slow_prefill(compute_s=0.0, step_s=0.0),
+    "prefill_queue": slow_prefill(compute=True, step=False),
+    "prefill_compute": slow_prefill(compute=True, step=True),
+    "first_token": slow_prefill(compute=False, step=False),
     "kv_transfer": slow_transfer,
     "verification": slow_verification,
-    "decode_compute": slow_decode(DELAY, 0.0, DELAY),
-    "preempted": slow_decode(0.0, DELAY, DELAY),
-    "decode_queue": slow_decode(0.0, 0.0, DELAY),
+    "decode_compute": slow_decode(1.0, 0.0, 1.0),
+    "preempted": slow_decode(0.0, 1.0, 1.0),
+    "decode_queue": slow_decode(0.0, 0.0, 1.0),
     "detokenize_stream": slow_decode(0.0, 0.0, 0.0),  # on its way
     "migration": lost_prefill,
 }
@@ -115,26 +118,26 @@ SLOW: dict[str, Callable[[FakeCluster], None]] = {
 
 @pytest.mark.parametrize("stage", SLOW)
 async def test_a_delay_shows_in_its_stage_alone(tmp_path: Path, stage: str) -> None:
-    async def ask() -> Counter[str]:
+    async def ask(delay: float) -> Counter[str]:
         async with fake_cluster(tmp_path, ("p0", "p1", "d0")) as cluster:
             arrival_var.set(RequestArrival(wants_timeline=True))
             for node in ("p0", "p1"):
                 tells(cluster[node], "first_token", queue_s=0.0, compute_s=0.0)
-            SLOW[stage](cluster)
+            SLOW[stage](cluster, delay)
             return check_tiling((await cluster.ask()).receipt())
 
     await alone(stage, ask)
 
 
-async def alone(stage: str, ask: Callable[[], Awaitable[Counter[str]]]) -> None:
+async def alone(stage: str, ask: Callable[[float], Awaitable[Counter[str]]]) -> None:
     """Any other may be long where the machine stands still for a moment, and this one short, but
     not each time."""
     often: Counter[str] | None = None  # which others were long in every answer
-    for _ in range(8):
-        seconds = await ask()
-        if seconds.pop(stage, 0.0) < 0.95 * DELAY:
+    for delay in DELAYS:
+        seconds = await ask(delay)
+        if seconds.pop(stage, 0.0) < 0.95 * delay:
             continue  # the router heard of what goes before it late
-        long = Counter(name for name, took in seconds.items() if took >= DELAY / 2)
+        long = Counter(name for name, took in seconds.items() if took >= delay / 2)
         often = long if often is None else often & long
         if not often:
             return
@@ -142,13 +145,13 @@ async def alone(stage: str, ask: Callable[[], Awaitable[Counter[str]]]) -> None:
 
 
 async def test_waiting_for_a_place_is_queue(tmp_path: Path) -> None:
-    async def ask() -> Counter[str]:
+    async def ask(delay: float) -> Counter[str]:
         async with fake_cluster(tmp_path, ("p0", "d0"), max_concurrent_requests=1) as cluster:
             tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
 
             async def hold() -> None:
                 async with cluster.pipeline.admission.slot(Ask()):
-                    await asyncio.sleep(DELAY)
+                    await asyncio.sleep(delay)
 
             holding = asyncio.create_task(hold())
             await asyncio.sleep(0)
@@ -168,11 +171,11 @@ async def test_a_slow_detokenizer_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(TextStream, "push", slow)
 
-    async def ask() -> Counter[str]:
+    async def ask(delay: float) -> Counter[str]:
         async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
             arrival_var.set(RequestArrival(wants_timeline=True))
             tells(cluster["p0"], "first_token", queue_s=0.0, compute_s=0.0)
-            left[:] = [DELAY]
+            left[:] = [delay]
             return check_tiling((await cluster.ask()).receipt())
 
     await alone("detokenize_stream", ask)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.common.model.attention_torch import TorchAttention, TorchContext
-from pdserve.common.model.delta_net import DeltaInputs
+from pdserve.common.model.delta_net import StateInputs
 
 NAME, OUTLINE = "pdserve", "pdserve_outline"
 MASK = "its attention has a mask or bias of its own"
@@ -88,8 +88,8 @@ class Answers(ABC):
         `[1, T, heads, Dv]`. A layer that shares another's KV is given the same `k`."""
 
     @abstractmethod
-    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """Computes a layer with a delta net; returns `[T, value heads, value_dim]`."""
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        """Computes a layer with a delta net or Mamba-2; returns `[T, features]`."""
 
     @abstractmethod
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:

@@ -87,8 +87,9 @@ def slice_of(value: Value) -> tuple[Value, int]:
     source = value.args[0]
     if value.target is part:
         return source, value.args[1]
-    if value.target is torch.Tensor.__getitem__ and len(value.args[1]) == 2:
-        dots, taken = value.args[1]
+    index = value.args[1] if value.target is torch.Tensor.__getitem__ else None
+    if isinstance(index, tuple) and len(index) == 2:
+        dots, taken = index
         if dots is ... and isinstance(taken, slice) and taken.step is None:
             return source, taken.start or 0
     if value.target is operator.getitem and _cuts_the_last(source):

@@ -67,7 +67,7 @@ def _forward(net: Any, hidden_states: Tensor, **_: Any) -> Tensor:
         betas[0].unflatten(-1, (units, -1)),
         net.by_unit,
     )
-    found = running().recur(net.layer_idx, inputs)
+    found = running().recur(net.layer_idx, inputs).unflatten(-1, (-1, net.head_v_dim))
     norm, project = (getattr(net, a, None) or getattr(net, b) for a, b in _ENDS)
     found = norm(found.flatten(0, 1), z.reshape(-1, net.head_v_dim))
     out: Tensor = project(found.view(*hidden_states.shape[:2], -1))

@@ -26,7 +26,7 @@ from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
-from pdserve.common.model.delta_net import DeltaInputs
+from pdserve.common.model.delta_net import StateInputs
 from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
 from pdserve.common.model.hf.delta_net import MODEL_TYPES
@@ -85,6 +85,7 @@ class Recorder(Answers):
     calls: dict[int, Call | StateCall] = field(default_factory=dict)
     linears: set[str] = field(default_factory=set)  # called ones of those that are asked for
     repeated: bool = False
+    mixed: bool = False  # whether a layer has a state that its own code computes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
@@ -94,13 +95,12 @@ class Recorder(Answers):
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:
         self.linears.add(linear)
 
-    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        tokens, units, _ = inputs.mixed.shape
-        self._note(layer, LayerKV.of_state(units, inputs.sizes.numbers))
-        return inputs.mixed.new_empty(tokens, units * inputs.sizes.ratio, inputs.sizes.value_dim)
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        self._note(layer, LayerKV.of_state(inputs.units, inputs.numbers))
+        return inputs.output()
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
-        called = self.linears.copy()
+        called, self.mixed = self.linears.copy(), True
         self._note(mixer.layer, LayerKV.of_state(1, mixer.numbers(hidden)))
         self.linears = called  # its own ones see tokens otherwise than a step has them
         return torch.empty_like(hidden)
@@ -318,6 +318,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
             (name, *size_of(each)) for name, each in linears.items() if name in recorder.linears
         ),
         num_experts=max((each.num_experts for each in experts_of(model).values()), default=0),
+        own_states=recorder.mixed,
         num_parameters=sum(each.numel() for each in model.parameters()),
     )
 

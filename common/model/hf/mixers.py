@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from pdserve.common.model.hf.attention import running
+from pdserve.common.model.hf.mamba2 import take_mamba2
 
 MIXERS = {
-    "bamba": "BambaMixer",
+    "bamba": "BambaMixer",  # of `MAMBA2`, if they do not what others do
     "falcon_h1": "FalconH1Mixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "jamba": "JambaMambaMixer",
@@ -34,6 +35,8 @@ MIXERS = {
     "bailing_hybrid": "BailingHybridDeltaAttention",
 }
 """The class of such layers, by model type."""
+MAMBA2 = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
+"""Model types whose layers are Mamba-2 (`mamba2.py`)."""
 BESIDE = {"falcon_h1": "FalconH1Attention"}
 """The class of attention that layers have beside such a one: it counts as a layer before it."""
 FROM_NOTHING = ("JambaMambaMixer",)
@@ -150,7 +153,8 @@ def take_mixers(model: Any) -> None:
             continue
         if kind in BESIDE:
             net.layer_idx = 2 * net.layer_idx + 1
-        net.forward = partial(_forward, Mixer(net))
+        if kind not in MAMBA2 or not take_mamba2(net):
+            net.forward = partial(_forward, Mixer(net))
 
 
 def _forward(mixer: Mixer, hidden_states: Tensor, **_: Any) -> Any:

@@ -29,7 +29,7 @@ from pdserve.common.model.attention import (
 )
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.decoder import Decoder, places
-from pdserve.common.model.delta_net import DeltaBackend, DeltaInputs, scan
+from pdserve.common.model.delta_net import DeltaBackend, StateInputs, scan
 from pdserve.common.model.dequantize import model_view
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.hf.adapt import adapt
@@ -144,6 +144,9 @@ class TransformersModel(Decoder):
         backends: list[StepBackend] = []
         plain: set[int] = set()
         for number, kv in enumerate(self.spec.kv_groups):
+            if kv.state:
+                backends.append(self.attentions[number])
+                continue
             layers = [layer for layer in calls if self.place(layer)[0] == number]
             shapes = {self._plain_shape(layer, kv, calls[layer]) for layer in layers}
             shape = shapes.pop() if len(shapes) == 1 else None
@@ -266,7 +269,7 @@ class _Step(Answers):
         if self._lora is not None:
             self._lora.add(linear, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
 
-    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
         group, index, _ = self._model.place(layer)
         ranks, backend = self._model.group, self._model.attentions[group]
         assert isinstance(backend, DeltaBackend)

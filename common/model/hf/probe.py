@@ -42,8 +42,10 @@ def probe(model: Decoder, group: GroupCoordinator) -> list[Tensor]:
 def _small_cache(model: Decoder, group: GroupCoordinator, kv: KVGroup) -> Tensor:
     start, end = kv.head_range(group.rank, group.size)
     first, last = kv.layers_between(model.stage.start, model.stage.end)
-    size = (last - first, kv.planes, 1, end - start, PROBE_BLOCK, kv.head_dim)
-    return torch.zeros(size, dtype=model.dtype, device=model.device)
+    slots, _ = kv.page(PROBE_BLOCK)
+    size = (last - first, kv.planes, 1, end - start, slots, kv.head_dim)
+    dtype = torch.float32 if kv.state else model.dtype
+    return torch.zeros(size, dtype=dtype, device=model.device)
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:

@@ -205,8 +205,9 @@ def _calling(
 
     def instead(own: Callable[..., Tensor], target: Callable[..., Tensor]) -> Any:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if isinstance(target, Norm) and target.weight.dtype != x.dtype:
-                return own(x)
+            gated = bool(args or kwargs)  # of the norms of some
+            if isinstance(target, Norm) and (gated or target.weight.dtype != x.dtype):
+                return own(x, *args, **kwargs)
             with torch._C.DisableTorchFunction():
                 like = torch.empty_like(x)
             return recorder.call(target, (x, *args), like, kwargs)

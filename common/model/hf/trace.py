@@ -11,7 +11,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model.delta_net import DeltaInputs
+from pdserve.common.model.delta_net import StateInputs
 from pdserve.common.model.hf.attention import Answers, Style
 
 COUNTS = (5, 11)  # tokens of the two runs
@@ -51,6 +51,20 @@ class Attend:
         self, step: Answers, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> Tensor:
         return step.attend(self.layer, q, k, v, replace(self.style, sinks=sinks))
+
+
+@dataclass(frozen=True, slots=True)
+class Recur:
+    """A layer with a state, as a graph calls it, with those of its inputs that are tensors."""
+
+    layer: int
+    names: tuple[str, ...]
+    inputs: Any = field(compare=False)  # a `StateInputs`, with what is no tensor
+    takes_step = True
+
+    def __call__(self, step: Answers, *tensors: Tensor) -> Tensor:
+        given = dict(zip(self.names, tensors, strict=True))
+        return step.recur(self.layer, replace(self.inputs, **given))
 
 
 Named = Mapping[int, tuple[str, Tensor]]
@@ -184,8 +198,14 @@ class RecordedAnswers(Answers):
         args = (q, k, v, style.sinks)
         return self._recorder.call(Attend(layer, style), args, like, effect=True)
 
-    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        raise Untraceable(f"layer {layer} has a state")
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            like = inputs.output()
+        given: Any = inputs
+        values = {each.name: getattr(given, each.name) for each in fields(given)}
+        tensors = {name: each for name, each in values.items() if isinstance(each, Tensor)}
+        call = Recur(layer, tuple(tensors), inputs)
+        return self._recorder.call(call, tuple(tensors.values()), like, effect=True)
 
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
         raise Untraceable(f"layer {mixer.layer} has a state")

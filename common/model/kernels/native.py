@@ -34,6 +34,7 @@ SIGNATURES = {
     "rotate_and_cache": "IIIIIIPPPDPPPPP",
     "paged_attention": "IIIIIIIIDPIPPPPPPPIP",
     "delta_net": "IIIIIIIPPPPPPPPPIP",
+    "ssd": "IIIIIIIPPPPPPPPPPPIP",
     "linear": "IIIIPIPPPIP",
     "pack_rows": "IIIP",
     "unpack_rows": "IIIPPP",
@@ -55,6 +56,7 @@ class NativeKernels(Kernels):
         self._rms_norm = self.function("rms_norm")
         self._add_rms_norm = self.function("add_rms_norm")
         self._silu_and_mul = self.function("silu_and_mul")
+        self.delta_net, self.ssd = self.function("delta_net"), self.function("ssd")
         self.packer = Packer(self.function)
 
     def function(self, name: str) -> Callable[..., None]:

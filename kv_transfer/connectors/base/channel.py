@@ -9,16 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from pdserve.common.core.errors import Blame, TransferError
-from pdserve.kv_transfer.blocks import byte_runs, gather, memory_of, piece_nbytes, scatter
+from pdserve.kv_transfer.blocks import (
+    BlockLayout,
+    CacheBytes,
+    RunsHash,
+    byte_runs,
+    gather,
+    memory_of,
+    piece_nbytes,
+    scatter,
+)
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.sockets import scratch
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
@@ -31,9 +40,18 @@ PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut ru
 # A payload up to this size is sent together with its header. A larger one follows it, so that the
 # sink receives while the source still sends.
 JOINED_NBYTES = 16 << 10
+HOT_NBYTES = 4 << 20  # received, then hashed: less costs more calls, more would leave the caches
 HEARTBEAT_S = 0.1  # between two reports of a long frame; leases are longer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LandingHashes:
+    """Takes the hashes of a frame's bands, which a mover makes as it writes them."""
+
+    prefixes: Mapping[Rect, bytes]  # of each band, in canonical order; empty: none are wanted
+    made: dict[Rect, bytes] = field(default_factory=dict)
 
 
 class Mover(ABC):
@@ -51,7 +69,9 @@ class Mover(ABC):
     def __init__(self, view: CacheView, pipe: KVPipe) -> None:
         self._view = view
         self._pipe = pipe
-        self.on_counted: Callable[[], None] = lambda: None  # for the present frame
+        # For the present frame:
+        self.on_counted: Callable[[], None] = lambda: None
+        self.hashes = LandingHashes({})
 
     def payload_nbytes(self, rect: Rect, count: int) -> int:
         """Returns the payload's size for `count` blocks of a piece."""
@@ -73,7 +93,7 @@ class Mover(ABC):
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         """Sink: receives the payload. Returns whether all bytes are in the blocks. It may call
         `on_counted` if it knows that the source held the blocks meanwhile: then the bytes count
-        without the source's CONFIRM."""
+        without the source's CONFIRM. It may make the `hashes` that are wanted."""
 
     def drain(self, frame: Frame) -> None:
         """Sink: receives a payload and drops it, in bounded memory."""
@@ -124,6 +144,29 @@ class PipeMover(Mover):
             with self._stream.active():  # pinned for the cache's device, not this thread's
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return self._buffer[:nbytes]
+
+
+class HashingPipeMover(PipeMover):
+    """Hashes what it receives into a CPU cache, part by part, if the frame's hashes are wanted. The
+    pipe must not care into how many receives a send is cut."""
+
+    @cached_property
+    def _bytes(self) -> CacheBytes:
+        return CacheBytes.of(self._memory, BlockLayout.of(self._view))
+
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        if not self._on_host or not self.hashes.prefixes:
+            return super().recv(frame, block_ids, gate)
+        whole = True
+        for band, prefix in self.hashes.prefixes.items():
+            runs = byte_runs(self._view, band, block_ids)
+            made = RunsHash(prefix, self._bytes, int(runs.lengths.sum()))
+            for part in runs.parts(HOT_NBYTES):
+                whole &= self._pipe.recv_blocks(self._memory, part, gate)
+                if whole:
+                    made.update(part)
+            self.hashes.made[band] = made.digest()
+        return whole
 
 
 def parts(cache: torch.Tensor, rect: Rect, count: int, nbytes: int = 0) -> Iterator[slice]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
 from pdserve.common.core.throttle import LogThrottle
+from pdserve.kv_transfer.blocks import bands
 from pdserve.kv_transfer.connector import (
     BlockRun,
     KVConnector,
@@ -29,6 +30,7 @@ from pdserve.kv_transfer.connector import (
 from pdserve.kv_transfer.connectors.base.channel import (
     Channel,
     Heartbeat,
+    LandingHashes,
     Mover,
     as_transfer_error,
 )
@@ -50,7 +52,9 @@ from pdserve.kv_transfer.connectors.base.proof import (
 from pdserve.kv_transfer.connectors.base.receiver import InboundTransfer, Receiver
 from pdserve.kv_transfer.connectors.base.sender import Sender
 from pdserve.kv_transfer.connectors.base.server import PipeServer
+from pdserve.kv_transfer.digest import hash_prefix
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
+from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
 
 logger = logging.getLogger(__name__)
@@ -158,6 +162,11 @@ class P2PConnector(KVConnector):
     def accept(self, transfer: SinkTransfer) -> None:
         self.receiver.accept(transfer)
 
+    def landed_digest(
+        self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+    ) -> bytes | None:
+        return self.receiver.landed_digest(transfer_id, epoch, rect, run)
+
     def _serve(self, pipe: KVPipe) -> None:
         pipe.on_moved = Heartbeat(partial(self.receiver.moving, pipe))
         try:
@@ -220,11 +229,12 @@ class P2PConnector(KVConnector):
             mover.drain(frame)
         else:
             mover.check(frame)
+            mover.hashes = hashes = self._wanted_hashes(frame, inbound)
 
             def settle() -> None:
                 nonlocal settled
                 settled = True
-                self._settle(frame, inbound, held=True)
+                self._settle(frame, inbound, hashes, held=True)
 
             mover.on_counted = settle
             moved = mover.recv(frame, inbound.block_ids(frame), inbound.gate)
@@ -233,13 +243,23 @@ class P2PConnector(KVConnector):
         if confirm.kind is not FrameKind.CONFIRM or confirm.nbytes:
             raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
         if inbound is not None and not settled:
-            self._settle(frame, inbound, held=confirm.count == 1)
+            self._settle(frame, inbound, mover.hashes, held=confirm.count == 1)
 
-    def _settle(self, frame: Frame, inbound: InboundTransfer, held: bool) -> None:
+    def _wanted_hashes(self, frame: Frame, inbound: InboundTransfer) -> LandingHashes:
+        if not (inbound.transfer.digests and self.capabilities.sink_writes):
+            return LandingHashes({})
+        view, fingerprint = self.context.view, self.context.fingerprint
+        ids, run = (frame.transfer_id, frame.epoch), BlockRun(frame.first, frame.count)
+        cut = bands(view.cache, frame.rect)
+        return LandingHashes({band: hash_prefix(fingerprint, *ids, band, run) for band in cut})
+
+    def _settle(
+        self, frame: Frame, inbound: InboundTransfer, hashes: LandingHashes, held: bool
+    ) -> None:
         """Counts the frame, unless its transfer was cancelled meanwhile."""
         with inbound.gate.passage() as admitted:
             if admitted and held:
-                self.receiver.landed(inbound, frame)
+                self.receiver.landed(inbound, frame, hashes.made)
             elif admitted:
                 self.receiver.fail(frame.transfer_id, _expired())
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import Mover, OwnStream
+from pdserve.kv_transfer.connectors.base.channel import LandingHashes, Mover, OwnStream
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
@@ -61,8 +61,15 @@ class PeerCache(ABC):
             raise bad_frame(f"block {max(block_ids)} of {self._num_blocks}")
 
     @abstractmethod
-    def copy(self, rect: Rect, source_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
-        """Copies the source's blocks into this rank's. All arguments are checked."""
+    def copy(
+        self,
+        rect: Rect,
+        source_ids: Sequence[int],
+        sink_ids: Sequence[int],
+        hashes: LandingHashes,
+    ) -> None:
+        """Copies the source's blocks into this rank's, and may make the `hashes` that are wanted.
+        All arguments are checked."""
 
     def held(self, transfer_id: bytes, epoch: int) -> bool:
         """Returns True if the source certainly holds a transfer's blocks now, so that the copy
@@ -159,7 +166,7 @@ class PullMover(Mover):
         self._peer.check(frame.rect, source_ids)
         with gate.passage() as admitted:
             if admitted:
-                self._peer.copy(frame.rect, source_ids, block_ids)
+                self._peer.copy(frame.rect, source_ids, block_ids, self.hashes)
         if admitted and self._peer.held(frame.transfer_id, frame.epoch):
             self.on_counted()
         send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN))

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.common.core.errors import TransferError
 from pdserve.kv_transfer.blocks import piece_nbytes
-from pdserve.kv_transfer.connector import Event, Failed, Landed, Progress, SinkTransfer
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    Event,
+    Failed,
+    Landed,
+    Progress,
+    SinkTransfer,
+)
 from pdserve.kv_transfer.frame import Frame, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
@@ -34,6 +41,7 @@ class InboundTransfer:
     next_block: dict[Rect, int] = field(default_factory=dict)  # of each piece seen so far
     owners: dict[Rect, object] = field(default_factory=dict)  # the connection of each piece
     over: bool = False  # landed or failed: the event was emitted
+    digests: dict[tuple[Rect, BlockRun], bytes] = field(default_factory=dict)  # as it landed
 
     def block_ids(self, frame: Frame) -> tuple[int, ...]:
         start = frame.first - self.transfer.first_block
@@ -138,11 +146,14 @@ class Receiver:
                 f"{transfer.first_block}…{end - 1}"
             )
 
-    def landed(self, inbound: InboundTransfer, frame: Frame) -> None:
-        """Counts a frame whose blocks are in place, and emits Progress or Landed."""
+    def landed(self, inbound: InboundTransfer, frame: Frame, hashes: Mapping[Rect, bytes]) -> None:
+        """Counts a frame whose blocks are in place, notes the hashes of its bands, if they were
+        made, and emits Progress or Landed."""
+        run = BlockRun(frame.first, frame.count)
         nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
         transfer = inbound.transfer
         with self._lock:
+            inbound.digests.update(((band, run), made) for band, made in hashes.items())
             inbound.missing -= nbytes
             done = inbound.missing == 0 and not inbound.over
             inbound.over = inbound.over or done
@@ -151,6 +162,16 @@ class Receiver:
             self._emit(Landed(transfer.transfer_id, transfer.epoch, inbound.nbytes))
         else:
             self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
+
+    def landed_digest(
+        self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+    ) -> bytes | None:
+        """Implements `KVConnector.landed_digest`."""
+        with self._lock:
+            inbound = self._inbound.get(transfer_id)
+            if inbound is None or inbound.transfer.epoch != epoch:
+                return None
+            return inbound.digests.get((rect, run))
 
     def fail(self, transfer_id: bytes, error: TransferError) -> None:
         """Ends one transfer, if it is known and not over."""

@@ -49,6 +49,7 @@ from pdserve.kv_transfer.connectors.multi.routes import (
     SourceRoute,
     host_identity,
 )
+from pdserve.kv_transfer.layout import Rect
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,17 @@ class MultiConnector(KVConnector):
                 self._inbound[transfer.transfer_id] = route
         for child in self.children.values():
             child.accept(transfer)
+
+    def landed_digest(
+        self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+    ) -> bytes | None:
+        """Returns what a child made, if the others leave the blocks alone afterwards."""
+        children = self.children.values()
+        if not all(child.capabilities.sink_writes for child in children):
+            return None
+        made = (child.landed_digest(transfer_id, epoch, rect, run) for child in children)
+        known = [each for each in made if each is not None]
+        return known[0] if len(known) == 1 else None
 
     # ---- source -----------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from paths import HELPERS
-from pdserve.common.core.errors import Blame, NodeError, TransferError
+from pdserve.common.core.errors import Blame, ConfigError, NodeError, TransferError
 from pdserve.common.distributed import fanout, wire
 from pdserve.common.distributed.executor import Executor, InProcessExecutor, WorkerSpec
 from pdserve.common.distributed.launch import MultiprocessExecutor, make_executor
@@ -247,7 +247,7 @@ async def test_a_stop_ends_though_zeromq_does_not(
         async with asyncio.timeout(30):
             await executor.shutdown(deadline=5.0)
         assert "ZeroMQ did not stop within 1 s; its threads remain" in caplog.text
-        assert not any(map(alive, pids))
+        await eventually(lambda: not any(map(alive, pids)))
     finally:
         stuck.set()
 
@@ -277,6 +277,13 @@ async def test_a_stop_ends_though_a_rank_does_not(
         await step
     kill()
     await eventually(lambda: not any(map(alive, pids)))
+
+
+async def test_a_rank_with_other_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "code_version", lambda: "pdserve 9, torch 9")
+    executor = MultiprocessExecutor(specs())
+    with pytest.raises(ConfigError, match=r"has pdserve .*, torch .*, the node pdserve 9, torch 9"):
+        await executor.start()
 
 
 async def test_rank_that_dies_while_it_starts() -> None:

@@ -308,7 +308,12 @@ def test_a_silent_peer_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     ("silent", "who", "message"),
     [
         ({3}, 2, "rank 3 did not arrive in time"),
-        ({2, 3}, 0, r"no answer from rank 2 on host 127\.0\.0\.1 within 0\.5 s"),
+        (
+            {2, 3},
+            0,
+            r"no answer from rank 2 on host 127\.0\.0\.1 to rank 0 on host 127\.0\.0\.1 within "
+            r"0\.5 s: check the link between the hosts",
+        ),
     ],
 )
 def test_a_silent_rank_or_host_is_an_error_on_all_hosts(

@@ -11,6 +11,7 @@ from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.links import (
     HostLink,
     SpannedStage,
+    _link,
     describe_cost,
     measure_stages,
 )
@@ -52,3 +53,11 @@ def test_what_the_slowest_link_costs_a_step() -> None:
         "202 ms to one of 100"
     )
     assert SpannedStage(4, 2, LINK).seconds(1000) == pytest.approx(0.005)
+
+
+def test_a_busy_host_makes_no_link_quick() -> None:
+    """Round trips of 4, 6 and 9 ms; a MiB in 12 and, quicker than any of them, in 1 ms."""
+    quiet, busy = (_link(LINK.hosts, (0.006, 0.004, 0.009), bulk) for bulk in (0.012, 0.001))
+    assert quiet.latency == busy.latency == 0.003
+    assert quiet.bandwidth == pytest.approx((1 << 20) / 0.010)
+    assert busy.bandwidth == pytest.approx((1 << 20) / 0.001)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from pdserve.common.distributed.environment import (
     init_distributed_environment,
 )
 from pdserve.common.distributed.launch import choose_backend, make_executor
-from pdserve.common.distributed.wire import Link, NodeAddress
+from pdserve.common.distributed.wire import Link, NodeAddress, RankMessage
 from pdserve.common.worker.worker import ExtensionConfig, build_worker, resolve_host, worker_specs
 from processes import alive
 from ray_toy import places, toys
@@ -120,10 +121,17 @@ def test_a_host_without_the_model_is_named() -> None:
         build_worker(spec, lambda event: None)
 
 
+def test_a_host_with_other_weights_is_named() -> None:
+    (spec,) = worker_specs(replace(config(), revision="0123456789abcdef"))
+    sentence = f"host {os.uname().nodename} has other weights in .* than the node's host"
+    with pytest.raises(ConfigError, match=sentence):
+        build_worker(spec, lambda event: None)
+
+
 def test_nobody_is_heard_who_does_not_know_the_key() -> None:
     with zmq.Context() as context:
         node = context.socket(zmq.ROUTER)
-        address = ray_executor._listen(node, "127.0.0.1", 30.0)
+        address = wire.listen(node, "127.0.0.1", 30.0)
         stranger, _ = zmq.curve_keypair()
         for number, key in enumerate(("", stranger.decode(), address.key)):
             peer = context.socket(zmq.DEALER)
@@ -148,8 +156,8 @@ def test_nobody_is_heard_who_does_not_know_the_key() -> None:
         (1, 4, [3, 1], [1]),
         (1, 3, [2, 2], [1]),
         (1, 4, [8], [4, 2, 1]),
-        (1, 8, [2, 2], [8]),  # a larger host may come
-        (1, 4, [], [4]),
+        (1, 8, [2, 2], []),
+        (1, 4, [], []),
     ],
 )
 def test_how_many_ranks_of_a_stage_share_a_host(
@@ -158,12 +166,36 @@ def test_how_many_ranks_of_a_stage_share_a_host(
     assert ray_executor.shares_of_a_stage(stages, ranks, room) == shares
 
 
+async def test_a_host_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is asked for a host with room for all, which may come, until a second one is there."""
+    rooms = iter(({"a": 2.0}, {"a": 2.0}, {"a": 2.0, "b": 2.0}))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(ray_executor, "_units", lambda unit: next(rooms, {"a": 2.0, "b": 2.0}))
+
+    async def reserve(
+        bundles: int, size: int, unit: str, strategy: str = "", unless: Any = None
+    ) -> str:
+        asked.append((bundles, size))
+        if size == 2:
+            return "two on each"
+        while not unless():
+            await asyncio.sleep(0)
+        raise ConfigError("not placed")
+
+    monkeypatch.setattr(ray_executor, "reserve", reserve)
+    found: Any = await ray_executor.reserve_stages(1, 4, "CPU")
+    assert found == ("two on each", 2)
+    assert asked == [(1, 4), (2, 2)]
+
+
 RANK = """
 import sys
 from pdserve.common.distributed.rank_main import run_rank
-from pdserve.common.distributed.wire import NodeAddress
+from dataclasses import replace
+from pdserve.common.distributed.wire import NodeAddress, code_version
 from toy_worker import specs
-run_rank(specs(1)[0], NodeAddress(*sys.argv[1:3], float(sys.argv[3])))
+url, key, timeout = sys.argv[1:]
+run_rank(replace(specs(1)[0], version=code_version()), NodeAddress(url, key, float(timeout)))
 """
 
 
@@ -175,15 +207,16 @@ def start_rank(url: str, key: str, timeout: float) -> subprocess.Popen[bytes]:
 
 def wait_until_built(node: Any, rank: subprocess.Popen[bytes]) -> None:
     built = wire.start_number(0, Link.OUT)
-    while wire.HEADER.unpack(node.recv_multipart()[1])[2] != built:
+    while (header := wire.HEADER.unpack(node.recv_multipart()[1]))[2] != built:
         pass
+    assert header[1] == RankMessage.RESULT
     assert rank.poll() is None
 
 
 def test_a_rank_ends_with_the_connection_to_its_node() -> None:
     context = zmq.Context()
     node = context.socket(zmq.ROUTER)
-    address: NodeAddress = ray_executor._listen(node, "127.0.0.1", 30.0)
+    address: NodeAddress = wire.listen(node, "127.0.0.1", 30.0)
     rank = start_rank(address.url, address.key, address.timeout)
     wait_until_built(node, rank)
     context.destroy(linger=0)
@@ -194,7 +227,7 @@ def test_a_rank_ends_when_the_link_to_its_node_is_silent() -> None:
     """No connection breaks when a cable is cut."""
     with zmq.Context() as context, socket.create_server(("127.0.0.1", 0)) as relay:
         node = context.socket(zmq.ROUTER)
-        address: NodeAddress = ray_executor._listen(node, "127.0.0.1", 5.0)
+        address: NodeAddress = wire.listen(node, "127.0.0.1", 5.0)
         cut, over = threading.Event(), threading.Event()
         carrier = threading.Thread(target=carry, args=(relay, address.url, cut, over))
         carrier.start()

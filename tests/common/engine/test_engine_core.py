@@ -165,6 +165,20 @@ async def test_a_sequence_that_forbids_every_token_takes_no_prefix_from_others()
 # ---- a pipeline of two stages ----
 
 
+async def test_a_sequence_has_stopped_once_no_step_in_flight_has_it() -> None:
+    async with running(stages=2) as (engine, executor, _, _):
+        engine.add(sequence := engine.new_sequence(job(16), Choice()))
+        await settle()
+        stopping = asyncio.create_task(engine.stop(sequence))
+        for _ in executor.batches[:2]:
+            await settle()
+            assert not stopping.done()
+            executor.started.set()
+            await executor.finish_step()
+        assert stopping.done()
+        engine.release(sequence)
+
+
 async def test_two_steps_are_in_flight_and_land_in_order() -> None:
     async with running(stages=2) as (engine, executor, log, _):
         engine.add(engine.new_sequence(job(16, max_tokens=1), Choice()))

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from pdserve.cli.certs import HOSTS, write
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.http import connection as connection_module
-from pdserve.common.http.connection import Limits, answering
+from pdserve.common.http.connection import Limits, answering, connection_of
 from pdserve.common.http.listener import bind_all
 from pdserve.common.http.server import WebServer
 from pdserve.common.obs import http as metrics_module
@@ -33,7 +33,7 @@ SERVER = """
 import asyncio, logging, resource, sys
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from pdserve.common.http.connection import Limits, answering
+from pdserve.common.http.connection import Limits, answering, connection_of
 from pdserve.common.http.server import WebServer
 from pdserve.common.obs.http import bind_metrics, start_metrics_server
 
@@ -163,10 +163,12 @@ async def test_a_crowd_that_takes_all_files_is_a_line_a_second_and_makes_room() 
 
 
 class Small:
-    """A server with room for so many connections; GET /busy is answered when it is `done`."""
+    """A server with room for so many connections; GET /busy and POST /body are answered when it is
+    `done`."""
 
     def __init__(self) -> None:
         self.done = asyncio.Event()
+        self.owed, self.has_body = asyncio.Event(), asyncio.Event()
         self.server: WebServer
 
     async def health(self, _: web.Request) -> web.Response:
@@ -176,6 +178,15 @@ class Small:
         await self.done.wait()
         return web.Response()
 
+    async def body(self, request: web.Request) -> web.Response:
+        connection = connection_of(request)
+        assert connection is not None
+        with connection.reading():
+            self.owed.set()
+            await request.read()
+        self.has_body.set()
+        return await self.busy(request)
+
 
 @asynccontextmanager
 async def small(most: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Small]:
@@ -183,6 +194,7 @@ async def small(most: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[S
     app = web.Application(middlewares=[answering])
     app.router.add_get("/health", small.health)
     app.router.add_get("/busy", small.busy)
+    app.router.add_post("/body", small.body)
     sockets, limits = await bind_all("127.0.0.1", 0), Limits(max_connections=most)
     small.server = await WebServer.start(
         app, sockets, limits, lambda _: web.Response(status=400), tls
@@ -235,6 +247,20 @@ async def test_those_that_never_asked_make_room_first_and_the_busy_ones_never() 
         assert await head(working) == OK
         for each in (first, second, third, fourth, fifth):
             each.close()
+
+
+async def test_who_owes_a_body_makes_room_until_it_has_come() -> None:
+    async with small(2) as site:
+        reader, writer = await connect(site)
+        writer.write(b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
+        await asyncio.wait_for(site.owed.wait(), 60)
+        assert site.server.crowd.busy_count == 0 and site.server.crowd.can_make_room
+        writer.write(b"b")
+        await asyncio.wait_for(site.has_body.wait(), 60)
+        assert site.server.crowd.busy_count == 1 and not site.server.crowd.can_make_room
+        site.done.set()
+        assert await head(reader) == OK
+        writer.close()
 
 
 async def test_when_all_are_busy_new_ones_wait() -> None:

@@ -78,9 +78,9 @@ async def test_both_ends_notice_that_a_link_is_cut(monkeypatch: pytest.MonkeyPat
         call = await answered(pb_grpc.PrefillStub(channels.get(address)))
         servicer.gone.clear()
         link.cut = True
-        await asyncio.wait_for(servicer.gone.wait(), 30)
+        await asyncio.wait_for(servicer.gone.wait(), 60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 30)
+            await asyncio.wait_for(call.read(), 60)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await channels.close()
 

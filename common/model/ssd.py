@@ -1,0 +1,114 @@
+"""Mamba-2 (state-space duality, arXiv:2405.21060): layers whose states are kept as those of the
+delta net (`delta_net.py`) are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.common.model.delta_net import DeltaContext
+from pdserve.common.model.kernels.native import NativeKernels, call_of
+
+MAX_CHUNK = 256  # tokens that are computed together in torch
+
+
+@dataclass(frozen=True, slots=True)
+class SSDSizes:
+    """The sizes of a layer, all of whose heads are one unit."""
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads with the same B and C
+    state_dim: int
+    kernel: int  # inputs that the convolution sees
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def width(self) -> int:
+        """The numbers of a token: x, B and C."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def matrices(self) -> int:
+        return self.inner * self.state_dim
+
+    @property
+    def numbers(self) -> int:
+        """The numbers of a state: a matrix per head, and the inputs that the convolution still
+        needs."""
+        return self.matrices + (self.kernel - 1) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class SSDInputs:
+    """The inputs of a layer for a step's T tokens before the convolution; float32 but `mixed`."""
+
+    sizes: SSDSizes
+    mixed: Tensor  # [T, width]
+    steps: Tensor  # [T, heads], of time
+    rates: Tensor  # [heads], of decay: negative
+    skips: Tensor  # [heads], the factor of x that is added to the output
+    weights: Tensor  # of the convolution, [kernel, width]
+    bias: Tensor  # [width]
+
+    @property
+    def units(self) -> int:
+        return 1
+
+    @property
+    def numbers(self) -> int:
+        return self.sizes.numbers
+
+    def of_units(self, start: int, end: int) -> SSDInputs:
+        """Returns the inputs: every rank computes all heads."""
+        return self
+
+    def room(self) -> Tensor:
+        return self.mixed.new_empty(len(self.mixed), self.sizes.inner, dtype=torch.float32)
+
+    def output(self) -> Tensor:
+        return self.mixed.new_empty(len(self.mixed), self.sizes.inner)
+
+    def scan_natively(
+        self, kernels: NativeKernels, states: Tensor, context: DeltaContext, out: Tensor
+    ) -> None:
+        sizes, mixed, steps = self.sizes, self.mixed.contiguous(), self.steps.contiguous()
+        kernels.ssd(
+            *call_of(mixed), len(context.rows), sizes.heads, sizes.head_dim, sizes.groups,
+            sizes.state_dim, sizes.kernel, context.block_size, mixed.data_ptr(),
+            self.weights.data_ptr(), self.bias.data_ptr(), steps.data_ptr(),
+            self.rates.data_ptr(), self.skips.data_ptr(), states.data_ptr(),
+            context.rows.ctypes.data, context.counts.ctypes.data, context.starts.ctypes.data,
+            context.tables.ctypes.data, context.tables.shape[1], out.data_ptr(),
+        )  # fmt: skip
+
+    def rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """rows `[B, n]`, before `[B, 1, numbers]` → `[B, n, heads · head_dim]`, states after
+        them."""
+        from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan  # takes seconds
+
+        sizes, (batch, length) = self.sizes, rows.shape
+        matrices, past = before[:, 0].split((sizes.matrices, sizes.numbers - sizes.matrices), -1)
+        past = past.view(batch, sizes.kernel - 1, sizes.width)
+        seen = torch.cat((past, self.mixed[rows].float()), dim=1)
+        kernel = self.weights.t()[:, None]
+        mixed = F.conv1d(seen.transpose(1, 2), kernel, self.bias, groups=sizes.width)
+        of_groups = sizes.groups * sizes.state_dim
+        parts = F.silu(mixed).transpose(1, 2).split((sizes.inner, of_groups, of_groups), dim=-1)
+        x, b, c = (
+            each.unflatten(-1, (count, -1))
+            for each, count in zip(parts, (sizes.heads, sizes.groups, sizes.groups), strict=True)
+        )
+        state = matrices.reshape(batch, sizes.heads, sizes.head_dim, sizes.state_dim)
+        out, after = mamba2_chunk_scan(
+            x, self.steps[rows], self.rates, b, c, chunk_size=min(length, MAX_CHUNK), D=self.skips,
+            initial_states=state, return_final_states=True,
+        )  # fmt: skip
+        left = seen[:, length:].flatten(1)
+        return out.flatten(2), torch.cat((after.flatten(1), left), dim=-1)[:, None]

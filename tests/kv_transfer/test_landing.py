@@ -1,0 +1,203 @@
+"""What a sink that alone writes into its blocks hashed as it wrote is not read again, and faults on
+the way are found; what others may write, or nobody hashed, is read."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from compiled import use_compiled_code
+from kv_fakes import Geometry, Pair
+from kv_faults import Place, spoil
+from pdserve.kv_transfer.blocks import ByteRuns
+from pdserve.kv_transfer.commands import Ready, decode_command
+from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.connectors.base import channel
+from pdserve.kv_transfer.connectors.base.channel import LandingHashes
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.shm import MappedCache
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import CacheView, Rect
+from pdserve.kv_transfer.rank import digester
+from transfers import pair
+from waiting import wait_until
+
+GEOMETRY = Geometry(layers=2, num_blocks=64)
+RUNS = (BlockRun(0, 3), BlockRun(3, 1), BlockRun(4, 5))
+SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 60, 1, 0, 2, 8), (4, 5, 6, 7, 1, 63, 40, 41, 9)
+REPEATED = 40  # transfers over a way with faults
+
+
+async def hand_off(made: Pair) -> int:
+    """Returns how many digests were compared."""
+    ids = tuple(SINK_IDS)
+    ticket = await made.reserve(len(ids) * GEOMETRY.block_size, 0, ids, made.note_sink_free)
+    handoff = made.begin(ticket)
+    for run in RUNS:
+        blocks = SOURCE_IDS[run.first : run.first + run.count]
+        handoff.ready(run, blocks, last=run is RUNS[-1])
+    await handoff.commit("token")
+    return (await made.landed(ticket.transfer_id)).num_digests
+
+
+def check(made: Pair, full: torch.Tensor) -> None:
+    node = made.sink_node
+    for cache, rect in zip(node.caches, node.rects, strict=True):
+        heads = full[:, :, :, rect.head_start : rect.head_end]
+        assert torch.equal(cache[:, :, SINK_IDS], heads[:, :, SOURCE_IDS])
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the runs that digesters hash: of a source once; of a sink only if it reads again."""
+    counts: Counter[str] = Counter()
+    real = digester.hash_blocks
+
+    def count(*arguments: Any) -> bytes:
+        counts["runs"] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(digester, "hash_blocks", count)
+    return counts
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("connector", ["shm", "tcp", "shm,tcp"])
+async def test_what_was_hashed_as_it_landed_is_not_read_again(
+    connector: str,
+    tp: tuple[int, int],
+    compiled: bool,
+    hashed: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_compiled_code(compiled, monkeypatch)
+    monkeypatch.setattr(channel, "HOT_NBYTES", 100)
+    async with pair(connector, *tp, geometry=GEOMETRY) as made:
+        full = made.source_node.fill_random()
+        compared = await hand_off(made)
+        assert compared == hashed["runs"] == len(RUNS) * max(tp)
+        check(made, full)
+
+
+@pytest.mark.parametrize(
+    "connector", ["reread:RereadTCP", "nccl", "shm,nccl", "reread:RereadShm,tcp"]
+)
+async def test_what_others_may_write_is_read_again(connector: str, hashed: Counter[str]) -> None:
+    async with pair(connector, geometry=GEOMETRY) as made:
+        full = made.source_node.fill_random()
+        compared = await hand_off(made)
+        assert (compared, hashed["runs"]) == (len(RUNS), 2 * len(RUNS))
+        check(made, full)
+
+
+async def test_layers_on_streams_of_their_own_are_read_again(hashed: Counter[str]) -> None:
+    """The source's digests are of other parts than frames."""
+    options = {"tcp": {"streams": 2}}
+    async with pair("tcp", geometry=GEOMETRY, options=options) as made:
+        full = made.source_node.fill_random()
+        compared = await hand_off(made)
+        assert (compared, hashed["runs"]) == (len(RUNS), 2 * len(RUNS))
+        check(made, full)
+
+
+class Way:
+    """Spoils a frame on the way to the sink: of each transfer at most one, in its first epoch."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+        self.kinds: Counter[str] = Counter()
+        self.due = False
+        self.answered: set[BlockRun] = set()  # the source has digests of them
+
+    def now(self) -> bool:
+        """Returns whether it is time: for every third frame, until one is spoilt."""
+        hit = self.due and self.rng.random() < 1 / 3
+        self.due = self.due and not hit
+        return hit
+
+    def over_tcp(self, made: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the kernel wrote differs from what was sent."""
+        receive = SocketPipe.recv_blocks
+
+        def spoilt(pipe: SocketPipe, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+            moved = receive(pipe, memory, runs, gate)
+            if self.now():
+                at, nbytes = int(runs.offsets[-1]), int(runs.lengths[-1])
+                data = bytearray(memory[at : at + nbytes])
+                kind = self.rng.choice(("bit", "shifted", "zeroed"))
+                if kind == "bit":
+                    data[self.rng.randrange(nbytes)] ^= 1 << self.rng.randrange(8)
+                elif kind == "shifted":
+                    data = data[1:] + data[:1]
+                else:
+                    data[self.rng.randrange(nbytes) :] = b""
+                memory[at : at + nbytes] = data.ljust(nbytes, b"\0")
+                self.kinds[kind] += 1
+            return moved
+
+        monkeypatch.setattr(SocketPipe, "recv_blocks", spoilt)
+
+    def over_shm(self, made: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The source's blocks are others when they are read than when their digest was made."""
+        copy, call = MappedCache.copy, made.source.ranks.call
+        node = made.source_node
+
+        async def noted(rank: int, message: bytes) -> bytes:
+            reply = await call(rank, message)
+            command = decode_command(message)[1]
+            if isinstance(command, Ready):
+                self.answered.add(command.run)
+            return reply
+
+        def spoilt(
+            peer: MappedCache,
+            rect: Rect,
+            source_ids: Sequence[int],
+            sink_ids: Sequence[int],
+            hashes: LandingHashes,
+        ) -> None:
+            if not self.now():
+                return copy(peer, rect, source_ids, sink_ids, hashes)
+            first = SOURCE_IDS.index(source_ids[0])
+            wait_until(lambda: any(run.first == first for run in self.answered))
+            place = Place(CacheView(node.caches[0], node.rects[0]), rect, source_ids)
+            right = place.read()
+            wrong = right.copy()
+            self.kinds[spoil(self.rng, wrong, right[::-1]).__name__] += 1
+            place.write(wrong)
+            copy(peer, rect, source_ids, sink_ids, hashes)
+            return place.write(right)
+
+        monkeypatch.setattr(made.source.ranks, "call", noted)
+        monkeypatch.setattr(MappedCache, "copy", spoilt)
+
+
+@pytest.mark.parametrize(
+    ("connector", "make"), [("tcp", Way.over_tcp), ("shm", Way.over_shm)], ids=["tcp", "shm"]
+)
+async def test_a_fault_on_the_way_is_found_and_the_data_sent_again(
+    connector: str,
+    make: Callable[[Way, Pair, pytest.MonkeyPatch], None],
+    hashed: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way = Way()
+    async with pair(connector, geometry=GEOMETRY) as made:
+        make(way, made, monkeypatch)
+        for number in range(REPEATED):
+            way.due, way.answered = True, set()
+            made.sink_node.fill_random(seed=number)
+            full = made.source_node.fill_random(seed=number + 1)
+            await hand_off(made)
+            check(made, full)
+        faults = way.kinds.total()
+        assert 0 < faults == made.source.counts["repulled"]
+        assert made.sink.counts["stopped/DIGEST_MISMATCH"] == faults
+        assert hashed["runs"] == (REPEATED + faults) * len(RUNS)  # no sink has read again
+    assert len(way.kinds) > 2
