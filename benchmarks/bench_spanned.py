@@ -1,5 +1,7 @@
 """What a step of a node whose tensor-parallel ranks are on two hosts takes longer than on one, and
 what its line at start says of that. Hosts are network namespaces of this one. Linux, root only.
+Ranks of one host speak over gloo, too: a busy machine's would wait longer in shared memory than for
+a link.
 
     python benchmarks/bench_spanned.py tests/models/llama-gqa [--rate 100mbit] [--rounds 3]
 """
@@ -81,6 +83,7 @@ def measured(
             router=fleet.registries(hosts.ROUTER),
             cluster_key=KEY,
             tensor_parallel_size=options.ranks,
+            device_communicator="gloo",
             distributed_timeout=TIMEOUT,
             num_gpu_blocks_override=192,
             **flags,

@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 COLLECT_PERIOD = 5.0  # seconds; so much of what a killed worker counted may be lost
 SETTLED = 60.0  # seconds after which a worker's death is its first again
 LONGEST_BACKOFF = 30.0  # seconds
-HUNG = 6  # periods, each longer by `TIMEOUT`, after which a worker without an answer is killed
+# Periods, each longer by `TIMEOUT`, after which a worker without an answer is killed: one that has
+# served, and one that is started again.
+HUNG, HUNG_AT_START = 6, 60
 KILL_GRACE = 5.0  # seconds past the drain time-out until SIGKILL
 
 
@@ -254,6 +256,7 @@ class Supervisor:
 
     async def _answer(self, worker: Worker, what: str, argument: bytes) -> bytes:
         if what == SERVING:
+            worker.silent = 0
             worker.serving.set()
             return b""
         assert what == GATHER
@@ -294,16 +297,16 @@ class Supervisor:
             await asyncio.sleep(COLLECT_PERIOD)
 
     async def check(self, worker: Worker) -> None:
-        """Kills a worker that serves and has not answered for long. Its loop does not run, and the
-        connections that the kernel deals it would wait for ever."""
+        """Kills a worker that has not answered for long. Its loop does not run: the connections
+        that the kernel deals it would wait for ever, or it never serves."""
         answered = await self._ask_one(worker, METRICS, b"") is not None
         process = worker.process
         assert process is not None
-        if answered or not worker.serving.is_set() or process.returncode is not None:
+        if answered or process.returncode is not None:
             worker.silent = 0
             return
         worker.silent += 1
-        if worker.silent >= HUNG:
+        if worker.silent >= (HUNG if worker.serving.is_set() else HUNG_AT_START):
             logger.error(
                 "%s (pid %d) has not answered for %.0f s; it is killed",
                 worker.name, process.pid, worker.silent * (COLLECT_PERIOD + TIMEOUT),

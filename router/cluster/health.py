@@ -89,9 +89,11 @@ class CircuitBreaker:
             return True
         return not self._trial and self._now() - self._opened_at >= self._cooldown
 
-    def begun(self) -> None:
-        """Notes that a request was sent; on an open breaker it is the trial."""
+    def begun(self) -> bool:
+        """Notes that a request was sent. Returns whether the breaker is open, so that it is the
+        trial."""
         self._trial = self._opened_at is not None
+        return self._trial
 
     def succeeded(self) -> None:
         self._failures, self._opened_at, self._trial = 0, None, False
@@ -103,9 +105,12 @@ class CircuitBreaker:
             self.trips += self._opened_at is None
             self._opened_at = self._now()
 
-    def undecided(self) -> None:
-        """Notes that a request ended and says nothing about the node, as when its client left."""
-        self._trial = False
+    def undecided(self, trial: bool) -> None:
+        """Notes that a request ended and says nothing about the node, as when its client left.
+        `trial`: what `begun` returned; the end of an earlier request makes no room for another
+        trial."""
+        if trial:
+            self._trial = False
 
 
 LINK_COOLDOWN, LINK_COOLDOWN_MAX = 1.0, 30.0  # seconds

@@ -40,13 +40,14 @@ class InFlightLoad:
         self._prefill_tokens = prefill_tokens
         self._last_chance = last_chance
         self._has_progressed = False
+        self._trial = False  # of a node whose breaker is open
         self.first_in_line = False  # it was the next to be prefilled when it failed
 
     def __enter__(self) -> InFlightLoad:
         node = self._node
         node.last_chance = self._last_chance or node.last_chance
         node.in_flight += 1
-        node.breaker.begun()
+        self._trial = node.breaker.begun()
         if self._prefill_tokens:
             node.prefilling[self] = self._prefill_tokens
             node.prefill_tokens += self._prefill_tokens
@@ -59,7 +60,7 @@ class InFlightLoad:
         if isinstance(error, PdserveError):
             self.failed(error)
         elif error is not None:
-            self._node.breaker.undecided()
+            self._node.breaker.undecided(self._trial)
         else:
             self._node.breaker.succeeded()
         self._prefilled()
@@ -84,7 +85,7 @@ class InFlightLoad:
         self.first_in_line = next(iter(node.prefilling), None) is self
         on_link = isinstance(error, TransferError) and error.code in LINK_CODES
         if error.blame.value != node.role or on_link or error.code in SOUND_CODES:
-            node.breaker.undecided()
+            node.breaker.undecided(self._trial)
             return
         node.breaker.failed()
         node.lost = node.lost or error.code in LOST_CODES

@@ -18,7 +18,7 @@ from benchmarks.hosts import Network
 from pdserve.common.distributed.environment import address_towards
 from processes import alive
 
-START_TIMEOUT = 500.0  # seconds
+START_TIMEOUT = 800.0  # seconds
 # Ray would give its workers what CPU nobody else wants, and start some that nobody asked for.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

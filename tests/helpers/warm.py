@@ -53,7 +53,7 @@ def slowness() -> float:
 
 
 def run_roles(
-    folder: Path, commands: Sequence[Sequence[str]], patience: float = START_TIMEOUT
+    folder: Path, commands: Sequence[Sequence[str]], patience: float = 2 * START_TIMEOUT
 ) -> list[tuple[int, str]]:
     """Exit code and output of roles that end by themselves, all run at once: each command is a
     role (as `WarmStart.start` has it) and its flags. A log of each is left in `folder`."""

@@ -508,6 +508,7 @@ async def test_what_other_routers_place_is_load(registry):
 
 def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
     breaker = CircuitBreaker(max_failures=2, cooldown=3, now=clock)
+    earlier = breaker.begun()
     breaker.failed()
     breaker.succeeded()
     breaker.failed()
@@ -516,9 +517,11 @@ def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):
     assert not breaker.allows() and breaker.state is BreakerState.OPEN
     clock.time += 3
     assert breaker.allows()
-    breaker.begun()
+    trial = breaker.begun()
     assert not breaker.allows() and breaker.state is BreakerState.HALF_OPEN
-    breaker.undecided()
+    breaker.undecided(earlier)
+    assert not breaker.allows(), "the trial is still under way"
+    breaker.undecided(trial)
     assert breaker.allows()
     breaker.begun()
     breaker.failed()

@@ -13,9 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.config.router import RouterConfig, ServerConfig
-from pdserve.router.supervisor import HUNG, Supervisor, Worker
+from pdserve.router.supervisor import HUNG, HUNG_AT_START, Supervisor, Worker
 from pdserve.router.workers.link import Link
 from pdserve.router.workers.merge import counts_of_dead, merged_clusters, merged_metrics
+from pdserve.router.workers.siblings import SERVING
 
 TEXT = """\
 # TYPE pdserve_request_success_total counter
@@ -147,6 +148,23 @@ async def test_a_worker_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -
     assert "worker 0" in caplog.text and "has not answered for 42 s; it is killed" in caplog.text
     await supervisor.check(worker)
     assert worker.silent == 0, "the next one begins anew"
+
+
+async def test_a_worker_that_hangs_when_it_is_started_again_is_killed_later() -> None:
+    supervisor = Supervisor(RouterConfig(server=ServerConfig(router_workers=2)))
+    worker = supervisor.workers[0]
+    process = await seated(worker, "sleep", "600")
+    worker.serving.clear()
+    for _ in range(HUNG_AT_START - 1):
+        await supervisor.check(worker)
+    assert process.returncode is None, "it may read a large tokenizer"
+    await supervisor._answer(worker, SERVING, b"")
+    assert worker.silent == 0, "it serves at last"
+    worker.serving.clear()
+    for _ in range(HUNG_AT_START):
+        assert process.returncode is None
+        await supervisor.check(worker)
+    assert await process.wait() == -signal.SIGKILL
 
 
 async def test_no_worker_is_started_while_the_others_drain(monkeypatch: pytest.MonkeyPatch) -> None:

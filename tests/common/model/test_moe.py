@@ -225,7 +225,7 @@ def test_experts_that_cannot_be_spread(
     [
         ({"num_experts": None}, "num_local_experts or num_experts or n_routed_experts must"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8"),
-        ({"moe_intermediate_size": "48"}, "moe_intermediate_size must be an integer"),
+        ({"moe_intermediate_size": "48"}, "moe_intermediate_size must be a whole number"),
     ],
 )
 def test_configs_that_make_no_mixture(changes: dict[str, Any], message: str) -> None:
