@@ -1,7 +1,7 @@
-"""What a step of a node whose tensor-parallel ranks are on two hosts takes longer than on one, and
-what its line at start says of that. Hosts are network namespaces of this one. Linux, root only.
-Ranks of one host speak over gloo, too: a busy machine's would wait longer in shared memory than for
-a link.
+"""Measures how much longer a step takes when a node's tensor-parallel ranks are on two hosts, and
+prints it beside what the node's line at start says. Hosts are network namespaces of this one.
+Linux, root only. Ranks of one host speak over gloo, too: a busy machine's would wait longer in
+shared memory than for a link.
 
     python benchmarks/bench_spanned.py tests/models/llama-gqa [--rate 100mbit] [--rounds 3]
 """

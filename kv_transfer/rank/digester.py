@@ -37,7 +37,7 @@ STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
 THREADED_NBYTES = 1 << 20  # less is hashed sooner than another thread wakes up
 
 LandedDigest = Callable[[bytes, int, Rect, BlockRun], bytes | None]
-"""Of a connector: its method `landed_digest`."""
+"""Is the method `landed_digest` of a connector."""
 
 
 class Hashed(NamedTuple):

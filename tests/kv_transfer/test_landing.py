@@ -1,5 +1,5 @@
-"""What a sink that alone writes into its blocks hashed as it wrote is not read again, and faults on
-the way are found; what others may write, or nobody hashed, is read."""
+"""A sink that alone writes into its blocks hashes as it writes: nothing is read again, and faults
+on the way are found. Blocks that others may write, or nobody hashed, are read."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Way:
         return hit
 
     def over_tcp(self, made: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What the kernel wrote differs from what was sent."""
+        """The kernel writes something else than was sent."""
         receive = SocketPipe.recv_blocks
 
         def spoilt(pipe: SocketPipe, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
