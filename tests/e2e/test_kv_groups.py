@@ -3,6 +3,7 @@ windows and states in one node there is more in `tests/common/node`)."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_a_hand_over(
         shared().load(f"transformers.models.{TRANSFORMERS[name]}", "pdserve.common.model.hf.model")
     with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
         cluster.start_node("prefill", kv_connector=connector, **prefill)
-        cluster.start_node("decode", kv_connector=connector, **decode)
+        start_decode(cluster, kv_connector=connector, **decode)
         cluster.wait_nodes()
         check(cluster, model)
         ranks = decode.get("tensor_parallel_size", 1)
@@ -104,7 +105,7 @@ def test_a_hand_over(
         check(cluster, model)  # from the cache
         check_prompt_logprobs(cluster, PROMPTS[2], n=2)
         if name in ("gemma4", "nemotron-h", "qwen3-next") and prefill is TP2:
-            cluster.start_node("decode", kv_connector=connector, **decode)
+            start_decode(cluster, kv_connector=connector, **decode)
             cluster.wait_nodes()
             check_failover(cluster, model, count=120)
 
@@ -137,18 +138,29 @@ def test_a_decode_node_dies_beyond_the_window(
     with WarmCluster(model, 0, 0, max_model_len=1024) as cluster:
         cluster.start_node("prefill", **prefill)
         for _ in range(2):
-            cluster.start_node("decode", **decode)
+            start_decode(cluster, **decode)
         cluster.wait_nodes()
         check_failover(cluster, model, count=500)
 
 
+def start_decode(cluster: WarmCluster, **options: Any) -> None:
+    """Starts a node that can be held, if it has one rank."""
+    sizes = (options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    start = cluster.start_held if {*sizes} == {1} else cluster.start_node
+    start("decode", **options)
+
+
 def check_failover(cluster: WarmCluster, model: Path, count: int) -> None:
-    """Kills a decode node while it computes `count` tokens, enough that it is still at it."""
+    """Kills a decode node while it computes `count` tokens: nodes of one rank wait for it, others
+    have enough to do."""
     texts, prompt = [], PROMPTS[3]
-    for event in cluster.stream(list(prompt), max_tokens=count, ignore_eos=True):
-        texts.append(event["choices"][0]["text"])
-        if len(texts) == 10:
-            cluster.kill(cluster.busy("decode"))
+    with ExitStack() as holding:
+        holding.enter_context(cluster.standing_still("decode", steps=20))
+        for event in cluster.stream(list(prompt), max_tokens=count, ignore_eos=True):
+            texts.append(event["choices"][0]["text"])
+            if len(texts) == 1:  # one event may have all tokens that there are
+                cluster.kill(cluster.busy("decode"))
+                holding.close()
     expected = reference.greedy(model, prompt, count)
     assert "".join(texts) == reference.decode(model, expected)
 

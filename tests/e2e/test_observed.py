@@ -218,7 +218,7 @@ def test_a_request_is_found_while_it_is_served_and_afterwards(
     assert answer.result().status_code == 200
     (found,) = traced(cluster, "mine-1")
     assert (found["status"], found["completion_tokens"]) == ("finished", 30)
-    assert found["timeline"]["migrations"] == 1
+    assert found["timeline"]["migrations"] >= 1  # or more: a late node may be lost, too
     assert "migration" in seconds(found["timeline"])
     assert traced(cluster, found["id"]) == [found]
     assert main(["trace", "mine-1", "--url", cluster.url]) == 0
