@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -164,26 +165,40 @@ class Fleet:
     def credentials(self, role: bool = False) -> grpc.ChannelCredentials | None:
         """Returns the credentials of a gRPC client or of a role; None if the ports are open to all.
         A client's files are beside the roles'."""
+        if (files := self._files("" if role else "client-")) is None:
+            return None
+        return grpc.ssl_channel_credentials(*(Path(name).read_bytes() for name in files))
+
+    def client_files(self) -> tuple[str, str, str] | None:
+        """Returns a client's CA, key and certificate; None as `credentials`."""
+        return self._files("client-")
+
+    def _files(self, prefix: str) -> tuple[str, str, str] | None:
         if "tls_ca" not in self._router:
             return None
         ca = Path(self._router["tls_ca"])
-        pair = (ca.with_name(f"{'' if role else 'client-'}{name}.pem") for name in ("key", "cert"))
-        return grpc.ssl_channel_credentials(*(file.read_bytes() for file in (ca, *pair)))
+        key, cert = (str(ca.with_name(f"{prefix}{name}.pem")) for name in ("key", "cert"))
+        return str(ca), key, cert
 
     # ---- what they say of themselves --------------------------------------------------------
 
     def state(self, router: str = "router") -> dict[str, Any]:
         """The router's `/v1/cluster`; every node has its `name` here, one that is not ours an
         empty one. Raises OSError."""
-        url = f"http://127.0.0.1:{self.routers[router]['http']}/v1/cluster"
-        try:
-            with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
-                state: dict[str, Any] = json.load(answer)
-        except HTTPException as error:  # it died while it answered
-            raise ConnectionError(f"{url}: {error!r}") from error
+        state = self.get("/v1/cluster", router)
         for node in state["nodes"]:
             node["name"] = self._by_address.get(node["address"], "")
         return state
+
+    def get(self, path: str, router: str = "router") -> dict[str, Any]:
+        """Returns the JSON that the router has for operators there. Raises OSError."""
+        url = f"http://127.0.0.1:{self.routers[router]['http']}{path}"
+        try:
+            with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except HTTPException as error:  # it died while it answered
+            raise ConnectionError(f"{url}: {error!r}") from error
 
     def ready(self) -> set[str]:
         """The nodes that are at every router that should run, those included that fit no other;
@@ -214,6 +229,12 @@ class Fleet:
         if ready := self.ready():  # one that has just started would die of the signal
             for name in (ready | self.routers.keys()) & self.pids.keys():
                 self.send(name, signal.SIGUSR1)
+
+    def note(self, words: str) -> None:
+        """Writes a line of this program's among those of the processes."""
+        now = datetime.now(UTC).strftime("%H:%M:%S.%f")[:-3]
+        with self.log_path.open("a") as log:
+            log.write(f"{now} NOTE    soak - {words}\n")
 
     def running(self) -> set[str]:
         """Returns the processes that run, of those that should."""

@@ -3,12 +3,13 @@ should."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 
 import grpc
@@ -20,8 +21,11 @@ from benchmarks import hosts, warm_start
 from benchmarks.hosts import ROUTER, Network, front
 from benchmarks.relay import Relays
 from benchmarks.site import site_network
-from benchmarks.soak import floods
+from benchmarks.soak import crowd, floods, load
+from benchmarks.soak.asks import Ask
+from benchmarks.soak.client import Answer
 from benchmarks.soak.gauge import Gauge, Life, held_by_clients
+from benchmarks.soak.inquiry import Found
 from benchmarks.soak.load import Tally
 from benchmarks.soak.report import make_report, print_report
 from pdserve.common.rpc import server as rpc_server
@@ -207,3 +211,71 @@ async def test_a_server_that_reads_what_strangers_send_is_found(reads: bool) -> 
     found = await floods._flood(fleet, f"127.0.0.1:{port}", method, 2**22)  # type: ignore[arg-type]
     await server.stop(0)
     assert found == (floods.TAKEN if reads else "told")
+
+
+# ---- a request that does not end ----
+
+
+class Clients:
+    """A client whose answer comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+
+    async def send(self, ask: Ask, request_id: str, answer: Answer) -> Answer:
+        assert request_id.startswith("soak-")
+        await self.ready.wait()
+        return Answer()
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIMEOUT", "LOOKS", "LAST_LOOK"):
+        monkeypatch.setattr(load, name, 0.001)
+
+
+async def asked_once(found: Callable[[Clients], Found]) -> tuple[Tally, list[None]]:
+    """What becomes of one request of which routers say this, and how often stacks were asked
+    for."""
+    client, looks = Clients(), list[None]()
+    some = load.Load({"router": client}, [Ask("grpc", (5,), {})], lambda _: found(client))  # type: ignore[dict-item]
+    some.expected = [[Answer()]]
+    tally = await some.during(asyncio.sleep(0), 1, look=lambda: looks.append(None))
+    return tally, looks
+
+
+async def test_a_request_that_does_not_get_further_hangs_and_where_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient(monkeypatch)
+    tally, looks = await asked_once(lambda _: Found(False, "router: waits for d1"))
+    assert len(tally.hung) == len(looks) == 1 and tally.hung[0].endswith("router: waits for d1")
+
+
+async def test_a_request_that_gets_further_is_slow_and_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient(monkeypatch)
+    times = iter(range(20))
+
+    def moves(client: Clients) -> Found:
+        if next(times) == 9:
+            loop.call_soon_threadsafe(client.ready.set)
+        return Found(True, "")
+
+    loop = asyncio.get_running_loop()
+    tally, looks = await asked_once(moves)
+    assert (tally.completed, tally.hung, looks) == (1, [], []) and next(times) >= 10
+
+
+async def test_a_crowd_hangs_when_none_of_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late answers are none that hang."""
+    seconds = iter([Counter(OK=1), Counter(), Counter(OK=1), Counter(), Counter()])
+    told: Counter[str] = Counter()
+
+    async def turn(_: float) -> None:
+        told.update(next(seconds))
+
+    monkeypatch.setattr(crowd, "SILENCE", 2)
+    monkeypatch.setattr(asyncio, "sleep", turn)
+    await crowd._silence(told)
+    assert told.total() == 2 and next(seconds, None) is None
