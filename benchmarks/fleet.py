@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import grpc
@@ -28,11 +29,16 @@ from pdserve.common.config.node import TransferConfig
 FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
+MAX_REFUSAL = 300  # bytes of a router's refusal that are shown
 PORTS = ("http", "grpc", "registry")  # of a router
 SHARES = 16  # of the ports, one for each of so many processes
 TRANSFER = {each.name for each in fields(TransferConfig)}
 LOAD, HOSTILE, PROBE = range(3)  # clients, by the number of their API key
 BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
+
+
+class Refused(Exception):
+    """A router does not take the fleet's key; no wait helps."""
 
 
 class Fleet:
@@ -185,18 +191,30 @@ class Fleet:
     def state(self, router: str = "router") -> dict[str, Any]:
         """The router's `/v1/cluster`; every node has its `name` here, one that is not ours an
         empty one. Raises OSError."""
-        state = self.get("/v1/cluster", router)
+        state = self.shown("/v1/cluster", router)
         for node in state["nodes"]:
             node["name"] = self._by_address.get(node["address"], "")
         return state
 
-    def get(self, path: str, router: str = "router") -> dict[str, Any]:
-        """Returns the JSON that the router has for operators there. Raises OSError."""
+    def shown(self, path: str, router: str = "router") -> dict[str, Any]:
+        """Returns the JSON that the router has for operators there.
+
+        Raises:
+            OSError: it is not there, or does not serve that.
+            Refused: it does not take this fleet for an operator.
+        """
         url = f"http://127.0.0.1:{self.routers[router]['http']}{path}"
         try:
             with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
+        except HTTPError as error:
+            if error.code not in (401, 403):
+                raise
+            raise Refused(
+                f"{router} answers {error.code} to {path}: {error.read()[:MAX_REFUSAL]!r}; give "
+                "the fleet's `router` options the operator's key, admin_api_key"
+            ) from error
         except HTTPException as error:  # it died while it answered
             raise ConnectionError(f"{url}: {error!r}") from error
 
@@ -217,7 +235,7 @@ class Fleet:
         return self.ready() >= self.pids.keys() - self.routers.keys()
 
     def wait_ready(self) -> None:
-        """Until every node is. Raises TimeoutError."""
+        """Until every node is. Raises TimeoutError, Refused."""
         deadline = time.monotonic() + START_TIMEOUT
         while not self.all_ready():
             if time.monotonic() > deadline:

@@ -103,9 +103,7 @@ class Client:
         self._url = f"{url}/v1/completions"
         self._stub = pb_grpc.InferenceStub(channel)
 
-    async def send(
-        self, ask: Ask, request_id: str = "", answer: Answer | None = None
-    ) -> Answer:
+    async def send(self, ask: Ask, request_id: str = "", answer: Answer | None = None) -> Answer:
         """Waits for the whole answer; cancelling hangs up. `request_id`: by which routers know it;
         `answer`: what has come is there at once.
 

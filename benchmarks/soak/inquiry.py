@@ -22,7 +22,7 @@ def inquire(fleet: Fleet, request_id: str) -> Found:
     words, moves = [], False
     for router in sorted(fleet.routers.keys() & fleet.pids.keys()):
         try:
-            found = fleet.get(f"/v1/timelines/{request_id}", router)["data"]
+            found = fleet.shown(f"/v1/timelines/{request_id}", router)["data"]
         except HTTPError as error:
             words.append(f"{router}: {'unknown' if error.code == 404 else error}")
             continue

@@ -194,7 +194,8 @@ class Load:
             if stood >= PATIENT_LOOKS or seconds > LONGEST:
                 look()
                 await asyncio.sleep(LAST_LOOK)
-                raise TimeoutError(f"{request_id}: {heard} events in {seconds:.0f} s; {found.words}")
+                what = f"{request_id}: {heard} events in {seconds:.0f} s"
+                raise TimeoutError(f"{what}; {found.words}")
         return sending.result()
 
 

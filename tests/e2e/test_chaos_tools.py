@@ -10,7 +10,9 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import psutil
@@ -18,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import hosts, warm_start
+from benchmarks.fleet import Fleet, Refused
 from benchmarks.hosts import ROUTER, Network, front
 from benchmarks.relay import Relays
 from benchmarks.site import site_network
@@ -28,7 +31,10 @@ from benchmarks.soak.gauge import Gauge, Life, held_by_clients
 from benchmarks.soak.inquiry import Found
 from benchmarks.soak.load import Tally
 from benchmarks.soak.report import make_report, print_report
+from fakes_pipeline import byte_level_folder
+from http_site import serve
 from pdserve.common.rpc import server as rpc_server
+from pdserve.router.api.auth import APIKeys
 
 needs_network = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 PATIENCE = 30.0  # seconds for what should come
@@ -279,3 +285,16 @@ async def test_a_crowd_hangs_when_none_of_it_is_answered(monkeypatch: pytest.Mon
     monkeypatch.setattr(asyncio, "sleep", turn)
     await crowd._silence(told)
     assert told.total() == 2 and next(seconds, None) is None
+
+
+async def test_a_fleet_whose_key_is_refused_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would else wait for nodes of which it cannot hear."""
+    warm: Any = SimpleNamespace()
+    async with serve(byte_level_folder(tmp_path), keys=APIKeys("sk", "an-operator")) as site:
+        fleet = Fleet(tmp_path, tmp_path / "log", {}, {"admin_api_key": "wrong"}, warm)
+        monkeypatch.setitem(fleet.routers["router"], "http", site.port)
+        fleet.pids["router"] = os.getpid()
+        with pytest.raises(Refused, match=r"router answers 401 to /v1/cluster.*admin_api_key"):
+            await asyncio.to_thread(fleet.wait_ready)
