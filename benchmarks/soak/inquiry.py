@@ -1,5 +1,5 @@
-"""What the routers say of a request that has no end yet: whether it gets further, and else what it
-waits for."""
+"""Asks the routers of a request that has no end yet whether it gets further, and else what it waits
+for."""
 
 from __future__ import annotations
 

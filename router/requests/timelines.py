@@ -75,8 +75,8 @@ class Timelines:
         return [_summary(each) for each in islice(self._newest(client), limit)]
 
     def standing(self, limit: int, client: str | None = None) -> list[dict[str, Any]]:
-        """Those that are served now, as `recent` has them, in the order of when they last got
-        further: whatever does not move comes first."""
+        """Returns the requests that are served now, as `recent` does, in the order of when they
+        last got further: whatever does not move comes first."""
         of_client = (
             state for state in self._served if client in (None, state.request.batch.client)
         )

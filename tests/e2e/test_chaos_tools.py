@@ -240,8 +240,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def asked_once(found: Callable[[Clients], Found]) -> tuple[Tally, list[None]]:
-    """What becomes of one request of which routers say this, and how often stacks were asked
-    for."""
+    """Asks once, while routers say this of it; returns what became of it, and how often stacks
+    were asked for."""
     client, looks = Clients(), list[None]()
     some = load.Load({"router": client}, [Ask("grpc", (5,), {})], lambda _: found(client))  # type: ignore[dict-item]
     some.expected = [[Answer()]]
