@@ -95,8 +95,7 @@ class Deadline:
         """It got further: blocks were reserved, KV has landed. A timer for each token would cost
         more than the token: it is set a little late, and not again before it would be early."""
         limit, seconds = self._limit, self._request_timeout
-        self.moved = now = monotonic()
-        if limit is None or not seconds or now < self._late_enough:
+        if limit is None or not seconds or (now := monotonic()) < self._late_enough:
             return
         if not limit.expired():
             slack = min(SLACK, seconds / 16)
@@ -114,7 +113,7 @@ class Deadline:
     def waiting(self, waits_for: str = "a node") -> Iterator[float]:
         """Waiting for a node, or for what `waits_for` says, rather than on one; yields until when
         (`monotonic`)."""
-        since, moved = monotonic(), self.moved
+        since = monotonic()
         self._late_enough = 0.0
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(None)
@@ -125,7 +124,6 @@ class Deadline:
             self.waits_for, self._until = "", None
             self._patience -= monotonic() - since
             self.progress()
-            self.moved = moved  # a wait that is over moves the bound, not the request
 
 
 class Retries:
