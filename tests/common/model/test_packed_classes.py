@@ -130,7 +130,7 @@ def test_experts_stay_packed(
 def test_a_class_that_runs_by_its_own_code(
     name: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As those do whose own code computes a state."""
+    """Here one whose own code computes a state."""
     source = made(tiny(CONFIG_MAPPING[name]), tmp_path / "source")
     folder = packed(source, tmp_path / "a", W4A16, more)
     ours, dense = (read_spec(tmp_path / each, "auto", {}) for each in ("a", "a-dense"))
