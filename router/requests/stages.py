@@ -146,4 +146,6 @@ class Stages:
                 at += seconds
             rest = _REST.get(span.phase, span.phase.value)
             node = span.node if span.phase is Phase.PREFILL else ROUTER
+            if span.phase is Phase.DECODE and not span.told_at:
+                rest, node = span.phase.value, span.node  # not split: the request is not timed
             yield rest, node, at, max(until - at, 0.0)
