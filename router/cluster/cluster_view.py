@@ -18,6 +18,10 @@ from pdserve.router.cluster.registry import Registry
 
 MAX_REASONS = 4  # in one sentence
 MAX_PAIRINGS = 4096  # in `/v1/cluster`: 512 nodes of each role have 262,144
+_GLANCE = (  # of what `_describe` says
+    *("state", "reason", "running", "waiting", "free_blocks", "total_blocks"),
+    "seconds_since_heartbeat",
+)
 STAND_IN_AFTER = 3.0  # seconds without a prefill node; one may be about to come back
 
 
@@ -178,6 +182,14 @@ class ClusterView:
                 for reason, port, count, ago in self.registry.refusals.items()
             ],
         }
+
+    def glance(self, node_id: str) -> dict[str, Any]:
+        """The node's state and load in short, as heard last; its id alone if it is not there."""
+        node = next((node for node in self.registry.nodes() if node.id == node_id), None)
+        if node is None:
+            return {"node_id": node_id, "state": "gone"}
+        described = self._describe(node, {})
+        return {"node_id": node_id, **{name: described[name] for name in _GLANCE}}
 
     def _broken_links(self) -> list[dict[str, str]]:
         """The links between registered nodes whose last transfer failed, and why."""

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import TypeVar
 
@@ -48,7 +49,7 @@ class PlacementRequest:
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
     session: str = ""  # of its client's; "": none is known
-    waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
+    waiting: Callable[[str], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
     # `RolePolicy` writes these: who has its blocks, once somebody has asked; and views by role.
     matched: list[Mapping[Node, int]] = field(default_factory=list)
@@ -174,7 +175,8 @@ class NodeSelector:
             Unavailable: no node came.
             Gone: none will, as no node has the version of the request's tokens any more.
         """
-        node, path = await self._wait_for(lambda: self._find_decode(request), request)
+        find = partial(self._find_decode, request)
+        node, path = await self._wait_for("a decode node", find, request)
         self._policies[node.info.role].placed(request, node)
         return node, path
 
@@ -186,7 +188,8 @@ class NodeSelector:
         Raises:
             Unavailable: no node came.
         """
-        (found,) = await self._wait_for(lambda: self._find_prefill(request, decode), request)
+        find = partial(self._find_prefill, request, decode)
+        (found,) = await self._wait_for("a prefill node", find, request)
         if found is not None:
             self._policies[pb.ROLE_PREFILL].placed(request, found)
         return found
@@ -276,10 +279,12 @@ class NodeSelector:
         )
         return [node for node in chosen if node is not None]
 
-    async def _wait_for(self, find: Callable[[], T | None], request: PlacementRequest) -> T:
+    async def _wait_for(
+        self, what: str, find: Callable[[], T | None], request: PlacementRequest
+    ) -> T:
         if (found := find()) is not None:
             return found
-        with request.waiting() as until:
+        with request.waiting(what) as until:
             while (found := find()) is None:
                 # Look again from time to time: a breaker that may be tried again does not notify.
                 patience = min(0.5, until - self._now())

@@ -184,8 +184,11 @@ class RequestState:
     def mark(self, moment: str) -> None:
         """Notes that a moment of the timeline (one of its fields) is now, the first time. It is
         progress every time."""
+        now = monotonic()
         self.deadline.progress()
-        self._timeline.setdefault(moment, monotonic() - self._start)
+        if moment != "queued":  # another try has done nothing yet
+            self.deadline.moved = now
+        self._timeline.setdefault(moment, now - self._start)
 
     def placed(self, path: PromptPath, decode_node: str) -> None:
         """An attempt begins on a decode node; what the one before has moved is lost."""
