@@ -30,7 +30,7 @@ from pdserve.kv_transfer.blocks import (
 )
 from pdserve.kv_transfer.connector import Capabilities, RankContext, SourceTransfer
 from pdserve.kv_transfer.connectors.base import pull
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes
+from pdserve.kv_transfer.connectors.base.channel import FrameHashes
 from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
@@ -50,7 +50,12 @@ class ShmConnector(pull.PullConnector[Greeting]):
     """Takes no options."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        pull=True, one_sided=True, same_host=True, authenticates=True, sink_writes=True
+        pull=True,
+        one_sided=True,
+        same_host=True,
+        authenticates=True,
+        sink_writes=True,
+        source_hashes=True,
     )
     greeting = Greeting
 
@@ -124,7 +129,7 @@ class MappedCache(pull.PeerCache):
         rect: Rect,
         source_ids: Sequence[int],
         sink_ids: Sequence[int],
-        hashes: LandingHashes,
+        hashes: FrameHashes,
     ) -> None:
         ends = self._ours, sink_ids, self._theirs, source_ids
         if not hashes.prefixes:

@@ -24,13 +24,9 @@ from pdserve.kv_transfer.blocks import (
     piece_nbytes,
     plane_runs,
 )
-from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
+from pdserve.kv_transfer.connector import BlockRun, RunDigest, SinkTransfer
 from pdserve.kv_transfer.connectors.base.channel import OwnStream
-from pdserve.kv_transfer.digest import (
-    RunDigest,
-    check_coverage,
-    hash_prefix,
-)
+from pdserve.kv_transfer.digest import check_coverage, hash_prefix
 from pdserve.kv_transfer.layout import CacheView, Rect
 
 STEP_NBYTES = 32 << 20  # hashed in a few milliseconds

@@ -18,8 +18,7 @@ from pdserve.kv_transfer.blocks import (
     copy_hashed,
     memory_of,
 )
-from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.connector import BlockRun, RunDigest, SinkTransfer
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.native import code
 from pdserve.kv_transfer.rank import digester

@@ -20,16 +20,20 @@ import torch
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.blocks import (
     BlockLayout,
+    ByteRuns,
     CacheBytes,
     RunsHash,
+    bands,
     byte_runs,
     gather,
     memory_of,
     piece_nbytes,
     scatter,
 )
+from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.sockets import scratch
+from pdserve.kv_transfer.digest import hash_prefix
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
@@ -47,11 +51,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class LandingHashes:
-    """Takes the hashes of a frame's bands, which a mover makes as it writes them."""
+class FrameHashes:
+    """Takes the hashes of a frame's bands, which a mover makes as it sends or writes them."""
 
     prefixes: Mapping[Rect, bytes]  # of each band, in canonical order; empty: none are wanted
     made: dict[Rect, bytes] = field(default_factory=dict)
+
+
+NO_HASHES = FrameHashes({})
+
+
+def wanted_hashes(view: CacheView, fingerprint: str, frame: Frame) -> FrameHashes:
+    """Asks for the hashes of all bands of a frame."""
+    ids, run = (frame.transfer_id, frame.epoch), BlockRun(frame.first, frame.count)
+    cut = bands(view.cache, frame.rect)
+    return FrameHashes({band: hash_prefix(fingerprint, *ids, band, run) for band in cut})
 
 
 class Mover(ABC):
@@ -71,7 +85,7 @@ class Mover(ABC):
         self._pipe = pipe
         # For the present frame:
         self.on_counted: Callable[[], None] = lambda: None
-        self.hashes = LandingHashes({})
+        self.hashes = NO_HASHES
 
     def payload_nbytes(self, rect: Rect, count: int) -> int:
         """Returns the payload's size for `count` blocks of a piece."""
@@ -86,8 +100,8 @@ class Mover(ABC):
 
     @abstractmethod
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Source: sends the payload. Returns whether the blocks were held until the sink had all
-        their bytes."""
+        """Source: sends the payload and makes the `hashes` that are wanted. Returns whether the
+        blocks were held until the sink had all their bytes."""
 
     @abstractmethod
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
@@ -147,24 +161,47 @@ class PipeMover(Mover):
 
 
 class HashingPipeMover(PipeMover):
-    """Hashes what it receives into a CPU cache, part by part, if the frame's hashes are wanted. The
-    pipe must not care into how many receives a send is cut."""
+    """Hashes what it sends from a CPU cache, and what it receives into one, part by part, if the
+    frame's hashes are wanted. The pipe must not care into how many receives a send is cut."""
 
     @cached_property
     def _bytes(self) -> CacheBytes:
         return CacheBytes.of(self._memory, BlockLayout.of(self._view))
 
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        if not self._on_host or not self.hashes.prefixes:
+            return super().send(frame, block_ids, gate)
+
+        def send(part: ByteRuns, made: RunsHash) -> bool:
+            with gate.passage() as admitted:
+                if admitted:
+                    made.update(part)  # and so it is in the CPU's caches when it is sent
+            return self._pipe.send_blocks(self._memory, part, gate)
+
+        return self._move_parts(block_ids, send)
+
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         if not self._on_host or not self.hashes.prefixes:
             return super().recv(frame, block_ids, gate)
+
+        def receive(part: ByteRuns, made: RunsHash) -> bool:
+            if whole := self._pipe.recv_blocks(self._memory, part, gate):
+                made.update(part)
+            return whole
+
+        return self._move_parts(block_ids, receive)
+
+    def _move_parts(
+        self, block_ids: tuple[int, ...], move: Callable[[ByteRuns, RunsHash], bool]
+    ) -> bool:
+        """Moves every band part by part; a hash counts only if each part was moved inside the
+        gate, which stays closed once it is."""
         whole = True
         for band, prefix in self.hashes.prefixes.items():
             runs = byte_runs(self._view, band, block_ids)
             made = RunsHash(prefix, self._bytes, int(runs.lengths.sum()))
             for part in runs.parts(HOT_NBYTES):
-                whole &= self._pipe.recv_blocks(self._memory, part, gate)
-                if whole:
-                    made.update(part)
+                whole &= move(part, made)
             self.hashes.made[band] = made.digest()
         return whole
 
@@ -214,10 +251,18 @@ class Channel:
         """Tells the sink that a piece will come on this connection."""
         send_frame(self._pipe, frame)
 
-    def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
-        """Sends blocks; returns the bytes that count, 0 if the gate is closed."""
+    def deliver(
+        self,
+        frame: Frame,
+        block_ids: tuple[int, ...],
+        gate: Gate,
+        hashes: FrameHashes = NO_HASHES,
+    ) -> int:
+        """Sends blocks, and makes the `hashes` that are wanted; returns the bytes that count, 0 if
+        the gate is closed."""
         if not gate.is_open:
             return 0
+        self._mover.hashes = hashes
         nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
         frame = replace(frame, kind=self._mover.kind, nbytes=nbytes)
         joined = self._mover.in_pipe and nbytes <= JOINED_NBYTES

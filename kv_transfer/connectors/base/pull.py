@@ -15,14 +15,22 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
 from pdserve.common.core.errors import Blame, ConfigError
+from pdserve.kv_transfer.blocks import (
+    BlockLayout,
+    CacheBytes,
+    hash_blocks,
+    memory_of,
+    plane_runs,
+)
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes, Mover, OwnStream
+from pdserve.kv_transfer.connectors.base.channel import FrameHashes, Mover, OwnStream
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
@@ -66,7 +74,7 @@ class PeerCache(ABC):
         rect: Rect,
         source_ids: Sequence[int],
         sink_ids: Sequence[int],
-        hashes: LandingHashes,
+        hashes: FrameHashes,
     ) -> None:
         """Copies the source's blocks into this rank's, and may make the `hashes` that are wanted.
         All arguments are checked."""
@@ -150,15 +158,28 @@ class PullMover(Mover):
         return 4 * count
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Offers blocks. The sink may still read when the gate closes; then the read does not
-        count."""
+        """Offers blocks, and makes the `hashes` of a CPU cache that are wanted while the sink
+        copies: both read the same bytes at the same time, and the memory once. The sink may still
+        read when the gate closes; then the read does not count."""
         with self._stream.active():
             self._stream.synchronize()  # the device has computed what is offered
         self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
+        with gate.passage() as admitted:
+            if admitted:
+                self._hash(block_ids)
         taken = recv_frame(self._pipe)
         if taken.kind is not FrameKind.TAKEN or taken.nbytes:
             raise bad_frame(f"{taken.kind.name} where TAKEN was due", Blame.DECODE)
         return gate.is_open
+
+    def _hash(self, block_ids: tuple[int, ...]) -> None:
+        for band, prefix in self.hashes.prefixes.items():
+            runs = plane_runs(self._view, band, block_ids)
+            self.hashes.made[band] = hash_blocks(prefix, self._bytes, runs)
+
+    @cached_property
+    def _bytes(self) -> CacheBytes:
+        return CacheBytes.of(memory_of(self._view.cache), BlockLayout.of(self._view))
 
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         assert self._peer is not None  # this is a sink

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from handoff.promises import Promise, broken
-from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.connector import BlockRun, RunDigest
 from pdserve.kv_transfer.layout import Rect
 
 NUM_BLOCKS = 2
