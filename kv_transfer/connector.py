@@ -70,7 +70,7 @@ class RunDigest:
     """Carries the source's digest of a run that it sent to one share of the sink."""
 
     sink: int  # `Piece.sink`
-    rect: Rect  # one of `blocks.bands` of the piece
+    rect: Rect  # of the piece
     run: BlockRun  # announced, or a part of it
     digest: bytes  # 16 bytes
 
@@ -218,9 +218,9 @@ class KVConnector(ABC):
     def ready_hashed(
         self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
     ) -> None:
-        """Source, with `source_hashes`: does as `ready`, and hashes the run when it sends it:
-        each band of it, or of each of its parts, after `digest.hash_prefix`. `Sent` brings the
-        digests. The core announces small runs by `ready` and hashes them itself."""
+        """Source, with `source_hashes`: does as `ready`, and hashes the run, or each part of it,
+        when it sends it (`digest.hash_prefix` comes before the bytes). `Sent` brings the digests.
+        The core announces small runs by `ready` and hashes them itself."""
         raise NotImplementedError
 
     @abstractmethod

@@ -7,7 +7,7 @@ import threading
 
 from pdserve.common.core.errors import TransferError
 from pdserve.common.core.host import leave
-from pdserve.kv_transfer.blocks import bands, piece_nbytes
+from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
@@ -144,9 +144,8 @@ class GroupConnector:
         for piece, _ in transfer.pieces:
             for cut in parts(cache, piece.rect, ready.run.count, FRAME_NBYTES):
                 run = BlockRun(ready.run.first + cut.start, cut.stop - cut.start)
-                for band in bands(cache, piece.rect):
-                    sinks.append(piece.sink)
-                    wanted.append(Hashed(*ids, band, run, ready.block_ids[cut]))
+                sinks.append(piece.sink)
+                wanted.append(Hashed(*ids, piece.rect, run, ready.block_ids[cut]))
         made = self._digester.digests(wanted)
         return tuple(
             RunDigest(sink, each.rect, each.run, digest)

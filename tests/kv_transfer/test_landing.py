@@ -20,7 +20,7 @@ from pdserve.kv_transfer.blocks import ByteRuns
 from pdserve.kv_transfer.commands import Ready, Reply, decode_command
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base import channel
-from pdserve.kv_transfer.connectors.base.channel import FrameHashes
+from pdserve.kv_transfer.connectors.base.channel import FrameHash
 from pdserve.kv_transfer.connectors.base.pull import PullMover
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.shm import MappedCache
@@ -167,7 +167,7 @@ class Way:
 
     def over_shm(self, made: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """The source's blocks are others when they are read than when their digest was made."""
-        copy, call, make_hashes = MappedCache.copy, made.source.ranks.call, PullMover._hash
+        copy, call, make_hash = MappedCache.copy, made.source.ranks.call, PullMover._make_hash
         node = made.source_node
 
         async def noted(rank: int, message: bytes) -> bytes:
@@ -177,9 +177,9 @@ class Way:
                 self.digested.add(command.run.first)
             return reply
 
-        def note(mover: PullMover, block_ids: tuple[int, ...]) -> None:
-            make_hashes(mover, block_ids)
-            if mover.hashes.made:
+        def note(mover: PullMover, rect: Rect, block_ids: tuple[int, ...]) -> None:
+            make_hash(mover, rect, block_ids)
+            if mover.hash.made:
                 self.digested.add(SOURCE_IDS.index(block_ids[0]))
 
         def spoilt(
@@ -187,10 +187,10 @@ class Way:
             rect: Rect,
             source_ids: Sequence[int],
             sink_ids: Sequence[int],
-            hashes: FrameHashes,
+            hash_: FrameHash,
         ) -> None:
             if not self.now():
-                return copy(peer, rect, source_ids, sink_ids, hashes)
+                return copy(peer, rect, source_ids, sink_ids, hash_)
             first = SOURCE_IDS.index(source_ids[0])
             wait_until(lambda: first in self.digested)
             place = Place(CacheView(node.caches[0], node.rects[0]), rect, source_ids)
@@ -198,11 +198,11 @@ class Way:
             wrong = right.copy()
             self.kinds[spoil(self.rng, wrong, right[::-1]).__name__] += 1
             place.write(wrong)
-            copy(peer, rect, source_ids, sink_ids, hashes)
+            copy(peer, rect, source_ids, sink_ids, hash_)
             return place.write(right)
 
         monkeypatch.setattr(made.source.ranks, "call", noted)
-        monkeypatch.setattr(PullMover, "_hash", note)
+        monkeypatch.setattr(PullMover, "_make_hash", note)
         monkeypatch.setattr(MappedCache, "copy", spoilt)
 
 

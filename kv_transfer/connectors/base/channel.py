@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -23,7 +23,6 @@ from pdserve.kv_transfer.blocks import (
     ByteRuns,
     CacheBytes,
     RunsHash,
-    bands,
     byte_runs,
     gather,
     memory_of,
@@ -51,21 +50,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class FrameHashes:
-    """Takes the hashes of a frame's bands, which a mover makes as it sends or writes them."""
+class FrameHash:
+    """Takes the hash of a frame, which a mover makes as it sends or writes it."""
 
-    prefixes: Mapping[Rect, bytes]  # of each band, in canonical order; empty: none are wanted
-    made: dict[Rect, bytes] = field(default_factory=dict)
-
-
-NO_HASHES = FrameHashes({})
+    prefix: bytes | None  # None: it is not wanted
+    made: bytes | None = None
 
 
-def wanted_hashes(view: CacheView, fingerprint: str, frame: Frame) -> FrameHashes:
-    """Asks for the hashes of all bands of a frame."""
-    ids, run = (frame.transfer_id, frame.epoch), BlockRun(frame.first, frame.count)
-    cut = bands(view.cache, frame.rect)
-    return FrameHashes({band: hash_prefix(fingerprint, *ids, band, run) for band in cut})
+NO_HASH = FrameHash(None)
+
+
+def wanted_hash(fingerprint: str, frame: Frame) -> FrameHash:
+    run = BlockRun(frame.first, frame.count)
+    return FrameHash(hash_prefix(fingerprint, frame.transfer_id, frame.epoch, frame.rect, run))
 
 
 class Mover(ABC):
@@ -85,7 +82,7 @@ class Mover(ABC):
         self._pipe = pipe
         # For the present frame:
         self.on_counted: Callable[[], None] = lambda: None
-        self.hashes = NO_HASHES
+        self.hash = NO_HASH
 
     def payload_nbytes(self, rect: Rect, count: int) -> int:
         """Returns the payload's size for `count` blocks of a piece."""
@@ -100,14 +97,14 @@ class Mover(ABC):
 
     @abstractmethod
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Source: sends the payload and makes the `hashes` that are wanted. Returns whether the
+        """Source: sends the payload and makes the `hash` if it is wanted. Returns whether the
         blocks were held until the sink had all their bytes."""
 
     @abstractmethod
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         """Sink: receives the payload. Returns whether all bytes are in the blocks. It may call
         `on_counted` if it knows that the source held the blocks meanwhile: then the bytes count
-        without the source's CONFIRM. It may make the `hashes` that are wanted."""
+        without the source's CONFIRM. It may make the `hash` if it is wanted."""
 
     def drain(self, frame: Frame) -> None:
         """Sink: receives a payload and drops it, in bounded memory."""
@@ -162,14 +159,14 @@ class PipeMover(Mover):
 
 class HashingPipeMover(PipeMover):
     """Hashes what it sends from a CPU cache, and what it receives into one, part by part, if the
-    frame's hashes are wanted. The pipe must not care into how many receives a send is cut."""
+    frame's hash is wanted. The pipe must not care into how many receives a send is cut."""
 
     @cached_property
     def _bytes(self) -> CacheBytes:
         return CacheBytes.of(self._memory, BlockLayout.of(self._view))
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        if not self._on_host or not self.hashes.prefixes:
+        if not self._on_host or self.hash.prefix is None:
             return super().send(frame, block_ids, gate)
 
         def send(part: ByteRuns, made: RunsHash) -> bool:
@@ -178,10 +175,10 @@ class HashingPipeMover(PipeMover):
                     made.update(part)  # and so it is in the CPU's caches when it is sent
             return self._pipe.send_blocks(self._memory, part, gate)
 
-        return self._move_parts(block_ids, send)
+        return self._move_parts(frame, block_ids, send)
 
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        if not self._on_host or not self.hashes.prefixes:
+        if not self._on_host or self.hash.prefix is None:
             return super().recv(frame, block_ids, gate)
 
         def receive(part: ByteRuns, made: RunsHash) -> bool:
@@ -189,20 +186,21 @@ class HashingPipeMover(PipeMover):
                 made.update(part)
             return whole
 
-        return self._move_parts(block_ids, receive)
+        return self._move_parts(frame, block_ids, receive)
 
     def _move_parts(
-        self, block_ids: tuple[int, ...], move: Callable[[ByteRuns, RunsHash], bool]
+        self,
+        frame: Frame,
+        block_ids: tuple[int, ...],
+        move: Callable[[ByteRuns, RunsHash], bool],
     ) -> bool:
-        """Moves every band part by part; a hash counts only if each part was moved inside the
-        gate, which stays closed once it is."""
-        whole = True
-        for band, prefix in self.hashes.prefixes.items():
-            runs = byte_runs(self._view, band, block_ids)
-            made = RunsHash(prefix, self._bytes, int(runs.lengths.sum()))
-            for part in runs.parts(HOT_NBYTES):
-                whole &= move(part, made)
-            self.hashes.made[band] = made.digest()
+        """Moves a frame part by part; the hash counts only if each part was moved inside the gate,
+        which stays closed once it is."""
+        assert self.hash.prefix is not None
+        made, whole = RunsHash(self.hash.prefix, self._bytes, frame.nbytes), True
+        for part in byte_runs(self._view, frame.rect, block_ids).parts(HOT_NBYTES):
+            whole &= move(part, made)
+        self.hash.made = made.digest()
         return whole
 
 
@@ -256,13 +254,13 @@ class Channel:
         frame: Frame,
         block_ids: tuple[int, ...],
         gate: Gate,
-        hashes: FrameHashes = NO_HASHES,
+        hash_: FrameHash = NO_HASH,
     ) -> int:
-        """Sends blocks, and makes the `hashes` that are wanted; returns the bytes that count, 0 if
-        the gate is closed."""
+        """Sends blocks, and makes the hash that is wanted; returns the bytes that count, 0 if the
+        gate is closed."""
         if not gate.is_open:
             return 0
-        self._mover.hashes = hashes
+        self._mover.hash = hash_
         nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
         frame = replace(frame, kind=self._mover.kind, nbytes=nbytes)
         joined = self._mover.in_pipe and nbytes <= JOINED_NBYTES

@@ -27,13 +27,13 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.base.channel import (
-    NO_HASHES,
+    NO_HASH,
     Channel,
-    FrameHashes,
+    FrameHash,
     Heartbeat,
     Mover,
     as_transfer_error,
-    wanted_hashes,
+    wanted_hash,
 )
 from pdserve.kv_transfer.connectors.base.handshake import (
     check_fingerprint,
@@ -241,12 +241,12 @@ class P2PConnector(KVConnector):
             mover.drain(frame)
         else:
             mover.check(frame)
-            mover.hashes = hashes = self._landing_hashes(frame, inbound)
+            mover.hash = hash_ = self._landing_hash(frame, inbound)
 
             def settle() -> None:
                 nonlocal settled
                 settled = True
-                self._settle(frame, inbound, hashes, held=True)
+                self._settle(frame, inbound, hash_, held=True)
 
             mover.on_counted = settle
             moved = mover.recv(frame, inbound.block_ids(frame), inbound.gate)
@@ -255,20 +255,18 @@ class P2PConnector(KVConnector):
         if confirm.kind is not FrameKind.CONFIRM or confirm.nbytes:
             raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
         if inbound is not None and not settled:
-            self._settle(frame, inbound, mover.hashes, held=confirm.count == 1)
+            self._settle(frame, inbound, mover.hash, held=confirm.count == 1)
 
-    def _landing_hashes(self, frame: Frame, inbound: InboundTransfer) -> FrameHashes:
+    def _landing_hash(self, frame: Frame, inbound: InboundTransfer) -> FrameHash:
         if not (inbound.transfer.digests and self.capabilities.sink_writes):
-            return NO_HASHES
-        return wanted_hashes(self.context.view, self.context.fingerprint, frame)
+            return NO_HASH
+        return wanted_hash(self.context.fingerprint, frame)
 
-    def _settle(
-        self, frame: Frame, inbound: InboundTransfer, hashes: FrameHashes, held: bool
-    ) -> None:
+    def _settle(self, frame: Frame, inbound: InboundTransfer, hash_: FrameHash, held: bool) -> None:
         """Counts the frame, unless its transfer was cancelled meanwhile."""
         with inbound.gate.passage() as admitted:
             if admitted and held:
-                self.receiver.landed(inbound, frame, hashes.made)
+                self.receiver.landed(inbound, frame, hash_.made)
             elif admitted:
                 self.receiver.fail(frame.transfer_id, _expired())
 

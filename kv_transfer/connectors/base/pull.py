@@ -30,7 +30,7 @@ from pdserve.kv_transfer.blocks import (
     plane_runs,
 )
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import FrameHashes, Mover, OwnStream
+from pdserve.kv_transfer.connectors.base.channel import FrameHash, Mover, OwnStream
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
@@ -74,9 +74,9 @@ class PeerCache(ABC):
         rect: Rect,
         source_ids: Sequence[int],
         sink_ids: Sequence[int],
-        hashes: FrameHashes,
+        hash_: FrameHash,
     ) -> None:
-        """Copies the source's blocks into this rank's, and may make the `hashes` that are wanted.
+        """Copies the source's blocks into this rank's, and may make the hash that is wanted.
         All arguments are checked."""
 
     def held(self, transfer_id: bytes, epoch: int) -> bool:
@@ -158,24 +158,24 @@ class PullMover(Mover):
         return 4 * count
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Offers blocks, and makes the `hashes` of a CPU cache that are wanted while the sink
-        copies: both read the same bytes at the same time, and the memory once. The sink may still
+        """Offers blocks, and makes the hash of a CPU cache that is wanted while the sink copies:
+        both read the same bytes at the same time, and the memory once. The sink may still
         read when the gate closes; then the read does not count."""
         with self._stream.active():
             self._stream.synchronize()  # the device has computed what is offered
         self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
         with gate.passage() as admitted:
             if admitted:
-                self._hash(block_ids)
+                self._make_hash(frame.rect, block_ids)
         taken = recv_frame(self._pipe)
         if taken.kind is not FrameKind.TAKEN or taken.nbytes:
             raise bad_frame(f"{taken.kind.name} where TAKEN was due", Blame.DECODE)
         return gate.is_open
 
-    def _hash(self, block_ids: tuple[int, ...]) -> None:
-        for band, prefix in self.hashes.prefixes.items():
-            runs = plane_runs(self._view, band, block_ids)
-            self.hashes.made[band] = hash_blocks(prefix, self._bytes, runs)
+    def _make_hash(self, rect: Rect, block_ids: tuple[int, ...]) -> None:
+        if self.hash.prefix is not None:
+            runs = plane_runs(self._view, rect, block_ids)
+            self.hash.made = hash_blocks(self.hash.prefix, self._bytes, runs)
 
     @cached_property
     def _bytes(self) -> CacheBytes:
@@ -187,7 +187,7 @@ class PullMover(Mover):
         self._peer.check(frame.rect, source_ids)
         with gate.passage() as admitted:
             if admitted:
-                self._peer.copy(frame.rect, source_ids, block_ids, self.hashes)
+                self._peer.copy(frame.rect, source_ids, block_ids, self.hash)
         if admitted and self._peer.held(frame.transfer_id, frame.epoch):
             self.on_counted()
         send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN))

@@ -26,13 +26,13 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.connectors.base.channel import (
     FRAME_NBYTES,
-    NO_HASHES,
+    NO_HASH,
     Channel,
-    FrameHashes,
+    FrameHash,
     Heartbeat,
     as_transfer_error,
     parts,
-    wanted_hashes,
+    wanted_hash,
 )
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
@@ -161,20 +161,18 @@ class Sender:
             if not each.over:
                 self._emit(Progress(each.transfer.transfer_id, each.transfer.epoch, 0))
 
-    def hashes(self, task: SendTask) -> FrameHashes:
-        """Returns the hashes that are wanted of a frame."""
+    def wanted_hash(self, task: SendTask) -> FrameHash:
         if not task.hashed:
-            return NO_HASHES
-        context = self._context
-        return wanted_hashes(context.view, context.fingerprint, task.frame(FrameKind.DATA))
+            return NO_HASH
+        return wanted_hash(self._context.fingerprint, task.frame(FrameKind.DATA))
 
-    def delivered(self, task: SendTask, nbytes: int, hashes: FrameHashes) -> None:
-        outbound, transfer = task.outbound, task.outbound.transfer
-        sink, run = task.piece.sink, task.run
-        digests = [RunDigest(sink, band, run, made) for band, made in hashes.made.items()]
+    def delivered(self, task: SendTask, nbytes: int, made: bytes | None = None) -> None:
+        """Counts what was delivered; `made` is its hash, if that was wanted."""
+        outbound, transfer, piece = task.outbound, task.outbound.transfer, task.piece
         with self._lock:
             outbound.nbytes += nbytes
-            outbound.digests += digests
+            if made is not None:
+                outbound.digests.append(RunDigest(piece.sink, piece.rect, task.run, made))
             outbound.pending -= task.last
             done = outbound.pending == 0 and not outbound.over
             outbound.over = outbound.over or done
@@ -343,16 +341,16 @@ class SendWorker:
         self._sender.moving(self._live | self.queue.transfers())
 
     def _deliver(self, task: SendTask) -> None:
-        outbound, nbytes, hashes = task.outbound, 0, self._sender.hashes(task)
+        outbound, nbytes, hash_ = task.outbound, 0, self._sender.wanted_hash(task)
         if self._channel is None or outbound not in self._live:
             raise ConnectionError("the connection was lost before")
         if task.run.count:
             nbytes = self._channel.deliver(
-                task.frame(FrameKind.DATA), task.block_ids, outbound.gate, hashes
+                task.frame(FrameKind.DATA), task.block_ids, outbound.gate, hash_
             )
         if task.last:
             self._live.discard(outbound)
-        self._sender.delivered(task, nbytes, hashes)
+        self._sender.delivered(task, nbytes, hash_.made)
 
     def _lose(self, error: TransferError) -> None:
         """Closes the connection; all its transfers fail."""
