@@ -128,9 +128,12 @@ class RunAnnouncer:
         self._sent[share] = digests
         self._has_sent.set()
 
-    async def digests(self) -> tuple[RunDigest, ...]:
-        """Returns the digests of this epoch's runs, in order, once the ranks have made them."""
+    async def announced(self) -> None:
+        """Returns when the ranks have taken all runs."""
         await self._commands.join()
+
+    async def digests(self) -> tuple[RunDigest, ...]:
+        """Returns the digests of the runs that were announced, in order, once they are made."""
         while not self._hashing <= self._sent.keys():
             self._has_sent.clear()
             await self._has_sent.wait()

@@ -261,8 +261,9 @@ class SendTransfer:
 
     async def _send_commit(self) -> None:
         traceparent_var.set(self._trace)
+        await self._announcer.announced()
+        self._keeper.committed = True  # from now on leases go by what moves
         digests = await self._announcer.digests()
-        self._keeper.committed = True
         try:
             sink = self._source.sink
             self._nbytes = await sink.commit(self.ticket, self._first_token, digests)

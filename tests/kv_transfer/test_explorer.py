@@ -330,13 +330,11 @@ def says_old_digests_again(self: RunAnnouncer, ticket: Any) -> None:
 
 @method(RunAnnouncer, "digests", P.RIGHT_CONTENT, Setting(damaged=True, as_sent=True))
 async def commits_before_digests_are_made(self: RunAnnouncer) -> Any:
-    await self._commands.join()
     return tuple(self._digests)
 
 
 @method(RunAnnouncer, "digests", P.RIGHT_CONTENT, replace(GROUPS, as_sent=True, budget={BAD: 1}))
 async def waits_for_the_digests_of_one_group(self: RunAnnouncer) -> Any:
-    await self._commands.join()
     await self._has_sent.wait()
     return next(iter(self._sent.values()))
 

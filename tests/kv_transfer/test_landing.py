@@ -24,6 +24,7 @@ from pdserve.kv_transfer.connectors.base.channel import FrameHash
 from pdserve.kv_transfer.connectors.base.pull import PullMover
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.shm import MappedCache
+from pdserve.kv_transfer.frame import Frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.rank import digester, group_connector
@@ -167,7 +168,7 @@ class Way:
 
     def over_shm(self, made: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """The source's blocks are others when they are read than when their digest was made."""
-        copy, call, make_hash = MappedCache.copy, made.source.ranks.call, PullMover._make_hash
+        copy, call, make_hash = MappedCache.copy, made.source.ranks.call, PullMover.make_hash
         node = made.source_node
 
         async def noted(rank: int, message: bytes) -> bytes:
@@ -177,8 +178,8 @@ class Way:
                 self.digested.add(command.run.first)
             return reply
 
-        def note(mover: PullMover, rect: Rect, block_ids: tuple[int, ...]) -> None:
-            make_hash(mover, rect, block_ids)
+        def note(mover: PullMover, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> None:
+            make_hash(mover, frame, block_ids, gate)
             if mover.hash.made:
                 self.digested.add(SOURCE_IDS.index(block_ids[0]))
 
@@ -202,7 +203,7 @@ class Way:
             return place.write(right)
 
         monkeypatch.setattr(made.source.ranks, "call", noted)
-        monkeypatch.setattr(PullMover, "_make_hash", note)
+        monkeypatch.setattr(PullMover, "make_hash", note)
         monkeypatch.setattr(MappedCache, "copy", spoilt)
 
 

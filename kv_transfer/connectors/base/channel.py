@@ -20,13 +20,14 @@ import torch
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.blocks import (
     BlockLayout,
-    ByteRuns,
     CacheBytes,
     RunsHash,
     byte_runs,
     gather,
+    hash_blocks,
     memory_of,
     piece_nbytes,
+    plane_runs,
     scatter,
 )
 from pdserve.kv_transfer.connector import BlockRun
@@ -95,6 +96,19 @@ class Mover(ABC):
         if frame.count > 1 and frame.nbytes > FRAME_NBYTES:  # staging memory is bounded
             raise bad_frame(f"{frame.nbytes} bytes in a frame, more than {FRAME_NBYTES}")
 
+    @cached_property
+    def bytes(self) -> CacheBytes:
+        return CacheBytes.of(memory_of(self._view.cache), BlockLayout.of(self._view))
+
+    def make_hash(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> None:
+        """Hashes blocks of a CPU cache if the frame's `hash` is wanted."""
+        if self.hash.prefix is None:
+            return
+        with gate.passage() as admitted:
+            if admitted:
+                runs = plane_runs(self._view, frame.rect, block_ids)
+                self.hash.made = hash_blocks(self.hash.prefix, self.bytes, runs)
+
     @abstractmethod
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         """Source: sends the payload and makes the `hash` if it is wanted. Returns whether the
@@ -158,48 +172,23 @@ class PipeMover(Mover):
 
 
 class HashingPipeMover(PipeMover):
-    """Hashes what it sends from a CPU cache, and what it receives into one, part by part, if the
-    frame's hash is wanted. The pipe must not care into how many receives a send is cut."""
-
-    @cached_property
-    def _bytes(self) -> CacheBytes:
-        return CacheBytes.of(self._memory, BlockLayout.of(self._view))
+    """Hashes a frame that it sends from a CPU cache right before, on the same thread, and one that
+    it receives part by part, if the hash is wanted. The pipe must not care into how many receives a
+    send is cut."""
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        if not self._on_host or self.hash.prefix is None:
-            return super().send(frame, block_ids, gate)
-
-        def send(part: ByteRuns, made: RunsHash) -> bool:
-            with gate.passage() as admitted:
-                if admitted:
-                    made.update(part)  # and so it is in the CPU's caches when it is sent
-            return self._pipe.send_blocks(self._memory, part, gate)
-
-        return self._move_parts(frame, block_ids, send)
+        self.make_hash(frame, block_ids, gate)
+        return super().send(frame, block_ids, gate)
 
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         if not self._on_host or self.hash.prefix is None:
             return super().recv(frame, block_ids, gate)
 
-        def receive(part: ByteRuns, made: RunsHash) -> bool:
-            if whole := self._pipe.recv_blocks(self._memory, part, gate):
-                made.update(part)
-            return whole
-
-        return self._move_parts(frame, block_ids, receive)
-
-    def _move_parts(
-        self,
-        frame: Frame,
-        block_ids: tuple[int, ...],
-        move: Callable[[ByteRuns, RunsHash], bool],
-    ) -> bool:
-        """Moves a frame part by part; the hash counts only if each part was moved inside the gate,
-        which stays closed once it is."""
-        assert self.hash.prefix is not None
-        made, whole = RunsHash(self.hash.prefix, self._bytes, frame.nbytes), True
+        made, whole = RunsHash(self.hash.prefix, self.bytes, frame.nbytes), True
         for part in byte_runs(self._view, frame.rect, block_ids).parts(HOT_NBYTES):
-            whole &= move(part, made)
+            whole &= self._pipe.recv_blocks(self._memory, part, gate)
+            if whole:
+                made.update(part)
         self.hash.made = made.digest()
         return whole
 

@@ -15,20 +15,12 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
 from pdserve.common.core.errors import Blame, ConfigError
-from pdserve.kv_transfer.blocks import (
-    BlockLayout,
-    CacheBytes,
-    hash_blocks,
-    memory_of,
-    plane_runs,
-)
 from pdserve.kv_transfer.connector import RankContext
 from pdserve.kv_transfer.connectors.base.channel import FrameHash, Mover, OwnStream
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
@@ -164,22 +156,11 @@ class PullMover(Mover):
         with self._stream.active():
             self._stream.synchronize()  # the device has computed what is offered
         self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
-        with gate.passage() as admitted:
-            if admitted:
-                self._make_hash(frame.rect, block_ids)
+        self.make_hash(frame, block_ids, gate)
         taken = recv_frame(self._pipe)
         if taken.kind is not FrameKind.TAKEN or taken.nbytes:
             raise bad_frame(f"{taken.kind.name} where TAKEN was due", Blame.DECODE)
         return gate.is_open
-
-    def _make_hash(self, rect: Rect, block_ids: tuple[int, ...]) -> None:
-        if self.hash.prefix is not None:
-            runs = plane_runs(self._view, rect, block_ids)
-            self.hash.made = hash_blocks(self.hash.prefix, self._bytes, runs)
-
-    @cached_property
-    def _bytes(self) -> CacheBytes:
-        return CacheBytes.of(memory_of(self._view.cache), BlockLayout.of(self._view))
 
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         assert self._peer is not None  # this is a sink

@@ -179,8 +179,8 @@ class Sender:
         self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
         if done:
             seconds = time.monotonic() - outbound.started
-            ids, made = (transfer.transfer_id, transfer.epoch), tuple(outbound.digests)
-            self._emit(Sent(*ids, outbound.nbytes, seconds, made))
+            ids, digests = (transfer.transfer_id, transfer.epoch), tuple(outbound.digests)
+            self._emit(Sent(*ids, outbound.nbytes, seconds, digests))
 
     def fail(self, outbound: OutboundTransfer, error: TransferError) -> None:
         """Fails one transfer, unless it is over."""
