@@ -98,7 +98,7 @@ class Registry:
                 "fingerprint %s",
                 info.node_id, info.address, info.num_blocks, info.tensor_parallel_size,
                 info.pipeline_parallel_size, info.expert_parallel_size, info.data_parallel_size,
-                ", ".join(info.kv_connectors), info.fingerprint,
+                ", ".join(info.kv_connectors) or "none", info.fingerprint,
             )  # fmt: skip
         self._find_window()
         self.notify()

@@ -68,7 +68,6 @@ class RequestState:
         self._vocab_size = vocab_size
         self._start = monotonic()
         self.arrival = arrival = arrival_var.get()
-        self.timed = arrival is not None and arrival.wants_timeline
         self.on_first_token: Callable[[], None] = lambda: None
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
@@ -120,7 +119,7 @@ class RequestState:
             self._sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
-            self.timed,
+            self.stages.timed,
             self._adapter,
             request.priority,
             request.batch.alias,

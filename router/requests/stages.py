@@ -87,7 +87,7 @@ class Stages:
     def __init__(self, arrival: RequestArrival | None = None) -> None:
         now = monotonic()
         self.start = now if arrival is None else arrival.received
-        self.timed = arrival is not None and arrival.wants_timeline
+        self.timed = arrival is not None and arrival.wants_timeline  # decode nodes split theirs
         self.spans: list[Span] = []
         if arrival is not None:
             self._enter(Phase.RECEIVE, ROUTER, arrival.received)
