@@ -246,7 +246,7 @@ def placement(count: int) -> dict[str, Any]:
     selector = NodeSelector(RoutingConfig(), view, load_policies(RoutingConfig()))
     request = PlacementRequest(
         request_id="r", num_tokens=9, adapter="", version=None, avoid=(), local_prefill=False,
-        last_chance=lambda role: False, waiting=lambda: nullcontext(0.0),
+        last_chance=lambda role: False, waiting=lambda what: nullcontext(0.0),
         blocks=lambda size: PromptBlocks((), size),
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ class Answer:
 
 
 class AnswerWriter(Protocol):
-    """Writes the answer to one request as its API wants it."""
+    """Writes the answer to one request in its API's format."""
 
     last: bytes  # ends a stream, also one that failed
 
@@ -245,7 +245,7 @@ class OpenAIWriter:
         return body | {"usage": _usage(answer.stats)} | self.choices.beside
 
     def _best(self, deltas: dict[int, list[TextDelta]], n: int) -> dict[int, list[TextDelta]]:
-        """The `n` choices of each prompt whose tokens are the most likely, the best first."""
+        """Returns the `n` choices of each prompt with the most likely tokens, the best first."""
 
         def likelihood(index: int) -> float:
             tokens = [logprob_of(token) for delta in deltas[index] for token in delta.tokens]

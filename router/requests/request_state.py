@@ -68,7 +68,6 @@ class RequestState:
         self._vocab_size = vocab_size
         self._start = monotonic()
         self.arrival = arrival = arrival_var.get()
-        self.timed = arrival is not None and arrival.wants_timeline
         self.on_first_token: Callable[[], None] = lambda: None
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
@@ -121,7 +120,7 @@ class RequestState:
             self._sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
-            self.timed,
+            self.stages.timed,
             self._adapter,
             request.priority,
             request.batch.alias,
@@ -185,8 +184,11 @@ class RequestState:
     def mark(self, moment: str) -> None:
         """Notes that a moment of the timeline (one of its fields) is now, the first time. It is
         progress every time."""
+        now = monotonic()
         self.deadline.progress()
-        self._timeline.setdefault(moment, monotonic() - self._start)
+        if moment != "queued":  # another try has done nothing yet
+            self.deadline.moved = now
+        self._timeline.setdefault(moment, now - self._start)
 
     def placed(self, path: PromptPath, decode_node: str) -> None:
         """An attempt begins on a decode node; what the one before has moved is lost."""
