@@ -54,7 +54,15 @@ from benchmarks.soak.gauge import PERIOD, Gauge
 from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
-from benchmarks.soak.probe import HEALTH, SHORT, Sample, mean_stages, percentiles, probing
+from benchmarks.soak.probe import (
+    HEALTH,
+    SHORT,
+    Sample,
+    mean_stages,
+    milliseconds,
+    percentiles,
+    probing,
+)
 from benchmarks.soak.report import Report, make_report, print_report
 from benchmarks.soak.strangers import STRANGER_KINDS
 from pdserve.common.config.router import RoutingConfig
@@ -77,6 +85,7 @@ KINDS: dict[str, Kind] = {
     **FLOOD_KINDS,
     **STRANGER_KINDS,
 }
+LATE = "the load's own event loop, too late by"
 GIVE_BACK = 15.0  # seconds after the last answer, in which nodes give back what they hold
 
 
@@ -132,7 +141,7 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
             faults.answers,
             gauge.growth(lambda at: faults.crowds.meet(at, at)),
         ),
-        waits=_waits(samples, faults),
+        waits=_waits(samples, faults) | {LATE: milliseconds(gauge.late)},
     )
 
 

@@ -14,9 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import grpc
@@ -27,11 +29,16 @@ from pdserve.common.config.node import TransferConfig
 FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
+MAX_REFUSAL = 300  # bytes of a router's refusal that are shown
 PORTS = ("http", "grpc", "registry")  # of a router
 SHARES = 16  # of the ports, one for each of so many processes
 TRANSFER = {each.name for each in fields(TransferConfig)}
 LOAD, HOSTILE, PROBE = range(3)  # clients, by the number of their API key
 BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
+
+
+class Refused(Exception):
+    """A router does not take the fleet's key; no wait helps."""
 
 
 class Fleet:
@@ -164,26 +171,52 @@ class Fleet:
     def credentials(self, role: bool = False) -> grpc.ChannelCredentials | None:
         """Returns the credentials of a gRPC client or of a role; None if the ports are open to all.
         A client's files are beside the roles'."""
+        if (files := self._files("" if role else "client-")) is None:
+            return None
+        return grpc.ssl_channel_credentials(*(Path(name).read_bytes() for name in files))
+
+    def client_files(self) -> tuple[str, str, str] | None:
+        """Returns a client's CA, key and certificate; None as `credentials`."""
+        return self._files("client-")
+
+    def _files(self, prefix: str) -> tuple[str, str, str] | None:
         if "tls_ca" not in self._router:
             return None
         ca = Path(self._router["tls_ca"])
-        pair = (ca.with_name(f"{'' if role else 'client-'}{name}.pem") for name in ("key", "cert"))
-        return grpc.ssl_channel_credentials(*(file.read_bytes() for file in (ca, *pair)))
+        key, cert = (str(ca.with_name(f"{prefix}{name}.pem")) for name in ("key", "cert"))
+        return str(ca), key, cert
 
     # ---- what they say of themselves --------------------------------------------------------
 
     def state(self, router: str = "router") -> dict[str, Any]:
         """The router's `/v1/cluster`; every node has its `name` here, one that is not ours an
         empty one. Raises OSError."""
-        url = f"http://127.0.0.1:{self.routers[router]['http']}/v1/cluster"
-        try:
-            with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
-                state: dict[str, Any] = json.load(answer)
-        except HTTPException as error:  # it died while it answered
-            raise ConnectionError(f"{url}: {error!r}") from error
+        state = self.shown("/v1/cluster", router)
         for node in state["nodes"]:
             node["name"] = self._by_address.get(node["address"], "")
         return state
+
+    def shown(self, path: str, router: str = "router") -> dict[str, Any]:
+        """Returns the JSON that the router has for operators there.
+
+        Raises:
+            OSError: it is not there, or does not serve that.
+            Refused: it does not take this fleet for an operator.
+        """
+        url = f"http://127.0.0.1:{self.routers[router]['http']}{path}"
+        try:
+            with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except HTTPError as error:
+            if error.code not in (401, 403):
+                raise
+            raise Refused(
+                f"{router} answers {error.code} to {path}: {error.read()[:MAX_REFUSAL]!r}; give "
+                "the fleet's `router` options the operator's key, admin_api_key"
+            ) from error
+        except HTTPException as error:  # it died while it answered
+            raise ConnectionError(f"{url}: {error!r}") from error
 
     def ready(self) -> set[str]:
         """The nodes that are at every router that should run, those included that fit no other;
@@ -202,7 +235,7 @@ class Fleet:
         return self.ready() >= self.pids.keys() - self.routers.keys()
 
     def wait_ready(self) -> None:
-        """Until every node is. Raises TimeoutError."""
+        """Until every node is. Raises TimeoutError, Refused."""
         deadline = time.monotonic() + START_TIMEOUT
         while not self.all_ready():
             if time.monotonic() > deadline:
@@ -214,6 +247,12 @@ class Fleet:
         if ready := self.ready():  # one that has just started would die of the signal
             for name in (ready | self.routers.keys()) & self.pids.keys():
                 self.send(name, signal.SIGUSR1)
+
+    def note(self, words: str) -> None:
+        """Writes a line of this program's among those of the processes."""
+        now = datetime.now(UTC).strftime("%H:%M:%S.%f")[:-3]
+        with self.log_path.open("a") as log:
+            log.write(f"{now} NOTE    soak - {words}\n")
 
     def running(self) -> set[str]:
         """Returns the processes that run, of those that should."""

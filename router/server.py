@@ -281,6 +281,11 @@ class PipelineCollector(Collector):
         for name, help, value in (
             ("num_requests_running", "Requests being served", admission.running),
             ("num_requests_waiting", "Requests waiting for a place", admission.waiting),
+            (
+                "longest_standing_seconds",
+                "Seconds since the request that stands longest got further",
+                self._pipeline.timelines.longest_standing(),
+            ),
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)

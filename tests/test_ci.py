@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,11 @@ def test_every_development_tool_is_locked() -> None:
     assert wanted is not None
     for name in re.findall(r'"([\w-]+)', wanted[1]):
         assert f"\n{name.lower()}==" in lock
+
+
+def test_no_private_key_is_committed() -> None:
+    words = ["git", "grep", "--cached", "-l", "-e", "BEGIN .*PRIVATE " + "KEY"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode == 128:
+        pytest.skip("no git checkout")
+    assert found.stdout == ""

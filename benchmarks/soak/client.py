@@ -103,8 +103,9 @@ class Client:
         self._url = f"{url}/v1/completions"
         self._stub = pb_grpc.InferenceStub(channel)
 
-    async def send(self, ask: Ask) -> Answer:
-        """Waits for the whole answer; cancelling hangs up.
+    async def send(self, ask: Ask, request_id: str = "", answer: Answer | None = None) -> Answer:
+        """Waits for the whole answer; cancelling hangs up. `request_id`: by which routers know it;
+        `answer`: what has come is there at once.
 
         Raises:
             Lost: an error came instead, or before its end.
@@ -114,9 +115,9 @@ class Client:
             client, stub = self._resuming
             over_grpc = ask.way == "grpc"
             send = partial(_resumed_grpc, stub) if over_grpc else partial(_resumed, client)
-        answer = Answer()
+        answer = Answer() if answer is None else answer
         try:
-            await send(ask, answer)
+            await send(ask, answer, {"X-Request-Id": request_id} if request_id else {})
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Lost(f"{ask.way}: {error!r}", broken=True) from error
         except PdserveError as error:
@@ -129,13 +130,13 @@ class Client:
             ) from error
         return answer
 
-    async def _whole(self, ask: Ask, answer: Answer) -> None:
-        async with self._post(ask) as response:
+    async def _whole(self, ask: Ask, answer: Answer, headers: Mapping[str, str]) -> None:
+        async with self._post(ask, headers) as response:
             _note(answer, await response.json())
 
-    async def _streamed(self, ask: Ask, answer: Answer) -> None:
+    async def _streamed(self, ask: Ask, answer: Answer, headers: Mapping[str, str]) -> None:
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        async with self._post(ask, **options) as response:
+        async with self._post(ask, headers, **options) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     _note(answer, json.loads(line[6:]))
@@ -144,17 +145,19 @@ class Client:
         raise Lost("streamed: it ended without [DONE]", broken=True)
 
     @asynccontextmanager
-    async def _post(self, ask: Ask, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _post(
+        self, ask: Ask, headers: Mapping[str, str], **more: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         body = {"prompt": ask.prompt, **ask.options, **more}
-        async with self._session.post(
-            self._url, json=body, headers=TIMELINE | self._key
-        ) as response:
+        headers = {**TIMELINE, **self._key, **headers}
+        async with self._session.post(self._url, json=body, headers=headers) as response:
             if response.status != 200:
                 raise Lost(f"{ask.way}: HTTP {response.status}: {await response.text()}")
             yield response
 
-    async def _grpc(self, ask: Ask, answer: Answer) -> None:
-        call = self._stub.Generate(_request(ask), metadata=tuple(self._key.items()))
+    async def _grpc(self, ask: Ask, answer: Answer, headers: Mapping[str, str]) -> None:
+        request = _request(ask, headers)
+        call = self._stub.Generate(request, metadata=tuple(self._key.items()))
         try:
             async for response in call:
                 _note_grpc(answer, response)
@@ -162,34 +165,41 @@ class Client:
             call.cancel()
 
 
-async def _resumed(client: AsyncResumingClient, ask: Ask, answer: Answer) -> None:
+async def _resumed(
+    client: AsyncResumingClient, ask: Ask, answer: Answer, headers: Mapping[str, str]
+) -> None:
     """Raises Lost, not broken: no router's death excuses it."""
     body = {"prompt": ask.prompt, **ask.options, "timeline": True}
     try:
         if ask.way == "whole":
-            _note(answer, await client.complete("/v1/completions", body))
+            _note(answer, await client.complete("/v1/completions", body, headers=headers))
             return
         body["stream_options"] = {"include_usage": True}
-        async with aclosing(client.stream("/v1/completions", body)) as chunks:
+        async with aclosing(client.stream("/v1/completions", body, headers)) as chunks:
             async for chunk in chunks:
                 _note(answer, chunk)
     except (aiohttp.ClientError, OSError) as error:
         raise Lost(f"resumed: {error!r}") from error
 
 
-async def _resumed_grpc(stub: AsyncResumingStub, ask: Ask, answer: Answer) -> None:
+async def _resumed_grpc(
+    stub: AsyncResumingStub, ask: Ask, answer: Answer, headers: Mapping[str, str]
+) -> None:
     """Raises like `_resumed`."""
     try:
-        async with aclosing(stub.generate(_request(ask))) as responses:
+        async with aclosing(stub.generate(_request(ask, headers))) as responses:
             async for response in responses:
                 _note_grpc(answer, response)
     except grpc.RpcError as error:
         raise Lost(f"resumed: {error!r}") from error
 
 
-def _request(ask: Ask) -> pb.GenerateRequest:
-    sampling = pb.SamplingParams(**ask.options)
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ask.prompt), sampling=sampling)
+def _request(ask: Ask, headers: Mapping[str, str]) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=ask.prompt),
+        sampling=pb.SamplingParams(**ask.options),
+        request_id=headers.get("X-Request-Id", ""),
+    )
 
 
 def _note(answer: Answer, event: Mapping[str, Any]) -> None:

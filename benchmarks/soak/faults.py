@@ -134,15 +134,19 @@ class Faults:
         nurse.cancel()
 
     async def _strike(self, kind: Kind, fault: Fault) -> None:
+        name = f"{fault.kind} {fault.target} ({fault.seconds:.1f} s)"
+        self.fleet.note(f"{name} begins")
         try:
             await kind.strike(self, fault)
         except NotNow:
+            self.fleet.note(f"{name} is left out")
             return
         except Gone:
             pass  # the nurse has seen it
         except TimeoutError as error:
             self.crashed.append(f"{fault.kind} {fault.target}: {error}")
         self.counts[fault.kind, fault.target] += 1
+        self.fleet.note(f"{name} is over")
 
     async def _nurse(self) -> None:
         """Starts another one for each node that ends by itself."""

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache
@@ -18,19 +17,17 @@ from typing import Any
 import grpc
 
 from benchmarks.fleet import Fleet
+from benchmarks.soak.crowd import UNEXPLAINED, crowd_at
 from benchmarks.soak.faults import Fault, Faults, Kind, NotNow
 from benchmarks.soak.hostile import (
     ADDRESS,
     MB,
     PATIENCE,
     TEXT,
-    Generate,
     answer,
     calls,
     http,
-    rpc,
 )
-from pdserve.common.rpc.pb import inference_pb2 as pb
 
 BOMBS = 8  # at once
 BOMB_MB = 1024  # of zeros, in one megabyte
@@ -41,7 +38,6 @@ SILENT = 1300  # connections to a port
 GREEDY, GREEDY_CHOICES = 40, 4  # requests at a time, and of each
 LONGEST_GREED = 10.0  # seconds
 LONGEST_IDLE = 8.0
-UNEXPLAINED = "without a reason"  # a call that ended by gRPC's word alone: a failure
 TAKEN = "taken"  # what should have been refused: a failure
 
 # ---- much in little ----
@@ -182,24 +178,9 @@ def _varint(value: int) -> bytes:
 async def burst(faults: Faults, fault: Fault) -> None:
     """Four thousand calls at once. Each is answered or refused with a code of ours."""
     with faults.crowds.lasting():
-        async with rpc(faults.fleet) as generate:
-            told = Counter(await asyncio.gather(*(answer(_call(generate)) for _ in range(BURST))))
+        told = await crowd_at(faults.fleet, BURST).ask()
     for words, count in told.items():
         faults.answers["burst", f"calls at once: {words}"] += count
-
-
-async def _call(generate: Generate) -> str:
-    sampling = pb.SamplingParams(max_tokens=1, ignore_eos=True)
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=sampling)
-    try:
-        async for _ in generate(request):
-            pass
-    except grpc.aio.AioRpcError as error:
-        codes = {key for key, _ in error.trailing_metadata() or ()}
-        if "pdserve-error-code" in codes or error.code() == grpc.StatusCode.UNAVAILABLE:
-            raise  # UNAVAILABLE: the router is not there
-        return UNEXPLAINED
-    return "OK"
 
 
 async def greedy(faults: Faults, fault: Fault) -> None:

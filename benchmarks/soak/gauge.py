@@ -1,4 +1,4 @@
-"""Samples the memory and open descriptors of processes over time.
+"""Samples the memory and open descriptors of processes over time, and how late this one is.
 
 A connection that its client holds open is the client's: when a router dies the load moves to the
 others, connections and all. Those that the client has left, and the router not, do count.
@@ -19,6 +19,7 @@ import psutil
 from benchmarks.fleet import Fleet
 
 PERIOD = 1.0  # seconds between samples
+TICK = 0.2  # seconds between looks at the clock
 WARM_UP = 5.0  # seconds of a process that do not count
 LONG_ENOUGH = 30.0  # seconds a process must be watched to say something
 MB = 1 << 20
@@ -50,14 +51,22 @@ class Gauge:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._lives: dict[int, Life] = {}
+        self.late: list[float] = []  # seconds by which this event loop came too late, each time
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._watch())
+        tasks = [asyncio.create_task(each) for each in (self._watch(), self._tick())]
         try:
             yield
         finally:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            due = monotonic() + TICK
+            await asyncio.sleep(TICK)
+            self.late.append(max(0.0, monotonic() - due))
 
     async def _watch(self) -> None:
         while True:

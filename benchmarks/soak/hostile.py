@@ -18,6 +18,7 @@ import aiohttp
 import grpc
 
 from benchmarks.fleet import HOSTILE, Fleet
+from benchmarks.soak.crowd import HUNG
 from benchmarks.soak.faults import Fault, Faults, Kind
 from benchmarks.soak.poisoned import TOKEN
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -32,8 +33,6 @@ MB = 1 << 20
 TEXT = "/v1/completions"
 
 Generate = Callable[[pb.GenerateRequest], Any]  # a call of a stream
-
-HUNG = "hung"  # the only answer that is a failure
 
 
 @dataclass(frozen=True, slots=True)

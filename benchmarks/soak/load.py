@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from time import monotonic
 from typing import Any
 
@@ -19,11 +19,17 @@ import grpc
 from benchmarks.fleet import LOAD, Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
+from benchmarks.soak.inquiry import Found, inquire
 from pdserve.client.resuming import AsyncResumingClient
 from pdserve.client.resuming_grpc import AsyncResumingStub
 
-TIMEOUT = 120.0  # seconds after which a request hangs, which is as good as lost
-LAST_LOOK = 1.0  # seconds from then until its client leaves: processes may say what they are at
+# Seconds after which the routers are asked where a request is: one that does not get further hangs,
+# which is as good as lost.
+TIMEOUT = 120.0
+LOOKS = 10.0  # seconds from one question to the next
+PATIENT_LOOKS = 3  # that find it standing: its answer may be on its way, or another try may come
+LONGEST = 900.0  # seconds after which it hangs, whatever they say
+LAST_LOOK = 1.0  # seconds until the client of one that hangs leaves: processes may say what they do
 CALM_CONCURRENCY = 32
 PATIENCE = 2.0  # seconds, at most, until a client that does so hangs up
 
@@ -67,11 +73,15 @@ class Tally:
 
 class Load:
     """Clients of the routers, by name: each asks through one of them, and goes to the next when
-    that has died. `expected` has the right answers to each ask, one in each version of the model
-    that may serve; `learn` finds them."""
+    that has died. `inquire` asks them where a request is, by its id. `expected` has the right
+    answers to each ask, one in each version of the model that may serve; `learn` finds them."""
 
-    def __init__(self, clients: Mapping[str, Client], asks: Sequence[Ask]) -> None:
+    def __init__(
+        self, clients: Mapping[str, Client], asks: Sequence[Ask], inquire: Callable[[str], Found]
+    ) -> None:
         self._clients = dict(clients)
+        self._inquire = inquire
+        self._numbers = count()
         self.asks = list(asks)
         self.expected: list[list[Answer]] = [[] for _ in asks]
 
@@ -138,16 +148,20 @@ class Load:
         """Returns false if the router has died."""
         number, since = rng.randrange(len(self.asks)), monotonic()
         ask = self.asks[number]
-        watch = asyncio.get_running_loop().call_later(TIMEOUT, look)
-        patience = rng.uniform(0, PATIENCE) if hangs_up else TIMEOUT + LAST_LOOK
+        request_id = f"soak-{next(self._numbers)}"
+        coming = Answer()
+        sending = asyncio.create_task(self._clients[router].send(ask, request_id, coming))
         try:
-            async with asyncio.timeout(patience):
-                answer = await self._clients[router].send(ask)
-        except TimeoutError:
+            if hangs_up:
+                async with asyncio.timeout(rng.uniform(0, PATIENCE)):
+                    answer = await sending
+            else:
+                answer = await self._ended(sending, request_id, coming, look)
+        except TimeoutError as error:
             if hangs_up:
                 tally.hung_up += 1
             else:
-                tally.hung.append(f"{ask.way}, {len(ask.prompt)} tokens: no end in {TIMEOUT:g} s")
+                tally.hung.append(f"{ask.way}, {len(ask.prompt)} tokens: {error}")
         except Lost as error:
             if error.broken and excused(router, since):
                 tally.router_died += 1
@@ -158,8 +172,31 @@ class Load:
         else:
             tally.add(ask, answer, self.expected[number], partial(stood_still, router))
         finally:
-            watch.cancel()
+            sending.cancel()
         return True
+
+    async def _ended(
+        self,
+        sending: asyncio.Task[Answer],
+        request_id: str,
+        coming: Answer,
+        look: Callable[[], None],
+    ) -> Answer:
+        """Returns the answer, however late it comes while the request gets further: on its nodes,
+        or on the way to a client that hardly gets a CPU. Raises Lost; TimeoutError: it hangs, and
+        where."""
+        since, pause, stood, heard = monotonic(), TIMEOUT, 0, 0
+        while not (await asyncio.wait((sending,), timeout=pause))[0]:
+            found = await asyncio.to_thread(self._inquire, request_id)
+            moves = found.moves or len(coming.times) > heard
+            stood, pause, heard = 0 if moves else stood + 1, LOOKS, len(coming.times)
+            seconds = monotonic() - since
+            if stood >= PATIENT_LOOKS or seconds > LONGEST:
+                look()
+                await asyncio.sleep(LAST_LOOK)
+                what = f"{request_id}: {heard} events in {seconds:.0f} s"
+                raise TimeoutError(f"{what}; {found.words}")
+        return sending.result()
 
 
 @asynccontextmanager
@@ -193,7 +230,7 @@ async def clients(
             grpc_port = fleet.routers[name]["grpc"]
             channel = await stack.enter_async_context(_channel(fleet, grpc_port))
             made[name] = Client(session, url, channel, key, resuming)
-        yield Load(made, asks)
+        yield Load(made, asks, partial(inquire, fleet))
 
 
 def _channel(fleet: Fleet, port: int) -> grpc.aio.Channel:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
@@ -150,10 +150,14 @@ def percentiles(
     seconds: Callable[[Sample], float] = lambda each: each.seconds,
 ) -> dict[str, float]:
     """Milliseconds by percentile, of the samples that count; empty without any."""
-    found = [1000 * seconds(each) for each in samples if each.kind == kind and counts(each)]
-    if not found:
+    return milliseconds([seconds(each) for each in samples if each.kind == kind and counts(each)])
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds by percentile; empty of none."""
+    if not seconds:
         return {}
-    values = np.percentile(found, PERCENTILES)
+    values = 1000 * np.percentile(seconds, PERCENTILES)
     return {f"p{p}": round(float(ms), 1) for p, ms in zip(PERCENTILES, values, strict=True)}
 
 

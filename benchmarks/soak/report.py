@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.soak.floods import TAKEN, UNEXPLAINED
+from benchmarks.soak.crowd import HUNG, UNEXPLAINED
+from benchmarks.soak.floods import TAKEN
 from benchmarks.soak.gauge import Growth
-from benchmarks.soak.hostile import HUNG
 from benchmarks.soak.load import Tally
 from benchmarks.soak.strangers import ADMITTED
 

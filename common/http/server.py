@@ -94,7 +94,7 @@ class _Protocol(RequestHandler):
     """aiohttp's own, but what it refuses by itself is answered as everything else is, and a
     connection closes behind an answer that did not wait for the body."""
 
-    __slots__ = ("_log", "_refuse", "waits_to_send")
+    __slots__ = ("_log", "_refuse", "expected", "waits_to_send")
 
     def __init__(
         self, manager: web.Server, loop: asyncio.AbstractEventLoop, refuse: Refuse, log: ServerLog
@@ -111,6 +111,7 @@ class _Protocol(RequestHandler):
         self._refuse = refuse
         self._log = log
         self.waits_to_send = False  # the client, until its body is asked for
+        self.expected = ""  # by the client, and unknown
 
     def handle_error(
         self,
@@ -151,13 +152,16 @@ class _Protocol(RequestHandler):
 
 
 def _without_expect(make: Any) -> Any:
-    """aiohttp would ask for the body (`100 Continue`) before any middleware has seen the request;
-    `ask_for_body` does when the body is read."""
+    """aiohttp would ask for the body (`100 Continue`), or refuse another expectation in plain text,
+    before any middleware has seen the request; `ask_for_body` and `check_expected` do so later."""
 
     def made(message: RawRequestMessage, payload: Any, protocol: _Protocol, *args: Any) -> Any:
         expected = message.headers.get(hdrs.EXPECT, "").lower()
-        protocol.waits_to_send = expected == "100-continue" and message.version == HttpVersion11
-        if protocol.waits_to_send:
+        if message.version != HttpVersion11:  # it knows no expectations
+            expected = ""
+        protocol.waits_to_send = expected == "100-continue"
+        protocol.expected = "" if protocol.waits_to_send else expected
+        if expected:
             headers = CIMultiDict(message.headers)
             headers.popall(hdrs.EXPECT)
             message = message._replace(headers=CIMultiDictProxy(headers))
@@ -173,6 +177,16 @@ async def ask_for_body(request: web.BaseRequest) -> None:
         protocol.waits_to_send = False
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # of the answer nothing has been sent
+
+
+def check_expected(request: web.BaseRequest) -> None:
+    """Raises HTTPExpectationFailed: the client expects what no server knows."""
+    protocol = request.protocol
+    if isinstance(protocol, _Protocol) and protocol.expected:
+        expected = printable(protocol.expected, MAX_MESSAGE)
+        raise web.HTTPExpectationFailed(
+            text=f"Expect: {expected} is unknown: send 100-continue, or no Expect"
+        )
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):

@@ -128,8 +128,9 @@ def write(
     by_role: bool = False,
 ) -> list[list[str]]:
     """Writes `ca.pem`, `cert.pem` and `key.pem` (mode 0600), valid for a year, `by_role` a pair for
-    each role instead, with `client` also a client's pair, and with `keep_ca` the CA's key. Returns
-    the --tls-… flags that name the files of a pair, for each.
+    each role instead, with `client` also a client's pair, and with `keep_ca` the CA's key. A
+    `.gitignore` beside them keeps keys out of commits. Returns the --tls-… flags that name the
+    files of a pair, for each.
 
     Raises:
         ConfigError: a host is neither a name nor an address, or a file cannot be written. Existing
@@ -145,6 +146,8 @@ def write(
         files |= _pair("client-", [x509.DNSName("client")], ca, ca_key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            _create(folder / ".gitignore", b"*.pem\n", 0o644)
         for name, (data, mode) in files.items():
             _create(folder / f"{name}.pem", data, mode)
     except OSError as error:

@@ -1,12 +1,13 @@
-"""`pdserve trace`: shows the stages of a request, running or finished, and their times."""
+"""`pdserve trace`: shows the stages of a request, running or finished, and their times; without an
+id the requests that are served, and what they wait for."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -22,7 +23,21 @@ from pdserve.common.core.errors import NodeError
 from pdserve.common.core.printable import printable
 from pdserve.common.core.request import PromptPath, Timeline
 
+T = TypeVar("T")
+
 COLOURS = {"finished": "green", "running": "yellow", "failed": "red"}
+SHOWN = 50  # requests that are served; those that stand longest
+
+
+class Standing(msgspec.Struct):
+    """Why a request that is served does not get further."""
+
+    waits_for: str
+    node: dict[str, Any] | None
+    seconds: float
+    gives_up_in: float | None
+    failures: int
+    last_error: str | None
 
 
 class Traced(msgspec.Struct):
@@ -34,10 +49,25 @@ class Traced(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     timeline: Timeline
+    standing: Standing | None = None  # None: it is over
 
 
 class Found(msgspec.Struct):
     data: list[Traced]
+
+
+class Served(msgspec.Struct):
+    """One prompt in the answer of /v1/timelines?standing=true."""
+
+    request_id: str
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    standing: Standing
+
+
+class AllServed(msgspec.Struct):
+    data: list[Served]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,21 +75,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = asyncio.run(_ask(options))
     if options.json:
         print(json.dumps(found))
+    elif options.request_id is None:
+        console_of().print(_served(_read(found, AllServed).data))
     else:
-        show(_read(found), console_of())
+        show(_read(found, Found).data, console_of())
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve trace",
-        description="Show the stages of a request and their times. The router keeps the timelines "
-        "of the last requests (--kept-timelines); they have more detail when the request asked for "
-        "its timeline.",
+        description="Show the stages of a request and their times, and what it waits for; without "
+        "an id the requests that are served, those first that stand longest. The router keeps the "
+        "timelines of the last requests (--kept-timelines); they have more detail when the request "
+        "asked for its timeline.",
     )
     add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
-        "request_id", metavar="REQUEST_ID", help="its X-Request-Id, or the id of its answer"
+        "request_id",
+        metavar="REQUEST_ID",
+        nargs="?",
+        help="its X-Request-Id, or the id of its answer (default: all that are served)",
     )
     parser.add_argument("--json", action="store_true", help="print the server's JSON")
     return parser
@@ -67,13 +103,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def _ask(options: argparse.Namespace) -> Any:
     async with session_of(options) as session:
-        path = f"/v1/timelines/{quote(options.request_id, safe='')}"
+        path = f"/v1/timelines?standing=true&limit={SHOWN}"
+        if options.request_id is not None:
+            path = f"/v1/timelines/{quote(options.request_id, safe='')}"
         return await Server(session, options.url).get(path)
 
 
-def _read(found: Any) -> list[Traced]:
+def _read(found: Any, kind: type[T]) -> T:
     try:
-        return msgspec.convert(found, Found).data
+        return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
         raise NodeError(f"the server's timelines cannot be read: {error}") from error
 
@@ -81,6 +119,8 @@ def _read(found: Any) -> list[Traced]:
 def show(requests: Sequence[Traced], console: Console) -> None:
     for each in requests:
         console.print(_title(each), soft_wrap=True)
+        for line in _why(each.standing):
+            console.print(Text(printable(line)), soft_wrap=True)
         console.print(_stages(each.timeline))
 
 
@@ -105,6 +145,47 @@ def _title(traced: Traced) -> Text:
     why = f": {traced.error['message']}" if traced.error else ""
     status = Text(printable(traced.status + why), style=COLOURS.get(traced.status, ""))
     return Text.assemble(printable(traced.id), " ", status, "; ", printable("; ".join(parts)))
+
+
+def _why(standing: Standing | None) -> Iterator[str]:
+    """Yields lines that say why it does not get further."""
+    if standing is None:
+        return
+    yield (
+        f"  it got further {standing.seconds:.1f} s ago and waits for {standing.waits_for}; "
+        f"{_end(standing)}"
+    )
+    if standing.node is not None:
+        told = ", ".join(f"{name} {value}" for name, value in standing.node.items())
+        yield f"  that node: {told}"
+    if standing.last_error is not None:
+        yield f"  {standing.failures} failures before, the last: {standing.last_error}"
+
+
+def _end(standing: Standing) -> str:
+    if standing.gives_up_in is None:
+        return "nothing bounds that"
+    return f"unless it does, it fails in {max(0.0, standing.gives_up_in):.1f} s"
+
+
+def _served(requests: Sequence[Served]) -> Table:
+    table = Table("request", "tokens", "age", "stands", "waits for", box=None, pad_edge=False)
+    table.title, table.title_justify = f"{len(requests)} served", "left"
+    for name in (1, 2, 3):
+        table.columns[name].justify = "right"
+    for each in requests:
+        standing = each.standing
+        why = [standing.waits_for, _end(standing)]
+        if standing.last_error is not None:
+            why.append(f"failed {standing.failures} times: {standing.last_error}")
+        table.add_row(
+            Text(printable(each.request_id)),
+            f"{each.prompt_tokens}+{each.completion_tokens}",
+            f"{each.seconds:.1f} s",
+            f"{standing.seconds:.1f} s",
+            Text(printable("; ".join(why))),
+        )
+    return table
 
 
 def _stages(line: Timeline) -> Table:

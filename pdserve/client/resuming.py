@@ -41,6 +41,7 @@ PATIENCE = 30.0  # seconds of tries without a new event after which a stream is 
 PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two tries
 SILENCE = 60.0  # seconds without a byte after which a router counts as dead
 KEY_HEADER = "Idempotency-Key"
+JSON = {"Content-Type": "application/json"}
 LONGEST = 600.0  # seconds that a whole answer may take
 
 
@@ -135,14 +136,17 @@ class ResumingClient:
         """`urls`: of the routers, without /v1. A stream fails when its tries have brought no
         new event for `patience` seconds."""
         self._urls = _checked(urls)
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = dict(JSON)
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._patience = patience
         self._turn = 0
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Chunk]:
-        """Yields the chunks of `/v1/completions` or `/v1/chat/completions`.
+    def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> Iterator[Chunk]:
+        """Yields the chunks of `/v1/completions` or `/v1/chat/completions`. `headers`: more of
+        them, for each try, such as X-Request-Id.
 
         Raises:
             PdserveError: a router refuses the request, or says that it has failed.
@@ -152,7 +156,8 @@ class ResumingClient:
         while not progress.done:
             turn = self._turn
             try:
-                yield from self._once(self._urls[turn % len(self._urls)], path, progress)
+                url = self._urls[turn % len(self._urls)]
+                yield from self._once(url, path, progress, headers or {})
             except (OSError, HTTPException, PdserveError) as error:
                 pause = progress.failed(error)
                 if self._turn == turn:  # else another stream has met this router's death
@@ -160,11 +165,16 @@ class ResumingClient:
                 time.sleep(pause)
 
     def complete(
-        self, path: str, body: Mapping[str, Any], idempotency_key: str | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        idempotency_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Returns the whole answer of `/v1/completions` or `/v1/chat/completions`, whose work is
-        not done twice when its router dies. Raises as `stream` does."""
-        headers = {**self._headers, KEY_HEADER: idempotency_key or uuid4().hex}
+        not done twice when its router dies. `headers` and what it raises: as in `stream`."""
+        key = idempotency_key or uuid4().hex
+        headers = {**(headers or {}), **self._headers, KEY_HEADER: key}
         tries = Tries(self._patience)
         while True:
             turn = self._turn
@@ -180,8 +190,10 @@ class ResumingClient:
                     self._turn += 1
                 time.sleep(pause)
 
-    def _once(self, url: str, path: str, progress: Progress) -> Iterator[Chunk]:
-        request = Request(url + path, progress.begin(), self._headers)
+    def _once(
+        self, url: str, path: str, progress: Progress, headers: Mapping[str, str]
+    ) -> Iterator[Chunk]:
+        request = Request(url + path, progress.begin(), {**headers, **self._headers})
         with _opened(request, SILENCE) as response:
             for line in response:
                 yield from progress.take(line)
@@ -208,7 +220,9 @@ class AsyncResumingClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+    async def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """Yields the chunks as `ResumingClient.stream` does.
 
         Raises:
@@ -220,7 +234,8 @@ class AsyncResumingClient:
             turn = self._turn
             try:
                 url = self._urls[turn % len(self._urls)]
-                async with aclosing(self._once(url, path, progress)) as chunks:
+                once = self._once(url, path, progress, headers or {})
+                async with aclosing(once) as chunks:
                     async for chunk in chunks:
                         yield chunk
             except (aiohttp.ClientError, OSError, PdserveError) as error:
@@ -230,11 +245,15 @@ class AsyncResumingClient:
                 await asyncio.sleep(pause)
 
     async def complete(
-        self, path: str, body: Mapping[str, Any], idempotency_key: str | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        idempotency_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Returns the whole answer as `ResumingClient.complete` does. Raises as `stream` does."""
         key = idempotency_key or uuid4().hex
-        headers = {"Content-Type": "application/json", KEY_HEADER: key}
+        headers = {**(headers or {}), **JSON, KEY_HEADER: key}
         timeout = aiohttp.ClientTimeout(total=LONGEST, sock_connect=10.0)
         tries = Tries(self._patience)
         while True:
@@ -254,11 +273,12 @@ class AsyncResumingClient:
                     self._turn += 1
                 await asyncio.sleep(pause)
 
-    async def _once(self, url: str, path: str, progress: Progress) -> AsyncGenerator[Chunk, None]:
+    async def _once(
+        self, url: str, path: str, progress: Progress, headers: Mapping[str, str]
+    ) -> AsyncGenerator[Chunk, None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE)
-        headers = {"Content-Type": "application/json"}
         async with self._session.post(
-            url + path, data=progress.begin(), headers=headers, timeout=timeout
+            url + path, data=progress.begin(), headers={**headers, **JSON}, timeout=timeout
         ) as response:
             await _check(response)
             rest = b""

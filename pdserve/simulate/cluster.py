@@ -293,7 +293,7 @@ class Cluster:
         )
 
     @contextmanager
-    def _patience(self) -> Iterator[float]:
+    def _patience(self, _: str) -> Iterator[float]:
         yield self.now() + self._setup.routing.queue_timeout
 
     def _in_flight(self, placement: PlacementRequest, node: Node, prefills: bool) -> InFlightLoad:

@@ -55,6 +55,7 @@ MAX_BODY_CHOICES = 4096  # prompts × n
 # A few bytes of JSON become objects of a hundred times their size: bounds before it is parsed.
 MAX_CONTAINERS = 2**16  # lists and objects
 MAX_VALUES = 2**21
+MAX_KEYS = 2**18  # each is kept as text, whether or not a schema has it
 _SMALL = 64 * 1024  # bytes that cannot exceed either by much
 PIECE = 64 * 1024  # bytes that a piece of a body has at least, but for the last
 # A string without an end takes the rest of the body; else each of its escaped quotes is tried.
@@ -97,8 +98,8 @@ class BodyBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Preprocessed(Generic[BodyT]):
-    """A body and what was made of it. From another process `body` comes without its prompts,
-    messages and template."""
+    """A body and the result of preprocessing it. From another process `body` comes without its
+    prompts, messages and template."""
 
     body: BodyT
     prompts: Sequence[Sequence[int]]  # token ids
@@ -205,14 +206,14 @@ def _is_shape(step: int | str) -> bool:
 
 
 class Structure:
-    """Counts the containers and values of JSON texts before they are parsed, and stops at the
-    bounds."""
+    """Counts the containers, values and keys of JSON texts before they are parsed, and stops at
+    the bounds."""
 
     def __init__(self, name: str, param: str | None = None) -> None:
         """Counts one text, or several together; `name` and `param` are for the error."""
         self._name = name
         self._param = param
-        self._containers = self._values = 0
+        self._containers = self._values = self._keys = 0
 
     def check(self, raw: bytes | bytearray) -> None:
         """Raises InvalidRequest: there are too many values."""
@@ -225,10 +226,13 @@ class Structure:
     def _count(self, raw: bytes | bytearray, start: int, end: int) -> None:
         self._containers += raw.count(b"[", start, end) + raw.count(b"{", start, end)
         self._values += raw.count(b",", start, end)
+        self._keys += raw.count(b":", start, end)
         if self._containers > MAX_CONTAINERS:
             self._refuse(MAX_CONTAINERS, "lists and objects")
         if self._values > MAX_VALUES:
             self._refuse(MAX_VALUES, "values")
+        if self._keys > MAX_KEYS:
+            self._refuse(MAX_KEYS, "keys")
 
     def _refuse(self, most: int, what: str) -> None:
         raise InvalidRequest(f"{self._name} has more than {most} {what}", param=self._param)

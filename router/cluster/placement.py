@@ -1,9 +1,9 @@
-"""Placement: selects the nodes that a request runs on, and waits until there are some.
+"""Placement: selects the nodes for a request, and waits until there are some.
 
 The decode node is selected first, among those that pair with some prefill node. `prefill` selects
-the prefill node when the decode node's ticket is there, whether it is the first one or takes over.
-Either counts as loaded from then on. A node of both roles competes with the decode nodes; it
-computes the prompts of the requests that are placed on it.
+the prefill node when the decode node's ticket is there, for the first attempt and after failures. A
+selected node counts as loaded from then on. A node of both roles competes with the decode nodes; it
+computes the prompts of its own requests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import TypeVar
 
@@ -48,7 +49,7 @@ class PlacementRequest:
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
     session: str = ""  # of its client's; "": none is known
-    waiting: Callable[[], AbstractContextManager[float]]  # as `Deadline.waiting`
+    waiting: Callable[[str], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
     # `RolePolicy` writes these: who has its blocks, once somebody has asked; and views by role.
     matched: list[Mapping[Node, int]] = field(default_factory=list)
@@ -77,7 +78,7 @@ class RolePolicy:
         metrics: RouterMetrics | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`match`: who has a prompt's blocks, if the policy asks."""
+        """`match`: finds the nodes with a prompt's blocks, if the policy uses it."""
         self._now = now
         self.role = role
         self._name = ROLE_NAMES[role]
@@ -157,8 +158,8 @@ class NodeSelector:
         metrics: RouterMetrics | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`policies`: by role. `match` serves those that place by what is cached. `now`: the clock
-        of deadlines."""
+        """`policies`: by role. `match` serves policies that use the caches. `now`: the clock of
+        deadlines."""
         self._now = now
         self._config = config
         self._view = view
@@ -174,7 +175,8 @@ class NodeSelector:
             Unavailable: no node came.
             Gone: none will, as no node has the version of the request's tokens any more.
         """
-        node, path = await self._wait_for(lambda: self._find_decode(request), request)
+        find = partial(self._find_decode, request)
+        node, path = await self._wait_for("a decode node", find, request)
         self._policies[node.info.role].placed(request, node)
         return node, path
 
@@ -186,7 +188,8 @@ class NodeSelector:
         Raises:
             Unavailable: no node came.
         """
-        (found,) = await self._wait_for(lambda: self._find_prefill(request, decode), request)
+        find = partial(self._find_prefill, request, decode)
+        (found,) = await self._wait_for("a prefill node", find, request)
         if found is not None:
             self._policies[pb.ROLE_PREFILL].placed(request, found)
         return found
@@ -263,8 +266,8 @@ class NodeSelector:
         return node, path
 
     def _has_most(self, request: PlacementRequest, decode: Node) -> bool:
-        """Whether a decode node should compute what it does not have, which is the case in the next
-        turn of a chat: it has computed the answer that comes back with the prompt."""
+        """Whether a decode node should compute the uncached tokens itself, as in the next turn of a
+        chat: it has computed the answer that comes back with the prompt."""
         return self.missing(request, decode) < self._config.local_prefill_threshold
 
     def _choose(
@@ -276,10 +279,12 @@ class NodeSelector:
         )
         return [node for node in chosen if node is not None]
 
-    async def _wait_for(self, find: Callable[[], T | None], request: PlacementRequest) -> T:
+    async def _wait_for(
+        self, what: str, find: Callable[[], T | None], request: PlacementRequest
+    ) -> T:
         if (found := find()) is not None:
             return found
-        with request.waiting() as until:
+        with request.waiting(what) as until:
             while (found := find()) is None:
                 # Look again from time to time: a breaker that may be tried again does not notify.
                 patience = min(0.5, until - self._now())
@@ -319,8 +324,9 @@ def _adapted(nodes: Candidates, request: PlacementRequest) -> Candidates:
 
 
 def _isolated(nodes: Candidates, request: PlacementRequest, role: str) -> Candidates:
-    """For a request that one more death of a node would end: the nodes without another such
-    request. A request that kills nodes must not end those that ran beside it each time."""
+    """For a request that one more death of a node would end: returns the nodes without another such
+    request. Otherwise a request that kills nodes could end the request that ran beside it each
+    time."""
     if not request.last_chance(role):
         return nodes
     return nodes.where(lambda node: node.last_chance in ("", request.request_id))

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.core.request import is_plain_id, new_request_id
 from pdserve.common.http.connection import connection_of
+from pdserve.common.http.server import check_expected
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
 from pdserve.router.api.app_state import AppState, stopping
@@ -183,6 +184,7 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        check_expected(request)
         return await handler(request)
     except web.HTTPException as error:
         response = http_error_response(error)

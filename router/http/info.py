@@ -62,18 +62,24 @@ async def get_timelines(request: web.Request) -> web.Response:
 
 
 def _whose(request: web.Request) -> str | None:
-    """The client whose requests to show; None: an operator sees all."""
+    """Returns the client to show requests of; None: an operator sees all."""
     is_operator = request.app[STATE].keys.is_operator(authorization_of(request))
     return None if is_operator else client_of(request)
 
 
 async def list_timelines(request: web.Request) -> web.Response:
-    """Lists the last requests, `?limit=` of them. A client sees its own only."""
+    """Lists the last requests, `?limit=` of them; with `?standing=true` those that are served,
+    whatever does not move first. A client sees its own only."""
     given = request.query.get("limit", str(DEFAULT_LISTED))
     if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_LISTED:
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")
-    recent = await request.app[TOGETHER].last_requests(int(given), _whose(request))
-    return json_response({"object": "list", "data": recent})
+    which = request.query.get("standing", "false")
+    if which not in ("true", "false"):
+        raise InvalidRequest("standing must be true or false", param="standing")
+    together = request.app[TOGETHER]
+    found = together.standing if which == "true" else together.last_requests
+    data = await found(int(given), _whose(request))
+    return json_response({"object": "list", "data": data})
 
 
 async def health(request: web.Request) -> web.Response:

@@ -33,6 +33,7 @@ class Together:
         siblings.on("load", lambda _: _encode(state.pipeline.load()))
         siblings.on("timelines", lambda ask: _encode(self._timelines.find(*_decode(ask))))
         siblings.on("last requests", lambda ask: _encode(self._timelines.recent(*_decode(ask))))
+        siblings.on("standing", lambda ask: _encode(self._timelines.standing(*_decode(ask))))
         siblings.on("cache epoch", self._take_epoch)
 
     @property
@@ -72,8 +73,15 @@ class Together:
         order = sorted(found, key=lambda each: (each["status"] != "running", -each["created"]))
         return order[:limit]
 
+    async def standing(self, limit: int, client: str | None) -> list[dict[str, Any]]:
+        """Returns what `Timelines.standing` does, for all workers."""
+        own = self._timelines.standing(limit, client)
+        others = await self._siblings.gather("standing", _encode((limit, client)))
+        found = own + [each for some in map(_decode, others) for each in some]
+        return sorted(found, key=lambda each: -each["standing"]["seconds"])[:limit]
+
     async def reset_prefix_cache(self) -> None:
-        """All workers go on with one new epoch, so that they share prefixes."""
+        """All workers switch to one new epoch, so that they share prefixes."""
         await self._siblings.gather("cache epoch", self._state.cache_epoch.reset().encode())
 
     def _take_epoch(self, since: bytes) -> bytes:

@@ -89,8 +89,8 @@ class Pipeline:
         self.channels = channels
         self.metrics = metrics
         self._started = monotonic()
-        self.timelines = Timelines(config.kept_timelines)
         self.view = ClusterView(registry)
+        self.timelines = Timelines(config.kept_timelines, self.view.glance)
         self.streams = NodeStreams(channels)
         self.claims = Claims(registry, channels)
         policies = load_policies(config)
@@ -164,10 +164,12 @@ class Pipeline:
         )
         async with self.claims.of(state.key, request.batch.alias) as claim:
             if claim is not None:  # while another request waits, this one takes no place
+                state.deadline.queued("the request that has its Idempotency-Key")
                 await claim.settled(monotonic() + self._config.queue_timeout)
             await self._serve_placed(state, ask, claim)
 
     async def _serve_placed(self, state: RequestState, ask: Ask, claim: Claim | None) -> None:
+        state.deadline.queued("a place: the router serves as many as it may")
         async with self.admission.slot(ask), state.deadline.running():
             state.on_first_token = partial(self._first_token, state, ask)
             try:
@@ -192,7 +194,8 @@ class Pipeline:
 
     async def _keyed(self, state: RequestState, claim: Claim) -> None:
         """Joins the job by which another request makes the same answer, or makes it."""
-        with state.deadline.waiting() as until:
+        what = "the request that makes the same answer"
+        with state.deadline.waiting(what) as until:
             elsewhere = await claim.elsewhere(until)
         if elsewhere is None:
             await self._next_attempt(state, claim.kept_at)
@@ -211,7 +214,7 @@ class Pipeline:
         """Begins the request's span, under which its calls to nodes are."""
         state.trace = self._traces.begin(state.request, state.arrival, state.stages)
         if state.trace is not None:
-            state.timed |= state.trace.recording
+            state.stages.timed |= state.trace.recording
             traceparent_var.set(state.trace.parent)
         elif state.arrival is not None:
             traceparent_var.set(state.arrival.traceparent)

@@ -47,7 +47,9 @@ class Deadline:
     """
 
     def __init__(self, queue_timeout: float, request_timeout: float) -> None:
-        self._made = monotonic()
+        self._made = self.moved = monotonic()  # `moved`: when the request last got further
+        self.waits_for = ""  # what, if it is no node that works for it
+        self._until: float | None = None  # until when (monotonic) it does
         self._request_timeout = request_timeout or None
         self._patience = queue_timeout  # seconds it may still wait
         self._limit: asyncio.Timeout | None = None
@@ -63,6 +65,7 @@ class Deadline:
         waited = monotonic() - self._made
         if waited < self._patience:  # else it is a body's later prompt: its time begins here
             self._patience -= waited
+        self.waits_for, self._until = "", None
         limit = asyncio.timeout(self._request_timeout)
         try:
             async with limit as self._limit:
@@ -75,6 +78,18 @@ class Deadline:
             ) from None
         finally:
             self._limit = None
+
+    def left(self) -> float | None:
+        """Returns the seconds until the request fails if it gets no further; None: there is no
+        bound."""
+        if self._until is not None:
+            return self._until - monotonic() if self._until < math.inf else None
+        when = None if self._limit is None else self._limit.when()
+        return None if when is None else when - asyncio.get_running_loop().time()
+
+    def queued(self, waits_for: str) -> None:
+        """It waits for this until it runs; others keep the bound."""
+        self.waits_for, self._until = waits_for, monotonic() + self._patience
 
     def progress(self) -> None:
         """It got further: blocks were reserved, KV has landed. A timer for each token would cost
@@ -90,19 +105,23 @@ class Deadline:
     def token(self, now: float) -> None:
         """A token is on its way to the client; `now` is `monotonic`."""
         self._patience = self._request_timeout or math.inf
+        self.moved = now
         if now >= self._late_enough:
             self.progress()
 
     @contextmanager
-    def waiting(self) -> Iterator[float]:
-        """Waiting for a node rather than on one; yields until when (`monotonic`)."""
+    def waiting(self, waits_for: str = "a node") -> Iterator[float]:
+        """Waiting for a node, or for what `waits_for` says, rather than on one; yields until when
+        (`monotonic`)."""
         since = monotonic()
         self._late_enough = 0.0
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(None)
+        self.waits_for, self._until = waits_for, since + self._patience
         try:
-            yield since + self._patience
+            yield self._until
         finally:
+            self.waits_for, self._until = "", None
             self._patience -= monotonic() - since
             self.progress()
 
@@ -126,6 +145,10 @@ class Retries:
         self._last: PdserveError | None = None
         self.failures = 0
         self.avoid: set[str] = set()  # nodes (ids) that have failed it: only if there is no other
+
+    @property
+    def last_error(self) -> PdserveError | None:
+        return self._last
 
     @property
     def local_prefill(self) -> bool:
@@ -201,7 +224,7 @@ class Retries:
         """
         if self._tries < 2:
             return
-        with deadline.waiting() as until:
+        with deadline.waiting(f"a pause after {self.failures} failures") as until:
             left = until - monotonic()
             if left <= 0 and self._last is not None:
                 raise self._last

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from heapq import nsmallest
 from itertools import count, islice
 from time import monotonic, time
 from typing import Any
@@ -16,6 +17,7 @@ from pdserve.common.obs.logging import request_id_var
 from pdserve.router.requests.generation import GenerationStats
 from pdserve.router.requests.request_state import RequestState
 from pdserve.router.requests.stages import ROUTER
+from pdserve.router.requests.standing import Look, Standing, standing_of
 
 MAX_FOUND = 100  # of the prompts of one request, or of those that share its id: the newest
 MAX_MESSAGE = 500  # characters of a failure that are kept
@@ -23,13 +25,15 @@ MAX_MESSAGE = 500  # characters of a failure that are kept
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that is over, as it is kept: no tokens, and of its error no frames."""
+    """A request that is over, as it is kept, or one as it is now: no tokens, and of its error no
+    frames."""
 
     ids: tuple[str, ...]  # by which its client knows it
     client: str  # whose it is, as `APIKeys.client` says
     stats: GenerationStats
     end: float  # monotonic
-    error: dict[str, str] | None
+    error: dict[str, str] | None = None
+    standing: Standing | None = None  # None: it is over
 
 
 class Timelines:
@@ -37,9 +41,10 @@ class Timelines:
     Clients share the room for these: the client that has most of it gives way, so that one that
     asks much, or is refused much, does not drive out the others'."""
 
-    def __init__(self, kept: int) -> None:
-        """`kept`: how many of those that ended."""
+    def __init__(self, kept: int, look: Look = lambda node_id: {"node_id": node_id}) -> None:
+        """`kept`: how many of those that ended. `look`: says what is known of a node."""
         self._kept = kept
+        self._look = look
         self._numbers = count()
         self._ended: dict[int, Ended] = {}  # the oldest first
         self._of: defaultdict[str, deque[int]] = defaultdict(deque)  # their numbers, by client
@@ -52,7 +57,8 @@ class Timelines:
     def ended(self, state: RequestState, error: PdserveError | None = None) -> None:
         ids = self._served.pop(state)
         if self._kept:
-            self._keep(_ended(state, ids, monotonic(), _described(error)))
+            client, why = state.request.batch.client, _described(error)
+            self._keep(Ended(ids, client, state.stats(), monotonic(), why))
 
     def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
         """Finds the request that has this id: JSON for each of its prompts; with `client` only
@@ -68,6 +74,20 @@ class Timelines:
         newest first."""
         return [_summary(each) for each in islice(self._newest(client), limit)]
 
+    def standing(self, limit: int, client: str | None = None) -> list[dict[str, Any]]:
+        """Returns the requests that are served now, as `recent` does, in the order of when they
+        last got further: whatever does not move comes first."""
+        of_client = (
+            state for state in self._served if client in (None, state.request.batch.client)
+        )
+        oldest = nsmallest(limit, of_client, key=lambda state: state.deadline.moved)
+        return [_summary(self._now(state)) for state in oldest]
+
+    def longest_standing(self) -> float:
+        """Returns the seconds since the request that stands longest got further."""
+        now = monotonic()
+        return max((now - state.deadline.moved for state in self._served), default=0.0)
+
     def _keep(self, ended: Ended) -> None:
         number = next(self._numbers)
         self._ended[number] = ended
@@ -78,22 +98,20 @@ class Timelines:
             if not self._of[client]:
                 del self._of[client]
 
+    def _now(self, state: RequestState) -> Ended:
+        ids, client = self._served[state], state.request.batch.client
+        standing = standing_of(state, self._look)
+        return Ended(ids, client, state.stats(), monotonic(), standing=standing)
+
     def _newest(
         self, client: str | None, is_wanted: Callable[[tuple[str, ...]], bool] = lambda ids: True
     ) -> Iterator[Ended]:
-        now = monotonic()
         for state, ids in reversed(self._served.items()):
             if client in (None, state.request.batch.client) and is_wanted(ids):
-                yield _ended(state, ids, now, None)
+                yield self._now(state)
         for each in reversed(self._ended.values()):
             if client in (None, each.client) and is_wanted(each.ids):
                 yield each
-
-
-def _ended(
-    state: RequestState, ids: tuple[str, ...], end: float, error: dict[str, str] | None
-) -> Ended:
-    return Ended(ids, state.request.batch.client, state.stats(), end, error)
 
 
 def _is_named(ids: tuple[str, ...], name: str) -> bool:
@@ -131,4 +149,5 @@ def _state(found: Ended) -> dict[str, Any]:
         "error": found.error,
         "prompt_tokens": found.stats.prompt_tokens,
         "completion_tokens": found.stats.completion_tokens,
+        "standing": None if found.standing is None else asdict(found.standing),
     }

@@ -3,13 +3,16 @@ should."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import psutil
@@ -17,14 +20,21 @@ import pytest
 from rich.console import Console
 
 from benchmarks import hosts, warm_start
+from benchmarks.fleet import Fleet, Refused
 from benchmarks.hosts import ROUTER, Network, front
 from benchmarks.relay import Relays
 from benchmarks.site import site_network
-from benchmarks.soak import floods
+from benchmarks.soak import crowd, floods, load
+from benchmarks.soak.asks import Ask
+from benchmarks.soak.client import Answer
 from benchmarks.soak.gauge import Gauge, Life, held_by_clients
+from benchmarks.soak.inquiry import Found
 from benchmarks.soak.load import Tally
 from benchmarks.soak.report import make_report, print_report
+from fakes_pipeline import byte_level_folder
+from http_site import serve
 from pdserve.common.rpc import server as rpc_server
+from pdserve.router.api.auth import APIKeys
 
 needs_network = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 PATIENCE = 30.0  # seconds for what should come
@@ -207,3 +217,84 @@ async def test_a_server_that_reads_what_strangers_send_is_found(reads: bool) -> 
     found = await floods._flood(fleet, f"127.0.0.1:{port}", method, 2**22)  # type: ignore[arg-type]
     await server.stop(0)
     assert found == (floods.TAKEN if reads else "told")
+
+
+# ---- a request that does not end ----
+
+
+class Clients:
+    """A client whose answer comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+
+    async def send(self, ask: Ask, request_id: str, answer: Answer) -> Answer:
+        assert request_id.startswith("soak-")
+        await self.ready.wait()
+        return Answer()
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIMEOUT", "LOOKS", "LAST_LOOK"):
+        monkeypatch.setattr(load, name, 0.001)
+
+
+async def asked_once(found: Callable[[Clients], Found]) -> tuple[Tally, list[None]]:
+    """Asks once, while routers say this of it; returns what became of it, and how often stacks
+    were asked for."""
+    client, looks = Clients(), list[None]()
+    some = load.Load({"router": client}, [Ask("grpc", (5,), {})], lambda _: found(client))  # type: ignore[dict-item]
+    some.expected = [[Answer()]]
+    tally = await some.during(asyncio.sleep(0), 1, look=lambda: looks.append(None))
+    return tally, looks
+
+
+async def test_a_request_that_does_not_get_further_hangs_and_where_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient(monkeypatch)
+    tally, looks = await asked_once(lambda _: Found(False, "router: waits for d1"))
+    assert len(tally.hung) == len(looks) == 1 and tally.hung[0].endswith("router: waits for d1")
+
+
+async def test_a_request_that_gets_further_is_slow_and_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient(monkeypatch)
+    times = iter(range(20))
+
+    def moves(client: Clients) -> Found:
+        if next(times) == 9:
+            loop.call_soon_threadsafe(client.ready.set)
+        return Found(True, "")
+
+    loop = asyncio.get_running_loop()
+    tally, looks = await asked_once(moves)
+    assert (tally.completed, tally.hung, looks) == (1, [], []) and next(times) >= 10
+
+
+async def test_a_crowd_hangs_when_none_of_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late answers are none that hang."""
+    seconds = iter([Counter(OK=1), Counter(), Counter(OK=1), Counter(), Counter()])
+    told: Counter[str] = Counter()
+
+    async def turn(_: float) -> None:
+        told.update(next(seconds))
+
+    monkeypatch.setattr(crowd, "SILENCE", 2)
+    monkeypatch.setattr(asyncio, "sleep", turn)
+    await crowd._silence(told)
+    assert told.total() == 2 and next(seconds, None) is None
+
+
+async def test_a_fleet_whose_key_is_refused_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would else wait for nodes of which it cannot hear."""
+    warm: Any = SimpleNamespace()
+    async with serve(byte_level_folder(tmp_path), keys=APIKeys("sk", "an-operator")) as site:
+        fleet = Fleet(tmp_path, tmp_path / "log", {}, {"admin_api_key": "wrong"}, warm)
+        monkeypatch.setitem(fleet.routers["router"], "http", site.port)
+        fleet.pids["router"] = os.getpid()
+        with pytest.raises(Refused, match=r"router answers 401 to /v1/cluster.*admin_api_key"):
+            await asyncio.to_thread(fleet.wait_ready)

@@ -59,7 +59,11 @@ def pages(cluster: WarmCluster) -> dict[str, str]:
 def test_promtool_finds_no_fault(cluster: WarmCluster) -> None:
     for role, page in pages(cluster).items():
         done = subprocess.run(
-            ["promtool", "check", "metrics"], input=page, text=True, capture_output=True, timeout=30
+            ["promtool", "check", "metrics"],
+            input=page,
+            text=True,
+            capture_output=True,
+            timeout=300,
         )
         assert (done.returncode, done.stdout + done.stderr) == (0, ""), role
 
@@ -214,6 +218,12 @@ def test_a_request_is_found_while_it_is_served_and_afterwards(
         assert found["status"] == "running" and found["error"] is None
         last = found["timeline"]["stages"][-1]
         assert last["node"].startswith(("decode-", "router")), last
+        assert found["standing"]["node"]["node_id"] in found["standing"]["waits_for"]
+        assert found["standing"]["gives_up_in"] > 0 and found["standing"]["last_error"] is None
+        assert main(["trace", "mine-1", "--url", cluster.url]) == 0
+        assert "to make the next token; unless it does, it fails in" in capsys.readouterr().out
+        assert main(["trace", "--url", cluster.url]) == 0
+        assert "1 served" in (shown := capsys.readouterr().out) and "mine-1" in shown
         cluster.kill(still)
     assert answer.result().status_code == 200
     (found,) = traced(cluster, "mine-1")

@@ -286,7 +286,13 @@ async def test_a_body_that_is_wanted_is_asked_for(site: Site) -> None:
 async def test_an_unknown_expectation_is_an_error(site: Site) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: magic\r\n\r\n")
-    assert await status(reader) == 417
+    code, head, body = await answer(reader)
+    error = json.loads(body)["error"]
+    assert code == 417 and b"application/json" in head
+    assert error["message"] == "Expect: magic is unknown: send 100-continue, or no Expect"
+    assert (error["type"], error["code"]) == ("invalid_request_error", "expectation_failed")
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert await status(reader) == 200
     writer.close()
 
 

@@ -209,7 +209,7 @@ class History:
             adapter=self.random.choice(["", "", "a"]), last_chance=lambda _: last,
             version=self.random.choice([None, None, "f", "g"]),
             avoid=self.random.sample(IDS, self.random.choice([0, 0, 1, 6])),
-            local_prefill=self.random.random() < 0.1, waiting=lambda: None,
+            local_prefill=self.random.random() < 0.1, waiting=lambda what: None,
             blocks=lambda size: PromptBlocks((), size),
         )  # fmt: skip
 

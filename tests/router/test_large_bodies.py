@@ -33,6 +33,7 @@ from pdserve.router.api import preprocess_workers as workers_module
 from pdserve.router.api.app_state import INLINE, AppState
 from pdserve.router.api.preprocess import (
     MAX_CONTAINERS,
+    MAX_KEYS,
     MAX_PROMPTS,
     PIECE,
     BodyBuffer,
@@ -133,6 +134,8 @@ def test_millions_of_lists_are_refused_before_they_are_parsed(
         text.preprocess("completion", b'{"prompt": [' + many + b"[1]]}")
     with pytest.raises(InvalidRequest, match="values"):
         text.preprocess("completion", b'{"prompt": [' + b"1," * 2**21 + b"1,1]}")
+    with pytest.raises(InvalidRequest, match="keys"):  # that no schema has
+        text.preprocess("completion", b'{"a": 1' + b',"a": 1' * MAX_KEYS + b"}")
     message = b'{"role": "user", "content": "[{,"},'
     with pytest.raises(InvalidRequest, match="lists and objects"):
         text.preprocess("chat", b'{"messages": [' + message * (MAX_CONTAINERS + 1) + b"]}")

@@ -184,8 +184,8 @@ class Receiver:
         self._emit(Failed.of(transfer_id, inbound.transfer.epoch, error))
 
     def moving(self, peer: object) -> None:
-        """Emits Progress for all transfers of a connection on which bytes arrive: those that wait
-        for their turn are alive, too."""
+        """Emits Progress for all transfers of a connection on which bytes arrive: transfers that
+        wait for their turn are alive, too."""
         with self._lock:
             waiting = [
                 each.transfer

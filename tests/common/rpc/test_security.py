@@ -99,7 +99,8 @@ def test_certs_makes_files_and_prints_their_flags(
     config = parse(WorkerNodeConfig, prog="x", argv=flags, environ={})
     assert TLS.load(config.tls) == TLS(*(folder / f"{n}.pem" for n in ("cert", "key", "ca")))
     assert stat.S_IMODE((folder / "key.pem").stat().st_mode) == 0o600
-    assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
+    assert sorted(path.name for path in folder.glob("*.pem")) == ["ca.pem", "cert.pem", "key.pem"]
+    assert (folder / ".gitignore").read_text() == "*.pem\n"  # no key is committed by mistake
     cert = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     found = [str(getattr(name, "value", name)) for name in names]
@@ -124,9 +125,9 @@ def test_certs_makes_a_pair_for_each_role_and_renews_it(
         return [each.roles() for each in loaded if each is not None]
 
     assert sorted(named(), key=sorted) == sorted(map(frozenset, ([r] for r in roles)), key=sorted)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.glob("*.pem")}
     assert main(["certs", str(folder), "--by-role", "--renew"]) == 0
-    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    after = {path.name: path.read_bytes() for path in folder.glob("*.pem")}
     kept = {name for name in before if before[name] == after[name]}
     assert after.keys() == before.keys() and kept == {"ca.pem", "ca-key.pem"}
     assert sorted(named(), key=sorted) == sorted(map(frozenset, ([r] for r in roles)), key=sorted)

@@ -1,0 +1,117 @@
+"""A crowd of gRPC calls at once, in a process of its own: the load beside it, which shares the
+soak's event loop, would otherwise wait for the crowd's answers before it hears its own.
+
+    python -m benchmarks.soak.crowd    # reads a `Crowd` as JSON, writes the counts of answers
+
+A call is answered late where thousands are asked on a busy machine. The crowd hangs when none of
+its calls is answered for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+
+from benchmarks.fleet import HOSTILE, Fleet
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
+
+SILENCE = 60  # seconds without an answer to any call, after which the rest hangs
+HUNG = "hung"
+UNEXPLAINED = "without a reason"  # a call that ended by gRPC's word alone: a failure
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    calls: int
+    address: str
+    metadata: dict[str, str]
+    files: tuple[str, str, str] | None  # CA, key, certificate; None: without TLS
+
+    async def ask(self) -> Counter[str]:
+        """Returns the answers, by words, in as many calls."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", __name__),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            told, _ = await process.communicate(json.dumps(asdict(self)).encode())
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            raise RuntimeError(f"the crowd ended with {process.returncode}")
+        return Counter(json.loads(told))
+
+
+def crowd_at(fleet: Fleet, calls: int) -> Crowd:
+    """So many calls at once of the hostile clients, to the fleet's first router."""
+    address = f"127.0.0.1:{fleet.ports['grpc']}"
+    return Crowd(calls, address, fleet.api_key(HOSTILE), fleet.client_files())
+
+
+async def ask_at_once(crowd: Crowd) -> Counter[str]:
+    told: Counter[str] = Counter()
+    async with _channel(crowd) as channel:
+        stub = pb_grpc.InferenceStub(channel)
+
+        async def ask() -> None:
+            told[await _ask(stub, crowd)] += 1
+
+        calls = asyncio.gather(*(ask() for _ in range(crowd.calls)))
+        silence = asyncio.create_task(_silence(told))
+        await asyncio.wait((calls, silence), return_when=asyncio.FIRST_COMPLETED)
+        silence.cancel()
+        if not calls.done():
+            told[HUNG] += crowd.calls - told.total()
+            calls.cancel()
+            await asyncio.wait((calls,))
+        elif calls.exception() is not None:
+            await calls
+    return told
+
+
+async def _silence(told: Counter[str]) -> None:
+    """Until nothing was told for SILENCE turns of a second each: a process without a CPU has fewer
+    of them, and hears in each what has come."""
+    known = quiet = 0
+    while quiet < SILENCE:
+        await asyncio.sleep(1)
+        quiet = quiet + 1 if told.total() == known else 0
+        known = told.total()
+
+
+def _channel(crowd: Crowd) -> grpc.aio.Channel:
+    if crowd.files is None:
+        return grpc.aio.insecure_channel(crowd.address)
+    files = (Path(name).read_bytes() for name in crowd.files)
+    return grpc.aio.secure_channel(crowd.address, grpc.ssl_channel_credentials(*files))
+
+
+async def _ask(stub: pb_grpc.InferenceStub, crowd: Crowd) -> str:
+    sampling = pb.SamplingParams(max_tokens=1, ignore_eos=True)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=sampling)
+    try:
+        async for _ in stub.Generate(request, metadata=tuple(crowd.metadata.items())):
+            pass
+    except grpc.aio.AioRpcError as error:
+        codes = {key for key, _ in error.trailing_metadata() or ()}
+        # UNAVAILABLE: the router is not there
+        explained = "pdserve-error-code" in codes or error.code() is grpc.StatusCode.UNAVAILABLE
+        return error.code().name if explained else UNEXPLAINED
+    return "OK"
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    json.dump(asyncio.run(ask_at_once(Crowd(**given))), sys.stdout)

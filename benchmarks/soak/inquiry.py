@@ -1,0 +1,45 @@
+"""Asks the routers of a request that has no end yet whether it gets further, and else what it waits
+for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.error import HTTPError
+
+from benchmarks.fleet import Fleet
+
+STANDS = 60.0  # seconds without getting further, after which a request hangs
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    moves: bool  # some router serves it, and it got further lately
+    words: str
+
+
+def inquire(fleet: Fleet, request_id: str) -> Found:
+    words, moves = [], False
+    for router in sorted(fleet.routers.keys() & fleet.pids.keys()):
+        try:
+            found = fleet.shown(f"/v1/timelines/{request_id}", router)["data"]
+        except HTTPError as error:
+            words.append(f"{router}: {'unknown' if error.code == 404 else error}")
+            continue
+        except OSError as error:
+            words.append(f"{router}: {error}")
+            continue
+        standing = [each["standing"] for each in found if each["standing"] is not None]
+        moves |= any(each["seconds"] < STANDS for each in standing)
+        words.append(f"{router}: {', '.join(map(_said, found))}")
+    return Found(moves, "; ".join(words))
+
+
+def _said(prompt: dict[str, Any]) -> str:
+    if (standing := prompt["standing"]) is None:
+        return f"{prompt['status']} ({prompt['error']})" if prompt["error"] else prompt["status"]
+    return (
+        f"{prompt['completion_tokens']} tokens, for {standing['seconds']:.0f} s waiting for "
+        f"{standing['waits_for']}, {standing['failures']} failures ({standing['last_error']}), "
+        f"node: {standing['node']}"
+    )
