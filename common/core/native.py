@@ -112,12 +112,17 @@ def _find_compiler() -> str:
 
 def _digest(library: Library, compiler: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    version = _run([compiler, "--version"])
-    for part in (compiler, version, *FLAGS, *library.flags, _cpu()):
+    for part in (compiler, _version(compiler), *FLAGS, *library.flags, _cpu()):
         digest.update(f"{part}\0".encode())
     for path in (*library.files, *map(Path, library.linked)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _version(compiler: str) -> str:
+    """Tells compilers apart without running them, which each process would do at its start."""
+    found = os.stat(compiler)
+    return f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns}"
 
 
 def _cpu() -> str:
@@ -178,10 +183,10 @@ def _check_room(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _run(command: list[str], fd: int | None = None, scratch: str | None = None) -> str:
+def _run(command: list[str], fd: int, scratch: str) -> str:
     """Runs `command` and returns its output. `scratch`: a folder for temporary files, which may lie
     below the open folder `fd`."""
-    environment = helper_environment({} if scratch is None else {"TMPDIR": scratch})
+    environment = helper_environment({"TMPDIR": scratch})
     try:
         done = subprocess.run(
             command,
@@ -189,7 +194,7 @@ def _run(command: list[str], fd: int | None = None, scratch: str | None = None) 
             text=True,
             timeout=BUILD_TIMEOUT,
             env=environment,
-            pass_fds=() if fd is None else (fd,),
+            pass_fds=(fd,),
         )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from error
