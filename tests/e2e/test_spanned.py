@@ -150,7 +150,8 @@ def test_a_cut_link_ends_the_node_and_nothing_else(
         rf"no answer from rank 2 on host {other} to rank 0 on host {one} within \S+ s: check the "
         r"link between the hosts"
     )
-    assert re.search(r"rank [23] \(.*\) died" if way == "killed" else silent, cluster.log())
+    died = r"RANK_DIED, blame=decode\] rank [23] \(pid \d+\) was killed by SIGKILL"
+    assert re.search(died if way == "killed" else silent, cluster.log())
     cluster.wait_for(lambda: not any(alive(rank.pid) for rank in ranks), 60 * slowness())
     cluster.wait_idle()
     segments.check_none_left(names)

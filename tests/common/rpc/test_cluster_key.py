@@ -534,7 +534,8 @@ async def test_a_long_call_goes_both_ways_behind_authentication() -> None:
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
     channels = credentials("decode", KEY).channels()
-    async with heartbeats(address, channels) as call, asyncio.timeout(60):
+    call = pb_grpc.RegistryStub(channels.get(address)).Heartbeats()
+    async with asyncio.timeout(60):
         assert (await call.read()).heartbeat_interval_s == 0
         for number in (1, 2, 3):
             await call.write(pb.HeartbeatRequest(node_id="d"))
@@ -542,6 +543,7 @@ async def test_a_long_call_goes_both_ways_behind_authentication() -> None:
             assert (await call.read()).known
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
+    await channels.close()
     await server.stop(0)
 
 
