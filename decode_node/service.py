@@ -17,7 +17,7 @@ from pdserve.kv_transfer.digest import RunDigest
 
 class KVTransferService(pb_grpc.KVTransferServicer):
     def __init__(self, sinks: Sequence[KVSink], vocab_size: int) -> None:
-        """`sinks` are those of all replicas, behind one address."""
+        """`sinks` are the sinks of all replicas, behind one address."""
         self._sinks = sinks
         self._vocab_size = vocab_size
 
@@ -41,7 +41,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         return pb.CommitResponse(bytes=nbytes)
 
     def _fault_of(self, event: pb.TokenEvent) -> str:
-        """Says what is wrong with a first token; empty: nothing."""
+        """Returns the fault of a first token; empty: none."""
         if len(event.tokens) != 1:
             return "a commit carries exactly one token"
         (token,) = event.tokens

@@ -221,8 +221,8 @@ def copy_hashed(
     source: CacheBytes,
     source_ids: Sequence[int],
 ) -> bytes:
-    """Copies as `copy_blocks`, and returns the hash of the prefix and of what it wrote, as
-    `hash_blocks` would, without reading it again."""
+    """Copies as `copy_blocks`, and returns the hash of the prefix and the written bytes, as
+    `hash_blocks` would, without reading them again."""
     to, at = _both_runs(rect, target, target_ids, source, source_ids)
     code = block_code()
     if code is not None and len(prefix) + to.nbytes >= MIN_HASHED_NBYTES:

@@ -48,8 +48,8 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Verify(msgspec.Struct, tag=True):
-    """Compares this rank's blocks with `digests`, from number `start` on. The reply has those that
-    differ among the next few, and how many are `left` for another call."""
+    """Compares this rank's blocks with `digests`, from number `start` on. The reply has the
+    differing digests among the next few, and how many are `left` for another call."""
 
     transfer_id: bytes
     epoch: int

@@ -99,8 +99,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Sink: every piece of this rank is in its blocks and nothing more is written into them, so
-    the blocks may be used. Only the core fills in `connectors`: the names of those that moved
+    """Sink: every piece of this rank is in its blocks and nothing more is written into them, so the
+    blocks may be used. Only the core fills in `connectors`: the names of the connectors that moved
     bytes."""
 
     transfer_id: bytes
@@ -121,7 +121,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Ends a transfer that cannot go on; `code` as in TransferError, `blame` as in Blame."""
+    """Ends a transfer that cannot continue; `code` as in TransferError, `blame` as in Blame."""
 
     transfer_id: bytes
     epoch: int
@@ -206,9 +206,9 @@ class KVConnector(ABC):
     def landed_digest(
         self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
     ) -> bytes | None:
-        """Sink, with `sink_writes`: returns the hash of what it wrote into the blocks of a run,
-        made as it wrote (`digest.hash_prefix` comes before the bytes). None, the default: there is
-        none, and the core reads the blocks again."""
+        """Sink, with `sink_writes`: returns the hash of the bytes written into the blocks of a run,
+        made while writing (`digest.hash_prefix` comes before the bytes). None, the default: there
+        is no hash, and the core reads the blocks again."""
         return None
 
     def release(self, transfer_id: bytes) -> None:

@@ -23,7 +23,7 @@ _CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first bl
 def hash_prefix(
     fingerprint: str, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
 ) -> bytes:
-    """Returns what is hashed before the bytes of a run."""
+    """Returns the bytes that are hashed before a run."""
     context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
     return fingerprint.encode() + context
 

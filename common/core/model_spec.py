@@ -108,8 +108,7 @@ class ModelSpec:
         head_dim = config.get("head_dim") or hidden // heads
         kv_heads = config.get("num_key_value_heads") or heads
         attention_bias = bool(config.get("attention_bias", False))
-        settings, moe = config.get("quantization_config"), family.moe
-        quantization, stored = weight_formats(settings, has_experts=moe is not None)
+        quantization, stored = weight_formats(config.get("quantization_config"))
         latent = LatentSpec.from_config(config, rope_settings(config)) if family.latent else None
         if latent is None:
             _check_heads(heads, kv_heads, head_dim)
@@ -139,7 +138,7 @@ class ModelSpec:
             layer_windows=_windows_of(config, family),
             dtype=dtype_of(config),
             eos_token_ids=eos_of({**config, **(generation or {})}),
-            moe=None if moe is None else MoESpec.from_config(config, moe),
+            moe=None if family.moe is None else MoESpec.from_config(config, family.moe),
             quantization=quantization,
             stored=stored,
             latent=latent,

@@ -23,6 +23,7 @@ SUPPORTED = (
     "(pack-quantized of 4 or 8 bits, float-quantized, int-quantized), MXFP4, or "
     "--quantization int8 with an unquantized one"
 )
+GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
 MAX_SHOWN = 200  # characters of a value that is not supported
 REGEX = "re:"  # begins a path that is a regular expression, from the module's first letter on
 
@@ -45,6 +46,23 @@ class Quantization:
     symmetric: bool = False  # whether no zero points are stored
     excluded: tuple[str, ...] = ()  # (parts of) paths of modules that keep the dtype
     included: tuple[str, ...] = ()  # (parts of) paths of quantized modules; empty: all others
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are rounded while they are loaded; others are as the checkpoint has
+        them."""
+        return self.method == "int8"
+
+    def nbytes(self, rows: int, columns: int, inputs: int, item: int, parts: int = 1) -> int:
+        """Returns the bytes of a rank's part of a matrix of `inputs` inputs, or of `parts` with
+        one; `item`: bytes of a number that is not quantized."""
+        numbers = rows * columns
+        if self.rounds:
+            return numbers + rows * item
+        first, last = self.groups(0, columns, inputs)
+        groups = rows * (last - first)  # each with a scale, and a byte for a zero point
+        index = parts * columns * GROUP_INDEX_BYTES if self.desc_act else 0
+        return numbers * self.bits // 8 + groups * (item + (not self.symmetric)) + index
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Quantization:

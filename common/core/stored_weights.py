@@ -27,24 +27,20 @@ class StoredWeights:
     """The format of weights that are dequantized while they are loaded.
 
     FP8 and INT8 weights have a scale for a tensor, an output channel or a `block`; of MXFP4 (Open
-    Compute Project, Microscaling Formats 1.0) 32 weights have one. A mixture's experts of a
-    `grouped` format are dequantized too, though its other layers stay packed.
+    Compute Project, Microscaling Formats 1.0) 32 weights have one.
     """
 
-    kind: str  # "FP8", "INT8", "MXFP4", "GGUF …", or the method of `grouped`
+    kind: str  # "FP8", "INT8", "MXFP4" or "GGUF …"
     block: tuple[int, int] | None = None  # outputs, inputs that share a scale
-    grouped: Quantization | None = None
-    everywhere: bool = False  # whether all layers of the `grouped` format are dequantized
 
     def __str__(self) -> str:
-        if self.block is not None:
-            return f"{self.kind} in blocks of {self.block[0]}×{self.block[1]}"
-        experts = self.grouped is not None and not self.everywhere
-        return f"{self.kind} experts" if experts else self.kind
+        if self.block is None:
+            return self.kind
+        return f"{self.kind} in blocks of {self.block[0]}×{self.block[1]}"
 
 
 def weight_formats(
-    config: Mapping[str, Any] | None, has_experts: bool
+    config: Mapping[str, Any] | None,
 ) -> tuple[Quantization | None, StoredWeights | None]:
     """Reads a checkpoint's `quantization_config`: the format that linear layers keep in memory, and
     the one that is dequantized.
@@ -68,8 +64,7 @@ def weight_formats(
     reader = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "mxfp4": _mxfp4}
     if method in reader:
         return None, reader[method](config)
-    packed = Quantization.from_config(config)
-    return packed, StoredWeights(packed.method, grouped=packed) if has_experts else None
+    return Quantization.from_config(config), None
 
 
 def _fp8(config: Mapping[str, Any]) -> StoredWeights:

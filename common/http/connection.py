@@ -145,6 +145,7 @@ class Connection(asyncio.Protocol):
         self._since = crowd.now()  # since when it is idle, or a client has taken nothing
         self._header = True  # has begun; a new connection has as long for its first one
         self._unsent = 0  # bytes, at the last check
+        self._is_behind = False
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -170,10 +171,12 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._since, self._unsent = self._crowd.now(), self._transport.get_write_buffer_size()
+        self._is_behind = True
         self._writable.clear()
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
+        self._is_behind = False
         self._writable.set()
         self._http.resume_writing()
 
@@ -214,7 +217,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_writable(self) -> bool:
         """Whether the client is there, and not behind."""
-        return self._writable.is_set() and not self._transport.is_closing()
+        return not (self._is_behind or self._transport.is_closing())
 
     def write(self, data: bytes) -> None:
         """Sends part of the answer that is being written."""

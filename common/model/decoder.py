@@ -42,9 +42,8 @@ from pdserve.common.model.layers import (
 )
 from pdserve.common.model.moe import MoE
 from pdserve.common.model.rotary import Angles, RotaryEmbedding
-from pdserve.common.model.sharding import Shard, Sharding, shards_of
+from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of
 from pdserve.common.model.stages import Stage
-from pdserve.common.model.weights import MatrixPart
 
 EMBEDDING = "model.embed_tokens"
 
@@ -182,9 +181,7 @@ class CausalLM(Decoder):
         group, device, dtype = sharding.group, sharding.device, sharding.dtype
         spec.validate_tensor_parallel(group.size)
         spec.validate_expert_parallel(group.size, sharding.all2all.group.size)
-        # As many as there may be ranks whose sums agree to the bit: a power of two.
-        blocks = gcd(spec.num_heads, MAX_BLOCKS)
-        sharding = replace(sharding, quantization=spec.quantization, blocks=blocks)
+        sharding = replace(sharding, quantization=spec.quantization, blocks=sum_blocks(spec))
         self.spec = spec
         self.stage = stage or Stage.whole(spec.num_layers)
         self.device = device
@@ -305,6 +302,12 @@ def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> Atte
     start, end = spec.kv_head_range(group.rank, group.size)
     shape = AttentionShape(heads, end - start, kv.head_dim, kv.window)
     return make_backend(shape, device, dtype, sharding.kernels, sharding.kv_cache_dtype)
+
+
+def sum_blocks(spec: ModelSpec) -> int:
+    """Returns the blocks in which inputs that ranks share are summed up: as many as there may be
+    ranks whose sums agree to the bit, a power of two."""
+    return gcd(spec.num_heads, MAX_BLOCKS)
 
 
 def places(groups: Sequence[KVGroup], stage: Stage) -> dict[int, tuple[int, int]]:

@@ -2,7 +2,6 @@
 
     FP8, INT8    X and X_scale_inv or X_scale    →  X
     MXFP4        X_blocks and X_scales           →  X
-    packed       X.qweight, X.qzeros … of AWQ, GPTQ and pack-quantized  →  X.weight
 
 A part of a weight is dequantized when it is read, with no more of the file than that needs.
 """
@@ -16,19 +15,14 @@ from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.quantization import Quantization
 from pdserve.common.core.stored_weights import GGUF, MXFP4, StoredWeights
-from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.checkpoint import Checkpoint, StoredTensor, text_model
-from pdserve.common.model.packing import PackedMatrix
-from pdserve.common.model.sharding import Sharding, ranges
-from pdserve.common.model.weights import GroupedWeight, MatrixPart
+from pdserve.common.model.sharding import ranges
 
 _SCALED_DTYPES = ("F8_E4M3", "I8")
 _SCALES = ("_scale_inv", "_scale")
 # Scales of activations and of KV, neither of which is rounded.
 _UNUSED = ("input_scale", "activation_scale", "input_scale_ub", ".k_scale", ".v_scale", ".q_scale")
-_EXPERTS = ".experts."
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor([*_FP4, *(-value for value in _FP4)])
 _FP4_BLOCK = 32  # weights with one scale, in 16 bytes
@@ -48,8 +42,6 @@ def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpo
     """
     if stored is None or stored.kind.startswith(GGUF):  # `gguf_weights.py` reads those
         return checkpoint
-    if stored.grouped is not None:
-        return _grouped_view(checkpoint, stored.grouped, "" if stored.everywhere else _EXPERTS)
     if stored.kind == MXFP4:
         return _mxfp4_view(checkpoint)
     return _scaled_view(checkpoint, stored)
@@ -147,53 +139,3 @@ class _Mxfp4:
         whole = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
         start = inputs[0] - first * _FP4_BLOCK
         return whole.narrow(-1, start, inputs[1] - inputs[0]).transpose(1, 2)
-
-
-# ---- AWQ, GPTQ and pack-quantized ----
-
-
-def _grouped_view(checkpoint: Checkpoint, kind: Quantization, within: str) -> Checkpoint:
-    """`within`: part of the names of modules that are dequantized."""
-    packed = PackedMatrix.of(kind.method, kind.bits)
-    modules = {
-        name.removesuffix(f".{packed.name}")
-        for name in checkpoint
-        if within in name and name.endswith(f".{packed.name}")
-    }
-    view = {
-        name: tensor
-        for name, tensor in checkpoint.items()
-        if name.endswith(".bias") or name.rpartition(".")[0] not in modules
-    }
-    for module in modules:
-        view[f"{module}.weight"] = _GroupedMatrix(module, checkpoint, kind, packed)
-    return view
-
-
-class _GroupedMatrix:
-    """A matrix `[out, in]`, read as a rank would read its part."""
-
-    def __init__(
-        self, module: str, checkpoint: Checkpoint, kind: Quantization, packed: PackedMatrix
-    ) -> None:
-        self._module, self._checkpoint, self._kind = module, checkpoint, kind
-        self._shape = packed.shape_of(checkpoint[f"{module}.{packed.name}"].get_shape())
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def __getitem__(self, index: Any) -> Tensor:
-        rows, columns = (slice(*each) for each in ranges(index, self._shape))
-        sharding = Sharding(GroupCoordinator(), torch.device("cpu"), torch.float32)
-        part = MatrixPart(self._module, self._shape, rows, columns)
-        weight = GroupedWeight([part], sharding, self._kind)
-        for shard in weight.shards():
-            stored = self._checkpoint.get(shard.name)
-            if stored is None or stored.get_shape() != list(shard.shape):
-                found = "missing" if stored is None else f"of shape {stored.get_shape()}"
-                raise ConfigError(f"{shard.name} is {found}, not of shape {list(shard.shape)}")
-            shard.target.copy_(shard.convert(stored[shard.index]))
-        return weight.dense()

@@ -1,7 +1,7 @@
 """Formats in memory of the matrices of a rank's experts.
 
-StackedExperts    [experts, out, in] in the dtype, multiplied together where there is a kernel
-Int8Experts       int8 matrices, one weight for each expert
+StackedExperts     [experts, out, in] in the dtype, multiplied together where there is a kernel
+QuantizedExperts   a weight for each expert, int8 or packed (`weights.py`)
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.common.model.sharding import Shard, Sharding, shards_of
-from pdserve.common.model.weights import Int8Weight, MatrixPart, whole_words_of
+from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of, whole_words_of
+from pdserve.common.model.weights import make_weight
 
 Parts = Sequence[Sequence[MatrixPart]]
 """For each expert the parts of its matrix, one below the other."""
@@ -37,11 +37,10 @@ class Experts(Protocol):
 
 
 def make_experts(parts: Parts, sharding: Sharding) -> Experts:
-    """Returns the matrices, zero. int8 quantizes them; checkpoints' own formats of experts are
-    dequantized (`dequantize.py`)."""
-    quantization = sharding.quantization
-    if quantization is not None and quantization.method == "int8":
-        return Int8Experts(parts, sharding)
+    """Returns the matrices, zero. Raises ConfigError as `make_weight`."""
+    quantization, names = sharding.quantization, (each.name for part in parts for each in part)
+    if quantization is not None and any(map(quantization.covers, names)):
+        return QuantizedExperts(parts, sharding)
     return StackedExperts(parts, sharding)
 
 
@@ -86,16 +85,17 @@ class StackedExperts:
             self._packed = True
 
 
-class Int8Experts:
-    """Matrices quantized to int8 while they are loaded. No grouped kernel takes them."""
+class QuantizedExperts:
+    """Matrices in the format of the sharding's quantization. No grouped kernel takes them."""
 
     has_kernel = False
 
     def __init__(self, parts: Parts, sharding: Sharding) -> None:
-        self.weights = [Int8Weight(each, sharding) for each in parts]
+        self.weights = [make_weight(each, sharding) for each in parts]
+        self._outputs = sum(part.count for part in parts[0])
 
     def linear(self, x: Tensor, counts: Tensor, partial: bool = False) -> Tensor:
-        out = _room(x, len(self.weights[0].scales), partial)
+        out = _room(x, self._outputs, partial)
         for i, rows, target in _by_expert(x, out, counts):
             target.copy_(self.weights[i].linear(rows, None, partial))
         return out

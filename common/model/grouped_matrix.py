@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import gcd
 from typing import NamedTuple
@@ -78,6 +79,21 @@ class GroupedMatrix:
     @property
     def packed(self) -> bool:
         return self._described is not None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what the checkpoint says, without the rows that fill up."""
+        held = (each[: self.rows] for each in (self.values, self.zeros, self.scales))
+        index = self.group_of.nbytes if self.quantization.desc_act else 0
+        return sum(each.nbytes for each in held) + index
+
+    def take(self, others: Sequence[GroupedMatrix]) -> None:
+        """Takes the rows of others, which have its groups of inputs, and packs them."""
+        found = zip(*(each._in_order() for each in others), strict=True)
+        for target, parts in zip((self.values, self.zeros, self.scales), found, strict=True):
+            rows = [part[: each.rows] for part, each in zip(parts, others, strict=True)]
+            torch.cat(rows, out=target[: self.rows])
+        self.pack()
 
     def pack(self) -> None:
         """Packs the matrix, once, after it was loaded."""

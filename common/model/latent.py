@@ -30,8 +30,7 @@ from pdserve.common.model.layers import (
     RowParallelLinear,
 )
 from pdserve.common.model.rotary import Angles, apply_rotary
-from pdserve.common.model.sharding import Shard, Sharding, shards_of
-from pdserve.common.model.weights import MatrixPart
+from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of
 
 NORM_EPS = 1e-6  # of the latents' norms, whatever the config's `rms_norm_eps`
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model.sharding import Shard, Sharding, shards_of
-from pdserve.common.model.weights import MatrixPart, Table, make_table, make_weight
+from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of
+from pdserve.common.model.weights import Table, make_table, make_weight
 
 
 class LoRA(ABC):

@@ -46,7 +46,7 @@ def load_model(
     """
     spec = spec.quantized(config.quantization)
     if config.load_format == "dummy":
-        _check_dummy(spec)
+        check_dummy(spec)
         model = CausalLM(spec, sharding, stage)
         shards = list(model.shards())
         _copy(_dummy_parts(shards, config.seed), shards, on_progress)
@@ -128,9 +128,9 @@ def _gptq_extra(name: str, part: Any, spec: ModelSpec) -> bool:
 # ---- dummy ----
 
 
-def _check_dummy(spec: ModelSpec) -> None:
+def check_dummy(spec: ModelSpec) -> None:
     kind = spec.quantization
-    if kind is not None and kind.method != "int8":
+    if kind is not None and not kind.rounds:
         raise ConfigError(
             f"--load-format dummy cannot make {kind.method} weights: remove quantization_config "
             "from config.json, and pass --quantization int8 for quantized weights"

@@ -20,7 +20,8 @@ from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.layers import LoRA
-from pdserve.common.model.weights import MatrixPart, WeightMatrix
+from pdserve.common.model.sharding import MatrixPart
+from pdserve.common.model.weights import WeightMatrix
 
 
 @dataclass(frozen=True, slots=True)

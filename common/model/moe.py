@@ -13,8 +13,8 @@ from pdserve.common.core.moe_spec import ExpertGroups, MoESpec
 from pdserve.common.distributed.all2all import RoutedTokens, occurrences
 from pdserve.common.model.expert_weights import make_experts
 from pdserve.common.model.layers import MLP
-from pdserve.common.model.sharding import Shard, Sharding, shards_of
-from pdserve.common.model.weights import MatrixPart, WeightMatrix
+from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of
+from pdserve.common.model.weights import WeightMatrix
 
 
 class MoE:

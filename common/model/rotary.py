@@ -51,11 +51,12 @@ def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
     """Applies Llama 3.1's scaling: wavelengths well inside the original context stay, those beyond
     it are scaled by `factor`, those between are interpolated."""
-    context = spec.original_max_position_embeddings
-    turns = context * frequencies / (2 * math.pi)  # over the original context
+    wavelengths = 2 * math.pi / frequencies
+    turns = spec.original_max_position_embeddings / wavelengths  # over the original context
     low, high = spec.low_freq_factor, spec.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / spec.factor
+    # In the order in which transformers rounds, to the bit.
+    return (1 - keep) * frequencies / spec.factor + keep * frequencies
 
 
 def _stretch_yarn(frequencies: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:

@@ -78,3 +78,44 @@ class Sharding:
         """Returns this rank's equal share of `total`, a multiple of the group's size."""
         share = total // self.group.size
         return slice(self.group.rank * share, (self.group.rank + 1) * share)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """The part of a checkpoint's matrix that this rank keeps."""
+
+    name: str  # module
+    shape: tuple[int, int]  # of the whole matrix: outputs, inputs
+    rows: slice
+    columns: slice
+    blocks: int = 1
+    """Into how many blocks, a power of two, the inputs of the whole matrix are cut, each of which
+    kernels sum up by itself."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows kept."""
+        return int(self.rows.stop - self.rows.start)
+
+    def block(self, fits: Callable[[int], bool]) -> int:
+        """Returns the inputs of a block: for fewer blocks where their size does not fit; all that
+        this rank keeps if they are not whole blocks."""
+        blocks, own = self.blocks, self.columns.stop - self.columns.start
+        while blocks > 1 and (self.shape[1] % blocks or not fits(self.shape[1] // blocks)):
+            blocks //= 2
+        block = self.shape[1] // blocks
+        return int(own if own % block else block)
+
+
+def rows_of(parts: Sequence[MatrixPart]) -> int:
+    return sum(part.count for part in parts)
+
+
+def columns_of(parts: Sequence[MatrixPart]) -> slice:
+    """Returns the inputs that this rank keeps, equal for all parts."""
+    return parts[0].columns
+
+
+def whole_words_of(itemsize: int) -> Callable[[int], bool]:
+    """Returns whether so many numbers fill words of kernels."""
+    return lambda inputs: inputs * itemsize % 4 == 0

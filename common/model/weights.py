@@ -12,8 +12,7 @@ computes the bytes of each format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,41 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.quantization import Quantization
-from pdserve.common.model.grouped_matrix import GroupedMatrix
+from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.kernels.packed import Packer
-from pdserve.common.model.packing import PackedMatrix, pack_nibbles
-from pdserve.common.model.sharding import Shard, Sharding
+from pdserve.common.model.sharding import (
+    MatrixPart,
+    Shard,
+    Sharding,
+    columns_of,
+    rows_of,
+    whole_words_of,
+)
 
 INT8_MAX = 127
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """The part of a checkpoint's matrix that this rank keeps."""
-
-    name: str  # module
-    shape: tuple[int, int]  # of the whole matrix: outputs, inputs
-    rows: slice
-    columns: slice
-    blocks: int = 1
-    """Into how many blocks, a power of two, the inputs of the whole matrix are cut, each of which
-    kernels sum up by itself."""
-
-    @property
-    def count(self) -> int:
-        """The number of rows kept."""
-        return int(self.rows.stop - self.rows.start)
-
-    def block(self, fits: Callable[[int], bool]) -> int:
-        """Returns the inputs of a block: for fewer blocks where their size does not fit; all that
-        this rank keeps if they are not whole blocks."""
-        blocks, own = self.blocks, self.columns.stop - self.columns.start
-        while blocks > 1 and (self.shape[1] % blocks or not fits(self.shape[1] // blocks)):
-            blocks //= 2
-        block = self.shape[1] // blocks
-        return int(own if own % block else block)
 
 
 class Weight(Protocol):
@@ -87,7 +64,7 @@ def make_weight(parts: Sequence[MatrixPart], sharding: Sharding) -> Weight:
         raise ConfigError(
             f"quantization_config: {names} are fused: all of them must be quantized or none"
         )
-    if quantization.method == "int8":
+    if quantization.rounds:
         return Int8Weight(parts, sharding)
     return GroupedWeight(parts, sharding, quantization)
 
@@ -96,23 +73,9 @@ def make_table(part: MatrixPart, rows: int, sharding: Sharding) -> Table:
     """Returns a rank's `[rows, hidden]` of the vocabulary; the last rows may be padding. int8
     quantizes it, AWQ and GPTQ do not."""
     quantization = sharding.quantization
-    if quantization is not None and quantization.method == "int8":
+    if quantization is not None and quantization.rounds:
         return Int8Weight([part], sharding, rows)
     return PlainWeight([part], sharding, rows)
-
-
-def _rows(parts: Sequence[MatrixPart]) -> int:
-    return sum(part.count for part in parts)
-
-
-def _columns(parts: Sequence[MatrixPart]) -> slice:
-    """Returns the inputs that this rank keeps, equal for all parts."""
-    return parts[0].columns
-
-
-def whole_words_of(itemsize: int) -> Callable[[int], bool]:
-    """Returns whether so many numbers fill words of kernels."""
-    return lambda inputs: inputs * itemsize % 4 == 0
 
 
 class WeightMatrix:
@@ -184,8 +147,8 @@ class PlainWeight:
     ) -> None:
         """`rows`: number of rows if more than the parts'; the rest stays 0."""
         self.parts = parts
-        columns = _columns(parts)
-        tensor = sharding.zeros(rows or _rows(parts), columns.stop - columns.start)
+        columns = columns_of(parts)
+        tensor = sharding.zeros(rows or rows_of(parts), columns.stop - columns.start)
         self.matrix = WeightMatrix(tensor, sharding.kernels, parts[0])
 
     def dense(self) -> Tensor:
@@ -235,6 +198,10 @@ class Int8Matrix:
         return self.matrix.nbytes + self.scales.nbytes
 
     @property
+    def outputs(self) -> int:
+        return len(self.scales)
+
+    @property
     def values(self) -> Tensor:
         """int8 `[out, in]`, read-only."""
         return self.matrix.dense()
@@ -265,8 +232,8 @@ class Int8Weight(Int8Matrix):
     ) -> None:
         """`rows`: as in `PlainWeight`."""
         self.parts = parts
-        columns = _columns(parts)
-        shape = (rows or _rows(parts), columns.stop - columns.start)
+        columns = columns_of(parts)
+        shape = (rows or rows_of(parts), columns.stop - columns.start)
         values = sharding.zeros(*shape, dtype=torch.int8)
         super().__init__(values, sharding.zeros(shape[0]), sharding.kernels, parts[0])
 
@@ -306,100 +273,3 @@ def rounded(matrix: Tensor, scales: Tensor) -> Tensor:
 
 Table = PlainWeight | Int8Weight
 """Weights with row look-up."""
-
-
-# ---- AWQ, GPTQ and pack-quantized ----
-
-
-class GroupedWeight:
-    """Weights of AWQ, GPTQ and pack-quantized files: `(number - zero point) * scale`.
-
-    Groups are runs of `group_size` inputs. With GPTQ's `desc_act` the checkpoint assigns inputs to
-    groups, for each part: then each has a matrix of its own.
-    """
-
-    def __init__(
-        self, parts: Sequence[MatrixPart], sharding: Sharding, quantization: Quantization
-    ) -> None:
-        self.parts, self.quantization = parts, quantization
-        columns, inputs = _columns(parts), parts[0].shape[1]
-        _check_packing(parts, columns.stop - columns.start, quantization.bits)
-        self.groups = slice(*quantization.groups(columns.start, columns.stop, inputs))
-        size = quantization.group_size or inputs
-        group_of = torch.arange(columns.start, columns.stop, device=sharding.device) // size
-        rows = [part.count for part in parts] if quantization.desc_act else [_rows(parts)]
-        count = self.groups.stop - self.groups.start
-        block, own = parts[0].block(self._fits), group_of - self.groups.start
-        self.matrices = [  # each with group ids of its own
-            GroupedMatrix(number, own.int(), count, sharding, quantization, block)
-            for number in rows
-        ]
-
-    def _fits(self, block: int) -> bool:
-        """Returns whether blocks of so many inputs, in order, have whole groups or these blocks."""
-        size = self.quantization.group_size or self.parts[0].shape[1]
-        nested = block % size == 0 or size % block == 0
-        words = block * self.quantization.bits % 32 == 0
-        return nested and words and not self.quantization.desc_act
-
-    def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
-        if len(self.matrices) == 1:
-            return self.matrices[0].linear(x, bias, partial)
-        counts = [matrix.rows for matrix in self.matrices]
-        biases = [None] * len(counts) if bias is None else bias.split(counts)
-        pairs = zip(self.matrices, biases, strict=True)
-        return torch.cat([matrix.linear(x, part, partial) for matrix, part in pairs], dim=1)
-
-    def dense(self) -> Tensor:
-        return torch.cat([matrix.dense() for matrix in self.matrices])
-
-    def shards(self) -> Iterator[Shard]:
-        counts = [part.count for part in self.parts]
-        for index, part in enumerate(self.parts):
-            matrix = self.matrices[index if self.quantization.desc_act else 0]
-            first = 0 if self.quantization.desc_act else sum(counts[:index])
-            rows = slice(first, first + part.count)
-            yield from self._shards_of(part, matrix, rows)
-            if self.quantization.desc_act:
-                prefix = "weight_" if self._compressed else ""
-                name = f"{part.name}.{prefix}g_idx"
-                check = partial(self._checked_groups, name)
-                yield Shard(name, part.shape[1:], (part.columns,), matrix.group_of, check)
-
-    def _shards_of(self, part: MatrixPart, held: GroupedMatrix, rows: slice) -> Iterator[Shard]:
-        outputs, inputs = part.shape
-        _, groups = self.quantization.groups(0, inputs, inputs)
-        matrix = PackedMatrix.of(self.quantization.method, self.quantization.bits)
-        to_bytes = pack_nibbles if self.quantization.bits == 4 else Tensor.contiguous
-        kept, of_groups = (part.rows, part.columns), (part.rows, self.groups)
-        shape = (outputs, groups)
-        values, scales = held.values[rows], held.scales[rows]
-        shard = matrix.shard(part.name, (outputs, inputs), kept, values, to_bytes)
-        yield replace(shard, finish=held.pack)
-        if not self.quantization.symmetric:
-            yield matrix.of_zeros().shard(part.name, shape, of_groups, held.zeros[rows])
-        if self._compressed:
-            yield Shard(f"{part.name}.weight_scale", shape, of_groups, scales)
-        else:
-            yield Shard(f"{part.name}.scales", shape[::-1], of_groups[::-1], scales, torch.t)
-
-    @property
-    def _compressed(self) -> bool:
-        return self.quantization.method == "compressed-tensors"
-
-    def _checked_groups(self, name: str, groups: Tensor) -> Tensor:
-        """Raises ConfigError for group ids out of range, which would fail later in a product."""
-        if groups.amin() < 0 or groups.amax() >= self.groups.stop:
-            raise ConfigError(f"{name} has group ids beyond the {self.groups.stop} groups")
-        return groups
-
-
-def _check_packing(parts: Sequence[MatrixPart], count: int, bits: int) -> None:
-    for part in parts:
-        if part.shape[0] % 8 or part.shape[1] % 8:
-            raise ConfigError(f"{part.name}: {part.shape} does not fill whole 32-bit words")
-    if bits == 4 and count % 2:
-        raise ConfigError(
-            f"--tensor-parallel-size leaves a rank {count} inputs of {parts[0].name}, whose "
-            "4-bit weights need an even number"
-        )

@@ -31,8 +31,6 @@ SAMPLED_AT_ONCE = 2**23  # logits
 
 ROUNDING_BYTES = 5  # of a number that is rounded to int8: it in float32, and rounded
 
-GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
-
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
@@ -95,7 +93,7 @@ class Footprint:
 
     def _held_weights(self, stage: Stage) -> int:
         held = self._held(stage)
-        if self.spec.quantization is None:
+        if (kind := self.spec.quantization) is None or not kind.rounds:
             return held.nbytes
         matrices = [*chain.from_iterable(held.linears), *held.tables]
         stacks = [*((1, *sizes) for sizes in matrices), *held.experts]
@@ -133,7 +131,7 @@ class Footprint:
         """Bytes of the LM head (also a tied embedding). Of all quantizations only int8 covers
         it."""
         numbers, kind = self._vocab_rows() * self.spec.hidden_size, self.spec.quantization
-        if kind is None or kind.method != "int8":
+        if kind is None or not kind.rounds:
             return numbers * self.item
         return numbers + self._vocab_rows() * self.item
 
@@ -141,8 +139,8 @@ class Footprint:
         """Bytes of the experts that a token does not use, in the whole model."""
         if (moe := self.spec.moe) is None:
             return 0
-        idle = len(moe.sparse_layers) * (moe.num_experts - moe.top_k)
-        return idle * self.expert_weights(moe)
+        idle = moe.num_experts - moe.top_k
+        return idle * sum(self.expert_weights(moe, layer) for layer in moe.sparse_layers)
 
     def _layer_weights(self, layer: int) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
@@ -163,7 +161,7 @@ class Footprint:
     def _moe_weights(self, moe: MoESpec, layer: int) -> int:
         """Bytes of an MoE layer. Each rank has the whole router (and shared expert's gate)."""
         hidden, family = self.spec.hidden_size, moe.family
-        total = moe.num_experts // self.ep * self.expert_weights(moe)
+        total = moe.num_experts // self.ep * self.expert_weights(moe, layer)
         router = DTYPE_BYTES["float32"] if family.precise_router else self.item
         total += moe.num_experts * (hidden * router + 4 * family.correction_bias)
         if inner := moe.shared_intermediate_size:
@@ -172,15 +170,17 @@ class Footprint:
             total += family.shared_gate * hidden * self.item
         return total
 
-    def expert_weights(self, moe: MoESpec) -> int:
-        """Bytes of this rank's part of one expert. Of all quantizations only int8 covers it."""
-        return self._stored(self._expert(moe))
+    def expert_weights(self, moe: MoESpec, layer: int | None = None) -> int:
+        """Bytes of this rank's part of one expert of a layer, the first sparse one by default."""
+        return self._stored(self._expert(moe, layer))
 
-    def _expert(self, moe: MoESpec) -> Iterator[Matrix]:
-        kind = self.spec.quantization
-        plain = kind is None or kind.method != "int8"
-        for matrix in self._mlp("experts", moe.intermediate_size, self.tp // self.ep):
-            yield replace(matrix, plain=plain)
+    def _expert(self, moe: MoESpec, layer: int | None = None) -> Iterator[Matrix]:
+        number = moe.sparse_layers[0] if layer is None else layer
+        of = f"model.layers.{number}.{moe.family.block}.experts.0"
+        names = moe.family.gate_proj, moe.family.down_proj
+        matrices = self._mlp(of, moe.intermediate_size, self.tp // self.ep)
+        for matrix, name in zip(matrices, names, strict=True):
+            yield replace(matrix, name=f"{of}.{name}")
 
     def _expert_inner(self, moe: MoESpec) -> int:
         return moe.intermediate_size // (self.tp // self.ep)
@@ -227,12 +227,7 @@ class Footprint:
         numbers, kind = matrix.rows * matrix.columns, self.spec.quantization
         if matrix.plain or kind is None or not kind.covers(matrix.name):
             return numbers * self.item
-        if kind.method == "int8":
-            return numbers + matrix.rows * self.item
-        first, last = kind.groups(0, matrix.columns, matrix.inputs)
-        groups = matrix.rows * (last - first)  # each with a scale, and a byte for a zero point
-        index = matrix.parts * matrix.columns * GROUP_INDEX_BYTES if kind.desc_act else 0
-        return numbers * kind.bits // 8 + groups * (self.item + (not kind.symmetric)) + index
+        return kind.nbytes(matrix.rows, matrix.columns, matrix.inputs, self.item, matrix.parts)
 
     # ---- LoRA adapters ----
 
@@ -334,7 +329,7 @@ class Footprint:
     def _sampling(self, sequences: int) -> int:
         """Bytes of the sampler, or of the int8 head while it is dequantized, whichever is more."""
         kind, head = self.spec.quantization, self._vocab_rows() * self.spec.hidden_size * self.item
-        rounded = kind is not None and kind.method == "int8"
+        rounded = kind is not None and kind.rounds
         logits = sequences * self.spec.vocab_size
         sampled = LOGIT_BYTES * logits + SAMPLER_BYTES * min(logits, SAMPLED_AT_ONCE)
         return max(sampled, rounded * head)

@@ -66,8 +66,8 @@ class RunAnnouncer:
         return SourceTransfer(self._ticket.transfer_id, self._ticket.epoch, mine)
 
     def announce(self, group: int, run: BlockRun, block_ids: Sequence[int], last: bool) -> None:
-        """Queues a run; those of a group come in order. Blocks that the sink does not ask for are
-        left out.
+        """Queues a run; runs of a group come in order. Blocks that the sink does not need are left
+        out.
 
         Raises:
             TransferError: LAYOUT_MISMATCH, the sink asks for a block that is not there any more.

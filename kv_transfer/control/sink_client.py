@@ -145,7 +145,7 @@ class DecodePeers:
             self._channels[address] = self._now()
 
     def take_unused(self) -> Sequence[str]:
-        """Returns the addresses whose channels are to be closed, and forgets those channels."""
+        """Returns the addresses of unused channels to close, and forgets these channels."""
         idle = [address for address in self._channels if address not in self._calls]
         since = self._now() - CHANNEL_IDLE
         surplus = set(idle[: max(0, len(idle) - MAX_CHANNELS)])

@@ -50,7 +50,7 @@ class KVSource:
         sink: SinkClient,
         block_nbytes: int = 0,
     ) -> None:
-        """`block_nbytes`: the size of a block in the share that has most of it."""
+        """`block_nbytes`: the size of a block in the largest share."""
         self.shares = tuple(shares)
         self.run_blocks = max(1, RUN_NBYTES // block_nbytes) if block_nbytes else 1 << 20
         self.lease_s = lease_s

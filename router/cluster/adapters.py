@@ -86,7 +86,7 @@ def _counted(users: Counter[Adapter], adapter: Adapter | None) -> Iterator[None]
 
 
 class AdaptersCollector(Collector):
-    """vLLM's metric of adapters: one series, whose labels name those at work now."""
+    """vLLM's metric of adapters: one series; its labels name the adapters in use."""
 
     def __init__(self, adapters: ServedAdapters, max_loras: int) -> None:
         self._adapters = adapters

@@ -131,7 +131,8 @@ class Node:
         )
 
     def prefilled(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt of so many tokens, so many of which it had, if that can be."""
+        """Notes a computed prompt: its tokens, and how many of them were cached (ignored if
+        impossible)."""
         self.prompt_tokens += num_tokens
         self.cached_tokens += min(num_tokens, num_cached)
 

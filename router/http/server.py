@@ -70,7 +70,7 @@ class HTTPServer:
 
     @property
     def has_balancer(self) -> bool:
-        """Whether somebody looks after /ready."""
+        """Whether a balancer polls /ready."""
         return monotonic() - self.app[TRAFFIC].probed < PROBED
 
     async def stop(self, drain_timeout: float) -> None:

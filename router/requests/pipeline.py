@@ -216,7 +216,7 @@ class Pipeline:
         """Begins the request's span, under which its calls to nodes are."""
         state.trace = self._traces.begin(state.request, state.arrival, state.stages)
         if state.trace is not None:
-            state.timed |= state.trace.recording
+            state.stages.timed |= state.trace.recording
             traceparent_var.set(state.trace.parent)
         elif state.arrival is not None:
             traceparent_var.set(state.arrival.traceparent)

@@ -82,11 +82,12 @@ class Span:
 
 
 class Stages:
-    """One request's."""
+    """The stages of one request."""
 
     def __init__(self, arrival: RequestArrival | None = None) -> None:
         now = monotonic()
         self.start = now if arrival is None else arrival.received
+        self.timed = arrival is not None and arrival.wants_timeline  # decode nodes split theirs
         self.spans: list[Span] = []
         if arrival is not None:
             self._enter(Phase.RECEIVE, ROUTER, arrival.received)
@@ -146,4 +147,6 @@ class Stages:
                 at += seconds
             rest = _REST.get(span.phase, span.phase.value)
             node = span.node if span.phase is Phase.PREFILL else ROUTER
+            if span.phase is Phase.DECODE and not self.timed:
+                rest, node = "decode", span.node  # its node does not say how it spent the time
             yield rest, node, at, max(until - at, 0.0)

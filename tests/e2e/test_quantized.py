@@ -119,6 +119,19 @@ def test_a_class_of_transformers_in_int8(tmp_path: Path) -> None:
         cluster.wait_idle()
 
 
+def test_a_packed_checkpoint_in_a_class_of_transformers(tmp_path: Path) -> None:
+    """The tokens are those of the native path, over unequal layouts."""
+    folder = quantize_folder(LLAMA, tmp_path / "quantized", Scheme("awq", group_size=64))
+    model = load(folder)
+    shared().load("transformers.models.llama.modeling_llama", "pdserve.common.model.hf.model")
+    with WarmCluster(folder, 0, 0, model_impl="transformers") as cluster:
+        cluster.start_node("prefill", tensor_parallel_size=2)
+        cluster.start_node("decode")
+        cluster.wait_nodes()
+        assert answers(cluster) == expected(model, folder)
+        cluster.wait_idle()
+
+
 def test_int8_nodes_work_with_each_other_only() -> None:
     folder = MODELS / "qwen2-moe"  # a layer without experts, the others with a shared one too
     with WarmCluster(folder, 0, 0) as cluster:

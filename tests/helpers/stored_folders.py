@@ -95,15 +95,22 @@ Quantize = Callable[[Tensor, int], tuple[dict[str, Tensor], Tensor]]
 """A matrix and a seed → the tensors of its module, and the weight they stand for."""
 
 
-def folders(source: Path, target: Path, settings: Mapping[str, Any], quantize: Quantize) -> Path:
-    """Makes `target`, quantized, and `target`-dense, which holds what it stands for."""
+def folders(
+    source: Path,
+    target: Path,
+    settings: Mapping[str, Any],
+    quantize: Quantize,
+    others: tuple[str, ...] = (),
+) -> Path:
+    """Makes `target`, quantized, and `target`-dense, which holds what it stands for. `others`: ends
+    of names of modules that are quantized, beside the usual ones."""
     config = json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
     stored: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     for seed, (name, tensor) in enumerate(load_weights(source).items()):
         module = name.removesuffix(".weight")
         dense[name] = tensor.float()
-        if module.endswith((*MODULES, *EXPERTS, *LATENT)):
+        if module.endswith((*MODULES, *EXPERTS, *LATENT, *others)):
             parts, dense[name] = quantize(tensor.float(), seed)
             stored |= {f"{module}.{part}": each for part, each in parts.items()}
         else:

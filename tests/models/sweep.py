@@ -429,6 +429,7 @@ def logits(
     pp: int = 1,
     spread: bool = False,
     adapter: Path | None = None,
+    kernels: str = "torch",
     **options: Any,
 ) -> Any:
     """Returns the logits of `tokens`, the first 60 of them a prompt in chunks, by `tp` ranks, which
@@ -441,13 +442,16 @@ def logits(
     from pdserve.common.distributed.all2all import Replicated
     from pdserve.common.distributed.group import GroupCoordinator
     from pdserve.common.model.attention import AttentionBatch
+    from pdserve.common.model.device import choose_kernels
     from pdserve.common.model.implementation import load_decoder
     from pdserve.common.model.sharding import Sharding
     from pdserve.common.model.stages import pipeline_stages
 
     def work(member: Any) -> Any:
         all2all = Replicated(member if spread else GroupCoordinator())
-        sharding = Sharding(member, torch.device("cpu"), torch.float32, all2all)
+        cpu = torch.device("cpu")
+        chosen = choose_kernels(kernels, cpu)
+        sharding = Sharding(member, cpu, torch.float32, all2all, kernels=chosen)
         config = ModelConfig(model=str(folder), **options)
         stages = []
         for stage in pipeline_stages(spec.num_layers, pp):

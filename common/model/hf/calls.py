@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.hf.attention import Answers
+from pdserve.common.model.hf.packed import PackedLinear
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.weights import Int8Matrix, WeightMatrix
 
@@ -41,7 +43,7 @@ class Norm:
 class Product:
     """Linear layers with one input: `[…, in] → […, Σ out]`. `quantize.py` may round its matrix."""
 
-    matrix: WeightMatrix | Int8Matrix
+    matrix: WeightMatrix | Int8Matrix | GroupedWeight
     bias: Tensor | None
     width: int
 
@@ -50,7 +52,22 @@ class Product:
         return found.view(*x.shape[:-1], -1)
 
     def rows(self, ids: Tensor) -> Tensor:
+        assert not isinstance(self.matrix, GroupedWeight), "tables are not packed"
         return self.matrix.rows(ids.reshape(-1)).view(*ids.shape, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedCall:
+    """A call of a linear layer whose matrix is packed, until it is a part of a product."""
+
+    name: str
+    linear: PackedLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def like(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], self.linear.packed.outputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import Outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.core.model_spec import ModelSpec, RopeSpec, overridden, read_json
+from pdserve.common.core.quantization import Quantization
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import WITH_TOWERS, has_towers, native_text
 from pdserve.common.model.delta_net import StateInputs
@@ -130,20 +131,12 @@ def name_of(config: Any) -> str:
     return str((config.architectures or [type(config).__name__])[0])
 
 
-def _stored(name: str, folder: Path, overrides: Mapping[str, Any]) -> StoredWeights | None:
-    """Returns the format of weights that are dequantized while they are loaded: packed ones, too.
-    Raises ConfigError for GGUF files."""
+def _formats(
+    folder: Path, overrides: Mapping[str, Any]
+) -> tuple[Quantization | None, StoredWeights | None]:
+    """Returns the format that weights keep in memory, and the one that is dequantized."""
     config = overridden(read_json(folder / "config.json"), overrides)
-    settings = native_text(config).get("quantization_config")
-    packed, stored = weight_formats(settings, has_experts=False)
-    if packed is None or settings is None:
-        return stored
-    if settings.get("quant_method") == "gguf":
-        raise ConfigError(
-            f"{name} runs through transformers, where the packed weights of GGUF files are not "
-            "supported: serve the files of the model that it is made of"
-        )
-    return StoredWeights(packed.method, grouped=packed, everywhere=True)
+    return weight_formats(native_text(config).get("quantization_config"))
 
 
 def first_line(error: Exception) -> str:
@@ -159,7 +152,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     the text model's part; never runs code of the checkpoint. Raises ConfigError."""
     config = overridden(read_json(folder / "config.json"), overrides)
     check_values(config, CONFIG)
-    config.pop("quantization_config", None)  # `_stored` is what is known of it
+    config.pop("quantization_config", None)  # `_formats` is what is known of it
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"transformers has no model type {kind!r}, which config.json names")
@@ -284,7 +277,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
             why = "its code looks at the values of tensors"
         raise ConfigError(f"{name} cannot be described without weights: {why}") from error
     calls = _checked(name, config, recorder)
-    stored = _stored(name, folder, overrides)
+    quantization, stored = _formats(folder, overrides)
     outline = Outline.from_folder(folder, overrides)
     attends = next((call for call in calls if isinstance(call, Call)), None)
     if attends is None:
@@ -312,6 +305,7 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         dtype=outline.dtype,
         eos_token_ids=outline.eos_token_ids,
         impl="transformers",
+        quantization=quantization,
         stored=stored,
         towers=has_towers(read_json(folder / "config.json")),
         linears=tuple(

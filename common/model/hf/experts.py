@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pdserve.common.distributed.all2all import occurrences
 from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.hf.parallel import Cut
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.weights import Int8Matrix
@@ -51,17 +52,17 @@ class Experts:
         """Rounds the matrices to int8; returns the bytes that this saves. All ranks call this
         together, as those may share the inputs of a matrix."""
         module = self._module
-        before, held = 0, []
+        before, run = 0, MatrixExperts(module)
         for key, parameter in list(matrices_of(module)):
             cut = cuts.get(f"{self._name}.{key}")
             inputs = 1 if module.is_transposed else 2
             group = ranks if cut is not None and cut.dim == inputs else GroupCoordinator()
-            held.append(_rounded(parameter.data, module.is_transposed, group, kernels))
+            run.matrices[key] = _rounded(parameter.data, module.is_transposed, group, kernels)
             before += parameter.nbytes
             module._parameters[key] = None
-        if held:
-            self._run = _RoundedExperts(module, *held)
-        return before - sum(each.nbytes for matrices in held for each in matrices)
+        if run.matrices:
+            self._run = run
+        return before - run.nbytes
 
 
 def _rounded(
@@ -74,21 +75,28 @@ def _rounded(
     return [Int8Matrix.rounded_of(each, most, kernels) for each, most in pairs]
 
 
-class _RoundedExperts:
-    """Computes as transformers' experts interface does, an expert at a time."""
+class MatrixExperts:
+    """Computes as transformers' experts interface does, an expert at a time, by matrices that are
+    no parameters. `matrices`: those of each expert, by the parameter's name."""
 
-    def __init__(self, module: Any, up: list[Int8Matrix], down: list[Int8Matrix]) -> None:
-        self._module, self._up, self._down = module, up, down
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.matrices: dict[str, Sequence[Int8Matrix | GroupedWeight]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for matrices in self.matrices.values() for each in matrices)
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """An index beyond the experts is of another rank."""
         module, (tokens, k) = self._module, index.shape
-        counts = occurrences(index, len(self._up) + 1)[: len(self._up)].tolist()
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        experts = len(self.matrices[up])
+        counts = occurrences(index, experts + 1)[:experts].tolist()
         order = index.reshape(-1).argsort(stable=True)[: sum(counts)]
-        name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
-        inner = self._product(x[order // k], self._up, counts, name)
+        inner = self._product(x[order // k], up, counts)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        out = self._product(inner, self._down, counts, "down_proj_bias")
+        out = self._product(inner, "down_proj", counts)
         if module.has_post_expert_norm:
             out = module.post_expert_norm(out)
         out = out * weights.reshape(-1)[order, None]
@@ -96,10 +104,10 @@ class _RoundedExperts:
         slots[order] = out
         return slots.view(tokens, k, -1).sum(dim=1).to(x.dtype)
 
-    def _product(
-        self, rows: Tensor, matrices: list[Int8Matrix], counts: list[int], bias: str
-    ) -> Tensor:
-        biases = getattr(self._module, bias) if self._module.has_bias else [None] * len(matrices)
+    def _product(self, rows: Tensor, name: str, counts: list[int]) -> Tensor:
+        matrices = self.matrices[name]
+        none: list[Tensor | None] = [None] * len(matrices)
+        biases = getattr(self._module, f"{name}_bias") if self._module.has_bias else none
         parts = zip(matrices, biases, rows.split(counts), strict=True)
         found = [each.linear(part, bias) for each, bias, part in parts if len(part)]
-        return torch.cat(found) if found else rows.new_empty(0, len(matrices[0].scales))
+        return torch.cat(found) if found else rows.new_empty(0, matrices[0].outputs)

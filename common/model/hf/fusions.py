@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.hf.attention_fusion import fuse_attention
 from pdserve.common.model.hf.calls import (
     AdaptedProduct,
     Norm,
+    PackedCall,
     Product,
     Value,
     pair,
@@ -31,6 +33,7 @@ from pdserve.common.model.hf.calls import (
     size_of,
     slice_of,
 )
+from pdserve.common.model.hf.packed import PackedLinear
 from pdserve.common.model.hf.program import drop_unused
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.weights import WeightMatrix
@@ -118,9 +121,14 @@ class _Linear:
     weight: str
     bias: str | None
     transposed: bool  # the parameter is `[in, out]`
+    packed: PackedLinear | None = None  # which has no parameter
 
 
 def _linear(node: Value) -> _Linear | None:
+    if isinstance(node.target, PackedCall):
+        linear = node.target.linear
+        bias = None if linear.bias is None else f"{node.target.name}.bias"
+        return _Linear(node, node.args[0], f"{node.target.name}.weight", bias, False, linear)
     if node.kwargs or node.target not in (F.linear, torch.addmm):
         return None
     x, weight, bias = (*node.args, None)[:3]
@@ -153,6 +161,8 @@ class _Linears:
         others: set[str] = set()
         found: list[_Linear] = []
         for node in chain.from_iterable(graph.nodes for graph in graphs):
+            if isinstance(node.target, PackedCall) and (linear := _linear(node)) is not None:
+                found.append(linear)
             for user in node.users if node.op == "get_attr" else ():
                 linear = _linear(user)
                 if linear is not None and linear.weight == node.target:
@@ -170,8 +180,9 @@ class _Linears:
         for each in linears:
             alone = each.weight in self._looked_up or counts[each.weight] > 1
             owner = each.weight if alone else each.weight.rsplit(".", 2)[0]
-            if self._tensors[each.weight].ndim == 2:
-                self._together[each.x, owner, each.bias is None, each.transposed].append(each)
+            if each.packed is not None or self._tensors[each.weight].ndim == 2:
+                kind = each.bias is None, each.transposed, each.packed is None
+                self._together[each.x, owner, *kind].append(each)
 
     def replace(self, adapted: Collection[str], tables: Set[str]) -> Groups:
         groups = []
@@ -208,7 +219,11 @@ class _Linears:
 
     def _product(self, group: Sequence[_Linear]) -> Product:
         names = tuple(each.weight for each in group)
-        if names not in self.products:
+        if names in self.products:
+            return self.products[names]
+        if group[0].packed is not None:
+            self.products[names] = _joined([each.packed for each in group if each.packed])
+        else:
             weights = [self._tensors.pop(name) for name in names]
             biases = [self._tensors[each.bias] for each in group if each.bias is not None]
             bias = torch.cat(biases) if biases else None
@@ -231,6 +246,15 @@ class _Linears:
             self._release(weight)
         self.products[names] = Product(matrix, bias, shape[0])
         return self.products[names]
+
+
+def _joined(linears: Sequence[PackedLinear]) -> Product:
+    """Returns the product of packed layers, which it uses up."""
+    matrix = GroupedWeight.joined([each.packed for each in linears])
+    biases = [each.bias.data for each in linears if each.bias is not None]
+    for each in linears:
+        del each.packed
+    return Product(matrix, torch.cat(biases) if biases else None, matrix.outputs)
 
 
 # ---- activations and sums ----

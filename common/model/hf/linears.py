@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pdserve.common.model.hf.attention import running
+from pdserve.common.model.hf.packed import PackedLinear
 from pdserve.common.model.hf.parallel import Cut
-from pdserve.common.model.weights import MatrixPart
+from pdserve.common.model.sharding import MatrixPart
 
 
 def linears_of(model: Any) -> dict[str, nn.Module]:
@@ -19,7 +20,8 @@ def linears_of(model: Any) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module.weight is not None
+        if type(module) is PackedLinear
+        or (type(module) in (nn.Linear, Conv1D) and module.weight is not None)
     }
 
 

@@ -21,16 +21,18 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from pdserve.common.model.checkpoint import Checkpoint, StoredTensor
 from pdserve.common.model.folder import OpenWeights
+from pdserve.common.model.hf.packed import PackedWeights
 from pdserve.common.model.hf.parallel import Cut
 from pdserve.common.model.hf.pipeline import FORGOTTEN
+from pdserve.common.model.sharding import Sharding
 
 Prepare = Callable[[Any], Mapping[str, Cut]]
 """Changes a model, on the meta device, into this rank's part, and returns the cuts by name."""
 
 
-def partial_class(kind: Any, prepare: Prepare, weights: OpenWeights) -> Any:
+def partial_class(kind: Any, prepare: Prepare, weights: OpenWeights, sharding: Sharding) -> Any:
     """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of `weights`, of
-    which the state dict has all tensors."""
+    which the state dict has all tensors. Packed ones are made as `sharding` says."""
 
     class Partial(kind):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -47,7 +49,7 @@ def partial_class(kind: Any, prepare: Prepare, weights: OpenWeights) -> Any:
         def _load_pretrained_model(
             model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any
         ) -> tuple[LoadStateDictInfo, None]:
-            return _Loading(model, state_dict, load_config).run(weights), None
+            return _Loading(model, state_dict, load_config, sharding).run(weights), None
 
     Partial.__name__, Partial.__module__ = kind.__name__, kind.__module__
     return Partial
@@ -70,18 +72,28 @@ class _Part:
 
 
 class _Loading:
-    def __init__(self, model: Any, checkpoint: Checkpoint, config: Any) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, config: Any, sharding: Sharding) -> None:
         self._model, self._checkpoint, self._config = model, checkpoint, config
         self._cuts: Mapping[str, Cut] = model._cuts
         self._known = model.state_dict()
         self._mismatched: set[Any] = set()
         self._needed: set[str] = set()  # names of what this rank reads
+        rules = config.weight_mapping or []
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._packed = PackedWeights(model, checkpoint, self._cuts, self._converters, sharding)
+        self._packed.find(self._renamed)
 
     def run(self, weights: OpenWeights) -> LoadStateDictInfo:
         parts = list(self._parts().items())
         groups = [[name for name in part if name in self._needed] for _, part in parts]
+        packed = list(self._packed.groups)
+        groups += [[each.name for each in group.shards()] for group in self._packed.groups.values()]
         infos = []
         for number in weights.readable(groups):
+            if number >= len(parts):
+                self._packed.read(packed[number - len(parts)])
+                continue
             (_, converted), part = parts[number]
             infos.append(self._load(part, converted))
         missing = [info.missing_keys for info in infos] or [set(self._known)]
@@ -98,14 +110,11 @@ class _Loading:
 
     def _parts(self) -> dict[tuple[str, bool], dict[str, Any]]:
         """Returns the tensors by layer, those that are converted apart from the others."""
-        rules = self._config.weight_mapping or []
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        prefix, parts = self._model.base_model_prefix, defaultdict[Any, dict[str, Any]](dict)
+        parts = defaultdict[Any, dict[str, Any]](dict)
         for name, stored in self._checkpoint.items():
-            target, pattern = rename_source_key(name, renamings, converters, prefix, self._known)
-            if target not in self._known and name in self._known:
-                target, pattern = name, None
+            if name in self._packed.names:
+                continue
+            target, pattern = self._renamed(name)
             found = re.search(r"\.(\d+)\.", target)
             place = (found[1] if found else "", pattern is not None)
             if target in self._known:
@@ -118,6 +127,19 @@ class _Loading:
             else:
                 self._mismatched.add((target, tuple(stored.get_shape()), cut.shape))
         return dict(parts)
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        """Returns the parameter that a tensor is for, and the pattern of its conversion, if any."""
+        target, pattern = rename_source_key(
+            name,
+            self._renamings,
+            self._converters,
+            self._model.base_model_prefix,
+            self._known,
+        )
+        return (
+            (name, None) if target not in self._known and name in self._known else (target, pattern)
+        )
 
     def _load(self, part: dict[str, Any], converted: bool) -> LoadStateDictInfo:
         """Loads tensors into the model. Converted ones are loaded whole, then cut."""

@@ -21,6 +21,7 @@ from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
 from pdserve.common.distributed.all2all import Replicated
+from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import (
     AttentionBackend,
     AttentionContext,
@@ -28,7 +29,7 @@ from pdserve.common.model.attention import (
     StepBackend,
 )
 from pdserve.common.model.attention_native import NativeAttention, can_attend
-from pdserve.common.model.decoder import Decoder, places
+from pdserve.common.model.decoder import Decoder, places, sum_blocks
 from pdserve.common.model.delta_net import DeltaBackend, StateInputs, scan
 from pdserve.common.model.dequantize import model_view
 from pdserve.common.model.folder import ModelFolder
@@ -45,6 +46,7 @@ from pdserve.common.model.hf.linears import linears_of, part_of
 from pdserve.common.model.hf.loading import Prepare, partial_class
 from pdserve.common.model.hf.mixers import Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
+from pdserve.common.model.hf.packed import bytes_of
 from pdserve.common.model.hf.parallel import Cut
 from pdserve.common.model.hf.pipeline import check_stage
 from pdserve.common.model.hf.probe import difference, probe
@@ -53,10 +55,10 @@ from pdserve.common.model.hf.steps import ClassSteps, GraphSteps, Recorded, Step
 from pdserve.common.model.hf.trace import RecordedRanks
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.layers import LoRA
+from pdserve.common.model.loader import check_dummy
 from pdserve.common.model.rotary import Angles
-from pdserve.common.model.sharding import Sharding
+from pdserve.common.model.sharding import MatrixPart, Sharding
 from pdserve.common.model.stages import Stage
-from pdserve.common.model.weights import MatrixPart
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ class TransformersModel(Decoder):
         self.kernels = sharding.kernels
         self.expert_parallel_size = sharding.all2all.group.size
         self._cuts: Mapping[str, Cut] = model.cuts
-        self._bytes = sum(each.nbytes for each in model.parameters())
+        self._bytes = sum(each.nbytes for each in model.parameters()) + bytes_of(model)
+        self.rounds = spec.quantization is not None and spec.quantization.rounds
         sizes = adapted_shapes(spec)
         linears = {name: each for name, each in linears_of(model).items() if name in sizes}
         self._parts = {
@@ -107,13 +110,12 @@ class TransformersModel(Decoder):
         except Exception as error:  # whatever a class of transformers does
             logger.debug("%s is not recorded", self.spec.architecture, exc_info=True)
             why = first_line(error)
-            if self.spec.quantization is not None:
+            if self.rounds:
                 raise needs_graph(self.spec.architecture, why) from error
             logger.info("%s runs by its class's own code: %s", self.spec.architecture, why)
             return
         self.attentions, plain = self._backends(recorded.calls)
-        rounds = self.spec.quantization is not None
-        tables = tables_of(self._steps.model).keys() if rounds else frozenset[str]()
+        tables = tables_of(self._steps.model).keys() if self.rounds else frozenset[str]()
         with torch.inference_mode():
             expected = probe(self, self.group)
             try:
@@ -124,7 +126,7 @@ class TransformersModel(Decoder):
                 raise Differs(first_line(error)) from error
         if why:
             raise Differs(why)
-        if rounds:
+        if self.rounds:
             with torch.inference_mode():
                 self._round(tables)
 
@@ -306,13 +308,15 @@ def load_transformers_model(
     """
     assert config.model is not None
     spec = spec.quantized(config.quantization)
+    if config.load_format == "dummy":
+        check_dummy(spec)
     folder = folder or ModelFolder(config.model)
     with _BUILDING:
         model = _load(spec, config, sharding, stage, folder)
     try:
         model.record()
     except Differs as error:
-        if spec.quantization is not None:
+        if model.rounds:
             raise needs_graph(spec.architecture, str(error)) from error
         if type(folder) is not ModelFolder:  # others read, and wait for no one
             raise ConfigError(
@@ -345,13 +349,19 @@ def _load(
 
     kind = model_class(hf_config)
     list_attentions(hf_config)
+    packing = replace(
+        sharding,
+        group=GroupCoordinator(),
+        quantization=spec.quantization,
+        blocks=sum_blocks(spec),
+    )
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
         made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
         prepare(made)
         tie(made)
     else:
-        made = _read(kind, prepare, folder, spec, hf_config, sharding.dtype)
+        made = _read(kind, prepare, folder, spec, hf_config, packing)
     return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)
 
 
@@ -361,16 +371,16 @@ def _read(
     folder: ModelFolder,
     spec: ModelSpec,
     hf_config: Any,
-    dtype: torch.dtype,
+    sharding: Sharding,
 ) -> Any:
     hf_logging.disable_progress_bar()
     with folder.weights(partial(model_view, spec)) as weights:
         try:
-            model, info = partial_class(kind, prepare, weights).from_pretrained(
+            model, info = partial_class(kind, prepare, weights, sharding).from_pretrained(
                 None,
                 config=hf_config,
                 state_dict=dict(weights.tensors),  # parts of which are read when they are needed
-                dtype=dtype,
+                dtype=sharding.dtype,
                 attn_implementation=NAME,
                 ignore_mismatched_sizes=True,  # they are refused below, all at once
                 output_loading_info=True,

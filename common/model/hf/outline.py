@@ -13,10 +13,11 @@ import torch
 from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.hf.describe import build, read_config
-from pdserve.common.model.hf.experts import experts_of, sizes_of
+from pdserve.common.model.hf.experts import experts_of, matrices_of, sizes_of
 from pdserve.common.model.hf.layout import choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, size_of
-from pdserve.common.model.hf.parallel import OutlineRanks
+from pdserve.common.model.hf.packed import layer_of
+from pdserve.common.model.hf.parallel import Cut, OutlineRanks
 from pdserve.common.model.hf.pipeline import check_stage
 from pdserve.common.model.hf.quantize import tables_of
 from pdserve.common.model.rank_weights import RankWeights, WeightsOf
@@ -33,16 +34,42 @@ def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> W
         config = read_config(folder, overrides)
         layout = choose_layout(spec, config, tp, stage, ep)
         model = build(config, getattr(torch, dtype))
-        layout.apply(model, OutlineRanks(tp), stage)
+        cuts = layout.apply(model, OutlineRanks(tp), stage)
         tie(model)
         return RankWeights(
-            nbytes=sum(each.nbytes for each in model.parameters()),
+            nbytes=sum(each.nbytes for each in model.parameters()) - _saved(spec, model, cuts),
             linears=tuple(map(tuple, _linears(spec, model))),
             experts=tuple(sizes for each in experts_of(model).values() for sizes in sizes_of(each)),
             tables=tuple((len(each), each.shape[1]) for each in tables_of(model).values()),
         )
 
     return found
+
+
+def _saved(spec: ModelSpec, model: Any, cuts: Mapping[str, Cut]) -> int:
+    """Returns how many bytes fewer the weights take that a checkpoint packs."""
+    kind = spec.quantization
+    if kind is None or kind.rounds:
+        return 0
+    item = model.dtype.itemsize
+
+    def inputs(parameter: str, columns: int) -> int:
+        cut = cuts.get(parameter)
+        return columns if cut is None else cut.shape[-1]
+
+    saved = 0
+    for name, linear in linears_of(model).items():
+        rows, columns = size_of(linear)
+        whole = inputs(f"{name}.weight", columns)
+        if layer_of(name) and kind.covers(name) and rows % 8 == whole % 8 == 0:
+            saved += rows * columns * item - kind.nbytes(rows, columns, whole, item)
+    for name, module in experts_of(model).items():
+        for key, parameter in matrices_of(module) if kind.covers(f"{name}.0.down_proj") else ():
+            count, rows, columns = parameter.shape
+            whole, parts = inputs(f"{name}.{key}", columns), 1 + (key == "gate_up_proj")
+            packed = kind.nbytes(rows, columns, whole, item, parts)
+            saved += count * (rows * columns * item - packed)
+    return saved
 
 
 def _linears(spec: ModelSpec, model: Any) -> list[list[tuple[int, int]]]:

@@ -322,6 +322,12 @@ class _Splitter:
         self._cuts[name] = cut
 
 
+def shares_inputs(model: Any, parameter: str) -> bool:
+    """Returns whether a class's plan lets ranks divide the inputs of a parameter's matrix."""
+    plan, names = dict(model.tp_plan or {}), (parameter, parameter.removesuffix(".weight"))
+    return any(str(_style(plan, name)).startswith("rowwise") for name in names)
+
+
 def _width(module: Any) -> int:
     return int(module.nf if isinstance(module, Conv1D) else module.out_features)
 

@@ -14,10 +14,11 @@ from torch.fx import Graph
 
 from pdserve.common.model.hf.adapt import layers_of
 from pdserve.common.model.hf.attention import Answers, answering
-from pdserve.common.model.hf.calls import Norm
+from pdserve.common.model.hf.calls import Norm, PackedCall
 from pdserve.common.model.hf.experts import Experts, experts_of
 from pdserve.common.model.hf.fusions import Groups, Products, fuse, norms_of
 from pdserve.common.model.hf.linears import let_adapt
+from pdserve.common.model.hf.packed import packed_linears
 from pdserve.common.model.hf.pipeline import StageRun
 from pdserve.common.model.hf.program import Program
 from pdserve.common.model.hf.trace import (
@@ -134,7 +135,9 @@ class Recorded:
         self._device = steps.model.device
         experts = {each: Experts(name, each) for name, each in experts_of(steps.model).items()}
         self._experts = tuple(experts.values())
-        calls = dict(norms_of(steps.model, kernels)) | experts
+        calls: dict[nn.Module, Callable[..., Tensor]] = {**experts}
+        calls.update(norms_of(steps.model, kernels))
+        calls.update((each, PackedCall(name, each)) for name, each in packed_linears(steps.model))
         with on_meta(steps.model) as named:
             self._body = self._graph(named, calls, self._run_body)
             output = next(reversed(self._body.nodes)).args[0]
@@ -201,7 +204,7 @@ def _calling(
     calls: Mapping[nn.Module, Callable[..., Tensor]], recorder: Recorder
 ) -> Iterator[None]:
     """Lets the modules record one call each, as of experts, whose code looks at where tokens go. It
-    returns a tensor like the first argument."""
+    returns a tensor like the first argument, but for packed layers."""
 
     def instead(own: Callable[..., Tensor], target: Callable[..., Tensor]) -> Any:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -209,15 +212,18 @@ def _calling(
             if isinstance(target, Norm) and (gated or target.weight.dtype != x.dtype):
                 return own(x, *args, **kwargs)
             with torch._C.DisableTorchFunction():
-                like = torch.empty_like(x)
+                like = target.like(x) if isinstance(target, PackedCall) else torch.empty_like(x)
             return recorder.call(target, (x, *args), like, kwargs)
 
         return forward
 
+    before = [module.__dict__.get("forward") for module in calls]
     for module, target in calls.items():
         module.forward = instead(module.forward, target)
     try:
         yield
     finally:
-        for module in calls:
+        for module, own in zip(calls, before, strict=True):
             del module.forward
+            if own is not None:
+                module.forward = own

@@ -147,8 +147,8 @@ class PipeMover(Mover):
 
 
 class HashingPipeMover(PipeMover):
-    """Hashes what it receives into a CPU cache, part by part, if the frame's hashes are wanted. The
-    pipe must not care into how many receives a send is cut."""
+    """Hashes the received parts into a CPU cache, if the frame's hashes are needed. The pipe must
+    allow that several receives take one send."""
 
     @cached_property
     def _bytes(self) -> CacheBytes:

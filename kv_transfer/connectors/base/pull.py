@@ -1,8 +1,8 @@
-"""The base of connectors for one host, whose sink reads the source's memory with one copy.
+"""The base of connectors for one host: the sink reads the source's memory with one copy.
 
-The source connects over a Unix socket, sends what opens its memory, and then offers runs. It
+The source connects over a Unix socket, sends a handle of its memory, and then offers runs. It
 confirms each run after the sink has read it: if it freed the blocks meanwhile, the read does not
-count. A connector says how memory is shared (`introduce`), opened (`open`) and copied
+count. A connector defines how memory is shared (`introduce`), opened (`open`) and copied
 (`PeerCache.copy`).
 """
 

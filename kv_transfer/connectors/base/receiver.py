@@ -147,8 +147,8 @@ class Receiver:
             )
 
     def landed(self, inbound: InboundTransfer, frame: Frame, hashes: Mapping[Rect, bytes]) -> None:
-        """Counts a frame whose blocks are in place, notes the hashes of its bands, if they were
-        made, and emits Progress or Landed."""
+        """Counts a frame after its blocks are written, notes the hashes of its bands, if there are
+        any, and emits Progress or Landed."""
         run = BlockRun(frame.first, frame.count)
         nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
         transfer = inbound.transfer
@@ -183,8 +183,8 @@ class Receiver:
         self._emit(Failed.of(transfer_id, inbound.transfer.epoch, error))
 
     def moving(self, peer: object) -> None:
-        """Emits Progress for all transfers of a connection on which bytes arrive: those that wait
-        for their turn are alive, too."""
+        """Emits Progress for all transfers of a connection on which bytes arrive: transfers that
+        wait for their turn are alive, too."""
         with self._lock:
             waiting = [
                 each.transfer

@@ -107,7 +107,7 @@ class MultiConnector(KVConnector):
     def landed_digest(
         self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
     ) -> bytes | None:
-        """Returns what a child made, if the others leave the blocks alone afterwards."""
+        """Returns the hash of one child, if no other child can write into the blocks afterwards."""
         children = self.children.values()
         if not all(child.capabilities.sink_writes for child in children):
             return None

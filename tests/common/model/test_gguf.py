@@ -30,8 +30,8 @@ from pdserve.common.core.gguf_index import block_of
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.checkpoint import weights_revision
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.stages import Stage
-from pdserve.common.model.weights import GroupedWeight
 from pdserve.common.planning.footprint import Footprint
 from pdserve.demo_model.embedded import resolve_model
 from tiny_engine import load, new_cache, some_tokens, step

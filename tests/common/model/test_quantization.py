@@ -25,11 +25,12 @@ from pdserve.common.core.quantization import Quantization
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.device import choose_kernels
-from pdserve.common.model.expert_weights import Int8Experts
+from pdserve.common.model.expert_weights import QuantizedExperts
+from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.moe import MoE
-from pdserve.common.model.sharding import Sharding
-from pdserve.common.model.weights import GroupedWeight, Int8Weight, MatrixPart, Weight, make_weight
+from pdserve.common.model.sharding import MatrixPart, Sharding
+from pdserve.common.model.weights import Int8Weight, Weight, make_weight
 from pdserve.common.node.model_facts import ModelFacts
 from slow_quantization import dequantize, dequantized_folder
 from tiny_engine import CPU, load, new_cache, some_tokens, step
@@ -221,7 +222,7 @@ def test_int8_rounds_experts_too(name: str, tmp_path: Path) -> None:
     save_file(rounded, tmp_path / "model.safetensors")
     model = load(MODELS / name, quantization="int8")
     assert isinstance(model.layers[-1].mlp, MoE)
-    assert isinstance(model.layers[-1].mlp.experts.down_proj, Int8Experts)
+    assert isinstance(model.layers[-1].mlp.experts.down_proj, QuantizedExperts)
     torch.testing.assert_close(logits(model), logits(load(tmp_path)), rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""`--quantization int8` and packed checkpoints where transformers' classes compute."""
+"""`--quantization int8` where transformers' classes compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.quantized_folder import Scheme, quantize_folder
 from paths import MODELS
 from pdserve.common.config.node import ModelConfig
 from pdserve.common.core.errors import ConfigError
@@ -90,24 +89,6 @@ def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
         for impl in ("transformers", "native")
     )
     torch.testing.assert_close(found, right, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [Scheme("awq", group_size=64), slow(Scheme("gptq", desc_act=True))],
-    ids=["awq", "gptq"],
-)
-def test_packed_checkpoints_are_dequantized(scheme: Scheme, tmp_path: Path) -> None:
-    folder = quantize_folder(MODELS / "llama-gqa", tmp_path / "packed", scheme)
-    specs = [read_spec(folder, impl, {}) for impl in ("transformers", "native")]
-    assert str(specs[0].stored) == scheme.method
-    found, split, right = (
-        logits(folder, specs[0], TOKENS),
-        logits(folder, specs[0], TOKENS, tp=2),
-        logits(folder, specs[1], TOKENS),
-    )
-    torch.testing.assert_close(found, right, **CLOSE)
-    torch.testing.assert_close(split, right, **CLOSE)
 
 
 @pytest.mark.parametrize(
