@@ -206,7 +206,7 @@ class UpdateQueue:
             self.fail(error)
 
     def give_way(self, error: Cancelled) -> None:
-        """What is not read is dropped, and so is what comes."""
+        """Drops what is not read, and what comes."""
         self._gave_way = error
         self._updates, self._is_counted = [], False
         self.fail(error)

@@ -1,4 +1,4 @@
-"""What clients do not read is bounded over all of them: the one that has most gives way."""
+"""Clients do not read: that is bounded over all of them, and the one that has most gives way."""
 
 from __future__ import annotations
 
