@@ -9,7 +9,7 @@ and ratios are of such figures of one run. Latencies are from the run announced 
 alone take is CPU time (`--connectors "" --peers ""`: nothing else). Prints tables; `--json FILE`
 also writes the figures.
 
-    python benchmarks/bench_transfer.py [--connectors shm,tcp] [--seconds 1.5] [--json FILE]
+    python benchmarks/bench_transfer.py [--connectors shm,tcp] [--blocks N] [--json FILE]
     python benchmarks/bench_transfer.py --peers-python VENV/bin/python   # which has their packages
 
 Peers are asked for the same runs of the same blocks, and their first move is checked byte by byte.
@@ -194,9 +194,11 @@ def throughput(
         row = Throughput(each.name, shape.name, speed, speed / memcpy, speed * fastest(streams))
         if each.digested:
             digested = fastest(sample.seconds for sample in each.digested)
+            cpu = fastest(sample.cpu for sample in each.plain)
             row = replace(
                 row,
-                cpu_s_per_gb=fastest(sample.cpu for sample in each.plain) / gigabytes,
+                cpu_s_per_gb=cpu / gigabytes,
+                cpu_with_digests=fastest(sample.cpu for sample in each.digested) / cpu,
                 with_digests=digested * speed / gigabytes,
                 hash_gb_per_s=hashing,
                 hash_of_memcpy=hashing / memcpy,
@@ -281,6 +283,7 @@ def main() -> None:
     add("--peers", default=",".join(NAMES), help="libraries to compare with; none: ''")
     add("--peers-python", default=sys.executable, metavar="FILE", help="a Python that has them")
     add("--only", default="", metavar="TEXT", help="shapes whose names have it")
+    add("--blocks", type=int, default=0, help="of a prompt; 0: as the shape says")
     add("--seconds", type=float, default=1.5, help="per connector or peer, and shape")
     add("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
@@ -290,6 +293,11 @@ def main() -> None:
     )
     peers = Peers(others, args.peers_python)
     large, small = ([each for each in all_ if args.only in each.name] for all_ in (SHAPES, SMALL))
+    if count := args.blocks:
+        large = [
+            replace(shape, prompt_blocks=count, num_blocks=max(shape.num_blocks, 2 * count))
+            for shape in large
+        ]
     alone = [parts(shape, args.seconds) for shape in large]
     show_parts(alone)
     moved, blocks = [], []

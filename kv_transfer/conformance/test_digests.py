@@ -47,7 +47,7 @@ def check_source(end: LocalEnd, digests: Sequence[RunDigest], runs: Sequence[Blo
 
 
 def test_a_source_s_digests_are_of_its_blocks(kit: Kit) -> None:
-    """Of each run that `ready_hashed` announces, or of its parts, for one sink rank."""
+    """Each run that `ready_hashed` announces, or each of its parts, has one, for one sink rank."""
     if not kit.capabilities.source_hashes:
         return
     pair = kit.pair()
