@@ -153,7 +153,7 @@ class PullMover(Mover):
         """Offers blocks. The sink may still read when the gate closes; then the read does not
         count."""
         with self._stream.active():
-            self._stream.synchronize()  # the device has computed what is offered
+            self._stream.synchronize()  # the device has computed the offered blocks
         self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
         taken = recv_frame(self._pipe)
         if taken.kind is not FrameKind.TAKEN or taken.nbytes:
