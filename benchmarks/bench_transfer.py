@@ -51,14 +51,13 @@ from benchmarks.transfer_tables import Latency, Parts, Throughput, show, show_pa
 from pdserve.kv_transfer.blocks import (
     BlockLayout,
     CacheBytes,
-    bands,
     copy_blocks,
     copy_hashed,
     memory_of,
 )
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.layout import CacheView
-from pdserve.kv_transfer.rank.digester import Digester, Hashed
+from pdserve.kv_transfer.rank.digester import Digester
 
 SHAPES = (
     Shape("8B bf16 TP8: 4 KiB runs", 32, 1, 128, "bfloat16", 250),
@@ -270,9 +269,7 @@ def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
         for first in range(0, len(ids), CHUNK_BLOCKS):
             part = ids[first : first + CHUNK_BLOCKS]
             run = BlockRun(first, len(part))
-            digester.digests(
-                [Hashed(bytes(16), 1, band, run, part) for band in bands(view.cache, view.rect)]
-            )
+            digester.digest(bytes(16), 1, view.rect, run, part)
 
     return make
 

@@ -12,7 +12,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
 from pdserve.kv_transfer.control.sink import KVSink
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.digest import digest_from_pb
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
@@ -34,7 +34,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             if fault := self._fault_of(request.first_token.token):
                 sink.abort(request.transfer_id, request.epoch, fault)
                 raise _bad_commit(fault)
-            digests = [RunDigest.from_pb(each) for each in request.digests]
+            digests = [digest_from_pb(each) for each in request.digests]
             nbytes = await sink.commit(
                 request.transfer_id, request.epoch, request.first_token, digests
             )

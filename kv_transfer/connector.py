@@ -53,6 +53,7 @@ class Capabilities:
     # Only the sink's own code writes into its blocks, and hashes runs as it does
     # (`KVConnector.landed_digest`).
     sink_writes: bool = False
+    source_hashes: bool = False  # the source hashes runs as it sends them (`ready_hashed`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,16 @@ class BlockRun:
 
     first: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDigest:
+    """Carries the source's digest of a run that it sent to one share of the sink."""
+
+    sink: int  # `Piece.sink`
+    rect: Rect  # of the piece
+    run: BlockRun  # announced, or a part of it
+    digest: bytes  # 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +122,14 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Source: every run announced so far, the last one included, was delivered."""
+    """Source: every run announced so far, the last one included, was delivered. `digests`: of the
+    runs that were announced by `ready_hashed`."""
 
     transfer_id: bytes
     epoch: int
     nbytes: int
     seconds: float  # from the first run announced to the last one delivered
+    digests: tuple[RunDigest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +209,19 @@ class KVConnector(ABC):
         """Source: announces blocks that hold final KV and may be delivered. `block_ids` are this
         node's physical blocks for `run`; `last` marks the transfer's final run, which may be
         empty. The blocks do not change until `release`."""
+
+    @property
+    def hashes_as_it_sends(self) -> bool:
+        """Returns whether this source makes the digests of runs that `ready_hashed` announces."""
+        return self.capabilities.source_hashes
+
+    def ready_hashed(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        """Source, with `source_hashes`: does as `ready`, and hashes the run, or each part of it,
+        when it sends it (`digest.hash_prefix` comes before the bytes). `Sent` brings the digests.
+        The core announces small runs by `ready` and hashes them itself."""
+        raise NotImplementedError
 
     @abstractmethod
     def quiesce(self, transfer_id: bytes) -> None:

@@ -32,11 +32,11 @@ from pdserve.common.rpc.receive import (
     MAX_NBYTES,
     Context,
     Handler,
-    answering_each,
     max_nbytes,
     read_message,
     reading_first,
     refuse,
+    two_way,
 )
 from pdserve.common.rpc.reflection import Reflection
 from pdserve.common.rpc.tls import TLS, certified_roles
@@ -200,7 +200,7 @@ class AuthInterceptor(Door):
 
             if method.startswith(REFLECTION):
                 return self._reflection.bounded(handler, certify)
-            return answering_each(handler, certify)
+            return two_way(handler, certify)
         return reading_first(handler, lambda context: self._reading(context, method, caller))
 
     def _caller(self, token: str | None, method: str) -> Caller | None:

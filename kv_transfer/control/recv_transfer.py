@@ -22,11 +22,11 @@ from pdserve.kv_transfer.commands import (
     Verify,
     all_of,
 )
-from pdserve.kv_transfer.connector import SinkTransfer
+from pdserve.kv_transfer.connector import RunDigest, SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest, mismatch
+from pdserve.kv_transfer.digest import mismatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.trace import trace_metadata
+from pdserve.kv_transfer.connector import RunDigest
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.digest import digest_to_pb
 
 CALL_TIMEOUT = 30.0  # seconds, for tickets with a longer lease
 
@@ -51,7 +52,7 @@ class SinkClient:
             transfer_id=ticket.transfer_id,
             epoch=ticket.epoch,
             first_token=first_token,
-            digests=[digest.to_pb() for digest in digests],
+            digests=[digest_to_pb(each) for each in digests],
         )
         response = await self._call("Commit", ticket, request, timeout=None)
         nbytes: int = response.bytes

@@ -60,6 +60,7 @@ from pdserve.router.requests.request_state import RequestState
 from pdserve.router.requests.slo import NO_SLO, SLO
 from pdserve.router.requests.timelines import Timelines
 from pdserve.router.requests.trace import RequestTraces
+from pdserve.router.requests.unread import Unread
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Pipeline:
         self.metrics = metrics
         self._started = monotonic()
         self.view = ClusterView(registry)
+        self.unread = Unread()
         self.timelines = Timelines(config.kept_timelines, self.view.glance)
         self.streams = NodeStreams(channels)
         self.claims = Claims(registry, channels)
@@ -121,7 +123,7 @@ class Pipeline:
             PdserveError: a request cannot be served or failed for good. Other exceptions are
                 defects.
         """
-        return generate(requests, self._serve, outlet)
+        return generate(requests, self._serve, outlet, self.unread)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         """The whole of a prompt: its deltas are put into its client's queue; its outcome is this

@@ -98,7 +98,8 @@ class RequestState:
                 self.version = each.version
                 tokens = tuple(map(SampledToken, each.token_ids))
                 event = TokenEvent(each.choice, tokens, each.finish_reason)
-                deltas.append(self._delta(self._open[each.choice], event, monotonic()))
+                stream, token_ids = self._open[each.choice], list(each.token_ids)
+                deltas.append(self._delta(stream, event, token_ids, monotonic()))
         self._put(Replayed(tuple(deltas)))
         # They were not drawn now.
         self._timeline.clear()
@@ -272,20 +273,23 @@ class RequestState:
             raise bad_token(role, "the prompt's log-probabilities come first")
         choice = event.choice
         stream = self._open.get(choice)
-        self._check(event, role, position, is_open=stream is not None)
+        token_ids = self._checked(event, role, position, is_open=stream is not None)
         self.version = version
         if stream is not None:
             now = monotonic()
             if self.retries.failures:
                 self.retries.progress(role)
             self.deadline.token(now)
-            self._put(self._delta(stream, event, now))
+            self._put(self._delta(stream, event, token_ids, now))
             if event.finish_reason is None and choice not in self._open:
                 self.stopped.append(choice)
         if not self._open:
             self.stages.enter(Phase.STREAM)
 
-    def _check(self, event: TokenEvent, role: str, position: int | None, is_open: bool) -> None:
+    def _checked(
+        self, event: TokenEvent, role: str, position: int | None, is_open: bool
+    ) -> list[int]:
+        """Returns the ids of the tokens."""
         output = self._outputs.get(event.choice)
         if output is None:
             raise bad_token(role, f"there is no choice {event.choice}")
@@ -296,15 +300,20 @@ class RequestState:
             raise bad_token(role, f"{count} where {left} are left")
         if is_open and position is not None and position != done:
             raise bad_token(role, f"at position {position}, not {done}")
+        token_ids = []
         for token in event.tokens:
-            known = 0 <= token.token_id < vocab_size
-            if token.logprobs is not None:
-                known = known and all(0 <= i < vocab_size for i, _ in token.logprobs.top)
+            token_id, logprobs = token.token_id, token.logprobs
+            known = 0 <= token_id < vocab_size
+            if logprobs is not None:
+                known = known and all(0 <= i < vocab_size for i, _ in logprobs.top)
             if not known:
                 raise bad_token(role, "it is outside the vocabulary")
+            token_ids.append(token_id)
+        return token_ids
 
-    def _delta(self, stream: TextStream, event: TokenEvent, now: float) -> TextDelta:
-        token_ids = [token.token_id for token in event.tokens]
+    def _delta(
+        self, stream: TextStream, event: TokenEvent, token_ids: list[int], now: float
+    ) -> TextDelta:
         output = stream.push(
             token_ids,
             final=event.finish_reason is not None,

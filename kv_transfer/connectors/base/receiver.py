@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.common.core.errors import TransferError
@@ -146,14 +146,15 @@ class Receiver:
                 f"{transfer.first_block}…{end - 1}"
             )
 
-    def landed(self, inbound: InboundTransfer, frame: Frame, hashes: Mapping[Rect, bytes]) -> None:
-        """Counts a frame after its blocks are written, notes the hashes of its bands, if there are
-        any, and emits Progress or Landed."""
+    def landed(self, inbound: InboundTransfer, frame: Frame, made: bytes | None) -> None:
+        """Counts a frame whose blocks are in place, notes its hash, if it was made, and emits
+        Progress or Landed."""
         run = BlockRun(frame.first, frame.count)
         nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
         transfer = inbound.transfer
         with self._lock:
-            inbound.digests.update(((band, run), made) for band, made in hashes.items())
+            if made is not None:
+                inbound.digests[frame.rect, run] = made
             inbound.missing -= nbytes
             done = inbound.missing == 0 and not inbound.over
             inbound.over = inbound.over or done
