@@ -240,7 +240,7 @@ class RouterServer:
         """gRPC cancels calls that come while it stops, so it first waits until none do."""
         until = monotonic() + timeout
         await self._inference.quiet(min(timeout, LAME_DUCK), has_balancer)
-        # Watches of health would go on for minutes: they end with `stop`.
+        # Health watches would last for minutes: they end with `stop`.
         self._tasks.append(asyncio.create_task(self._grpc.stop(timeout + _DRAIN_GRACE)))
         await self._inference.drain(max(0.0, until - monotonic()))
 
