@@ -66,7 +66,7 @@ class Claims:
         self._lease = lease
         self._claims: dict[bytes, Claim] = {}
         self._counts: Counter[str] = Counter()  # by client
-        self._left: dict[Claim, None] = {}  # those that nobody has, the oldest first
+        self._left: dict[Claim, None] = {}  # claims without a holder, the oldest first
 
     def __len__(self) -> int:
         return len(self._claims)

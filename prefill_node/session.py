@@ -48,7 +48,7 @@ class PrefillSession:
         self._job = job
         self._ticket = ticket
         self._sequence = self._engine.new_sequence(job, job.choices[0])
-        self._num_tokens = self._sequence.num_tokens  # whose KV is handed over
+        self._num_tokens = self._sequence.num_tokens  # tokens with KV to hand over
         self._known_token = known_token
         self._first_token: asyncio.Future[pb.FirstToken]
         self._first_token = asyncio.get_running_loop().create_future()

@@ -148,7 +148,7 @@ def _opened(holds: int) -> PeerHolds:
         raise bad_frame(f"what came with the greeting is no table of holds: {error}") from error
 
 
-# ---- the table of transfers whose blocks a source holds ----
+# ---- the table of transfers with blocks held by a source ----
 
 PLACES = 4096
 _ENTRY = struct.Struct("=I16s12x")  # epoch (0: free), transfer id

@@ -35,8 +35,8 @@ class RecvResult:
 
     first_token: pb.FirstToken  # as the source committed it
     nbytes: int
-    connectors: tuple[str, ...] = ()  # names of those that moved bytes
-    num_digests: int = 0  # of the source's, each compared with what is in the blocks
+    connectors: tuple[str, ...] = ()  # the connectors that moved bytes
+    num_digests: int = 0  # the source's digests, each compared with the blocks
     # Seconds from the epoch's ticket:
     data_s: float = 0.0  # until the last byte was in place
     commit_s: float = 0.0  # until the source had committed

@@ -111,7 +111,7 @@ FORGET_AFTER = 10.0  # unreachable: or this node would stay unhealthy, and hence
 FORGET_REACHED_AFTER = 600.0
 CHANNEL_IDLE = 60.0  # seconds without a call after which a channel is closed
 MAX_CHANNELS = 128  # kept open although no call is under way
-MAX_PEERS = 1024  # remembered; those used last
+MAX_PEERS = 1024  # remembered, the last used ones
 PROBE_PERIOD = 1.0  # seconds
 PROBE_TIMEOUT = 1.0  # seconds
 
@@ -128,7 +128,7 @@ class DecodePeers:
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
-        self._peers: dict[str, _Peer] = {}  # those used last come last
+        self._peers: dict[str, _Peer] = {}  # the last used ones come last
         self._calls: Counter[str] = Counter()  # under way
         self._channels: dict[str, float] = {}  # when the last call began or ended, in that order
 

@@ -33,7 +33,7 @@ class ServedAdapters:
     def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
         self._served = {each.name: each for each in adapters}
         self._in_use: Counter[Adapter] = Counter()  # requests that use each adapter
-        self._running: Counter[Adapter] = Counter()  # those of them that have a slot
+        self._running: Counter[Adapter] = Counter()  # requests with a slot
 
     def served(self) -> list[Adapter]:
         return list(self._served.values())

@@ -124,9 +124,9 @@ class NodeRates:
     MOST_NODES = 4096
 
     def __init__(self) -> None:
-        self._told: list[Rates] = []  # by the nodes that were asked for last
+        self._told: list[Rates] = []  # rates of the last `of`, as reported
         self._usual = self.UNKNOWN  # the (lower) median of each rate over those that measured it
-        self._taken: list[Rates] = []  # what of `_told` can be taken
+        self._taken: list[Rates] = []  # the credible rates of `_told`
         self._turn = 0
         self._turns: dict[str, int] = {}  # by node, of its last prompt
 
@@ -176,7 +176,7 @@ def _measured_or(rate: float, other: float) -> float:
 class Sessions:
     """Which node had a session's last prompt."""
 
-    MOST = 65_536  # those that asked last
+    MOST = 65_536  # sessions, the latest ones
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, int]] = {}  # by session: node, tokens

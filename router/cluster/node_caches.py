@@ -112,7 +112,7 @@ class NodeCaches:
                 reason = "ended"
             except Doubtful as error:
                 reason = str(error)
-                logger.warning("%s: its KV events are read anew: %s", node.id, reason)
+                logger.warning("%s: new subscription to its KV events: %s", node.id, reason)
             except grpc.aio.AioRpcError as error:
                 reason = "lost"
                 logger.info("%s: its KV events: %s", node.id, error.details())

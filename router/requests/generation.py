@@ -1,4 +1,4 @@
-"""The requests that the HTTP and gRPC services make of the pipeline, and what it yields."""
+"""The requests of the HTTP and gRPC services to the pipeline, and the updates that it yields."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class GenerationRequest:
     cache_salt: str = ""  # requests with different salts share no cached blocks
     adapter: Adapter | None = None  # the LoRA adapter that computes it
     batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
-    # The client wants no token, only what is computed of the prompt, which comes with the first.
+    # The client wants no token, only the prompt's log-probabilities, which come with the first one.
     prompt_only: bool = False
     past: tuple[Past, ...] = ()  # what the client has already, in order
     key: AnswerKey | None = None  # of an answer that is made once, through whichever routers
@@ -147,10 +147,10 @@ class Outlet:
 
 
 class UpdateQueue:
-    """The updates that one client has still to read, of all its prompts. Their tasks put them in.
-    While the client's task waits for more, deltas go through its outlet; all else, and what the
-    outlet does not write, it takes: all that is there at once. What is not read counts among all
-    `unread`; a queue that gave way for others takes nothing more."""
+    """The unread updates of one client, of all its prompts. The prompts' tasks put them in. While
+    the client's task waits for more, deltas go through its outlet. It takes everything else, and
+    what the outlet does not write, all at once. Unread updates count towards `unread`, the total of
+    all clients; a queue that lost its updates to others takes nothing more."""
 
     def __init__(
         self, outlet: Outlet | None = None, unread: Unread | None = None, client: str = ""
@@ -192,7 +192,7 @@ class UpdateQueue:
                 outlet.turn.add(self)
 
     def write(self) -> None:
-        """Writes what is there through the outlet, unless the client's task is about to."""
+        """Writes the pending deltas through the outlet, unless the client's task is about to."""
         assert self._outlet is not None and self._outlet.write is not None, "it was added"
         if self._waiter is None or self._waiter.done():
             return
@@ -315,8 +315,8 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def coalesced(updates: Updates) -> Updates:
-    """The same with fewer deltas, where the client is slower than the nodes: those of a choice
-    are joined, as far as one message should go."""
+    """Returns the updates with fewer deltas, for a client that is slower than the nodes: deltas of
+    a choice are joined, up to the size of one message."""
     if len(updates) == 1:
         return updates
     parts: list[tuple[int, list[TextDelta]]] = []

@@ -113,14 +113,15 @@ class Pipeline:
     def generate(
         self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
     ) -> AsyncGenerator[Updates, None]:
-        """Yields what is wanted of the prompts, deltas of all their choices, interleaved, and for
-        each prompt at last one GenerationStats. Deltas may go through the outlet instead, in order.
+        """Yields the requested prompt log-probabilities, deltas of all choices, interleaved, and at
+        last one GenerationStats for each prompt. Deltas may go through the outlet instead, in
+        order.
 
         `aclose()`, or cancelling the task that iterates, aborts the work on every node.
 
         Raises:
-            PdserveError: a request cannot be served or failed for good. Other exceptions
-                are defects.
+            PdserveError: a request cannot be served or failed for good. Other exceptions are
+                defects.
         """
         return generate(requests, self._serve, outlet, self.unread)
 
@@ -188,7 +189,7 @@ class Pipeline:
     async def _attempts(self, state: RequestState, claim: Claim | None) -> None:
         while not state.finished:
             await state.retries.backoff(state.deadline)
-            with suppress(AttemptFailed):  # the next one makes what is left
+            with suppress(AttemptFailed):  # the next attempt continues
                 if claim is not None and state.key is not None:
                     await self._keyed(state, claim)
                 else:
@@ -254,11 +255,12 @@ class Pipeline:
         self.admission.cluster(*self.view.replicas())
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a request could be served now; the reason when not, or what is amiss."""
+        """Returns whether a request could be served now, and the reason if not, or the current
+        fault."""
         return self.view.ready()
 
     def load(self) -> int:
-        """Prompts that are computed, and those that wait for a place."""
+        """Returns the running prompts, and the prompts that wait for a place."""
         return self.admission.running + self.admission.waiting
 
     def cluster(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from pdserve.router.requests.trace import RequestTrace
 
 
 class RequestState:
-    """Fed with what nodes send; it puts into the client's queue what the client is to get of it."""
+    """Takes the nodes' events and puts the client's updates into its queue."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class RequestState:
 
     @property
     def _session(self) -> str:
-        """The request's session, short, and none of another client's."""
+        """Returns a short name of the request's session that no other client's session has."""
         if self.arrival is None or not self.arrival.session:
             return ""
         name = f"{self.request.batch.alias} {self.arrival.session}"
@@ -191,7 +191,7 @@ class RequestState:
         self._timeline.setdefault(moment, now - self._start)
 
     def placed(self, path: PromptPath, decode_node: str) -> None:
-        """An attempt begins on a decode node; what the one before has moved is lost."""
+        """An attempt begins on a decode node; the KV of the previous attempt is lost."""
         self.set(path=path, decode_node=decode_node, prefill_node="")
         self.set(kv_connectors=(), verified_runs=0)
 
@@ -200,10 +200,10 @@ class RequestState:
         self._timeline.update(fields)
 
     def prefilled(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
-        """A node of this role has computed the prompt.
+        """Notes that a node of this role has computed the prompt.
 
         Raises:
-            NodeError: its log-probabilities are not what was asked for.
+            NodeError: its log-probabilities are not the requested ones.
         """
         if not self._prompt_scored:
             self._take_prompt(event, role)

@@ -154,7 +154,7 @@ class PullMover(Mover):
         both read the same bytes at the same time, and the memory once. The sink may still
         read when the gate closes; then the read does not count."""
         with self._stream.active():
-            self._stream.synchronize()  # the device has computed what is offered
+            self._stream.synchronize()  # the device has computed the offered blocks
         self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
         self.make_hash(frame, block_ids, gate)
         taken = recv_frame(self._pipe)

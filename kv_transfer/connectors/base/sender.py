@@ -51,7 +51,7 @@ class OutboundTransfer:
 
     transfer: SourceTransfer
     targets: tuple[tuple[Piece, StreamKey], ...]  # each part with its destination
-    pending: int  # parts whose last run is not delivered
+    pending: int  # parts without a delivered last run
     gate: Gate = field(default_factory=Gate)
     nbytes: int = 0
     digests: list[RunDigest] = field(default_factory=list)
