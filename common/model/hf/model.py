@@ -41,6 +41,7 @@ from pdserve.common.model.hf.attention import (
     StyledAttention,
 )
 from pdserve.common.model.hf.describe import first_line, model_class, read_config
+from pdserve.common.model.hf.indexers import IndexBackend, IndexInputs
 from pdserve.common.model.hf.layout import Heads, Layout, choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, part_of
 from pdserve.common.model.hf.loading import Prepare, partial_class
@@ -90,10 +91,14 @@ class TransformersModel(Decoder):
         adapt(model)
         self._places = places(spec.kv_groups, self.stage)
         self._steps: Steps = ClassSteps(model, linears)
-        self.attentions: list[StepBackend] = [
-            DeltaBackend(sharding.kernels) if kv.state else self._styled(kv)
-            for kv in spec.kv_groups
-        ]
+        self.attentions: list[StepBackend] = [self._backend(kv, sharding) for kv in spec.kv_groups]
+
+    def _backend(self, kv: KVGroup, sharding: Sharding) -> StepBackend:
+        if kv.state:
+            return DeltaBackend(sharding.kernels)
+        if kv.planes == 1:
+            return IndexBackend(self._shape(kv), self.device, self.dtype)
+        return self._styled(kv)
 
     def record(self) -> None:
         """Replaces the class's code by a graph with our kernels, if it can be recorded. All ranks
@@ -146,7 +151,7 @@ class TransformersModel(Decoder):
         backends: list[StepBackend] = []
         plain: set[int] = set()
         for number, kv in enumerate(self.spec.kv_groups):
-            if kv.state:
+            if kv.state or kv.planes == 1:
                 backends.append(self.attentions[number])
                 continue
             layers = [layer for layer in calls if self.place(layer)[0] == number]
@@ -164,7 +169,7 @@ class TransformersModel(Decoder):
         """Returns the shape of a backend that attends as the layer asks; None if none does."""
         style: Style = node.target.style  # type: ignore[union-attr]
         sizes = {each.meta["shape"][3] for each in node.args[:3]}  # type: ignore[union-attr]
-        asked = style.softcap, style.sinks, style.temperature, style.slopes
+        asked = style.softcap, style.sinks, style.temperature, style.slopes, style.chosen
         odd = any(each is not None for each in asked)
         if odd or sizes != {kv.head_dim} or self.layout.heads[layer] != Heads():
             return None
@@ -280,6 +285,12 @@ class _Step(Answers):
         out = backend.scan(inputs.of_units(start, end), states, self._contexts[group])
         shared = end - start < self._model.spec.kv_groups[group].num_kv_heads
         return ranks.all_gather(out, dim=1) if shared else out
+
+    def index(self, layer: int, inputs: IndexInputs) -> Tensor:
+        group, place, _ = self._model.place(layer)
+        backend = self._model.attentions[group]
+        assert isinstance(backend, IndexBackend)
+        return backend.choose(inputs, self._caches[group][place], self._contexts[group])
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
         group, index, _ = self._model.place(mixer.layer)
