@@ -107,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bloom": {"seq_length": 256},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"num_key_value_heads": 4, **INDEXED},
+    "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {
         "num_hidden_layers": 6,
         "layer_types": BOTH * 3,
