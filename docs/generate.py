@@ -182,9 +182,12 @@ def _range(each: Parameter) -> str:
 
 
 def _bound(value: float) -> str:
-    power = (int(value) + 1).bit_length() - 1
+    power = (int(value) + 1).bit_length() - 1 if value > 0 else int(-value).bit_length() - 1
+    raised = str(power).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
     if power > 16 and value == 2**power - 1:
-        return f"2{str(power).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}−1"
+        return f"2{raised}−1"
+    if power > 16 and value == -(2**power):
+        return f"−2{raised}"
     return f"{value:g}".replace("-", "−")
 
 

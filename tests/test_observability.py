@@ -17,6 +17,7 @@ import requests
 import yaml
 
 from benchmarks.fleet import free_port
+from cluster import START_TIMEOUT
 from paths import ROOT
 from warm import WarmCluster
 
@@ -80,7 +81,11 @@ def test_each_alert_is_tested_to_fire_and_to_be_silent() -> None:
 )
 def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
-        ["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=60
+        ["promtool", *arguments],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -135,7 +140,7 @@ def prometheus(
 ) -> Iterator[Prometheus]:
     server = Prometheus(tmp_path_factory.mktemp("prometheus"), cluster.url)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_TIMEOUT
         while not _sees(server, "up == 1", 3):
             assert time.monotonic() < deadline
             time.sleep(0.1)

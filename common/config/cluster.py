@@ -36,8 +36,8 @@ class ClusterConfig:
 
     on: str = option(
         "host",
-        "where processes run: host: all on this one; ray: each on a host of a Ray cluster that has "
-        "room for all its ranks (--ray-address)",
+        "where processes run: host: all on this host; ray: each on one host of a Ray cluster "
+        "with room for all its ranks (--ray-address)",
         choices=("host", "ray"),
     )
     prefill: int | None = option(
@@ -53,8 +53,8 @@ class ClusterConfig:
     )
     routers: int = option(
         1,
-        "number of routers, which all serve all nodes; the first has the ports given, the others "
-        "have free ones",
+        "number of routers, each of which serves all nodes; the first uses the given ports, the "
+        "others free ones",
         minimum=1,
     )
     prefill_tp: int | None = option(

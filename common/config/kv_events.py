@@ -24,9 +24,9 @@ class KVEventsOptions:
         {},
         "publish changes of the prefix cache over ZeroMQ, as JSON with vLLM's fields: "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": '
-        '"tcp://*:5558", "topic": "", "buffer_steps": 10000, "hwm": 100000}; who connects can read '
-        "the prompts' token ids; each further replica, and with up each further node, has the next "
-        "port",
+        '"tcp://*:5558", "topic": "", "buffer_steps": 10000, "hwm": 100000}; anyone who '
+        "connects can read the prompts' token ids; each further replica, and with up each further "
+        "node, uses the next port",
     )
 
     def __post_init__(self) -> None:

@@ -62,8 +62,8 @@ class ModelConfig:
     )
     max_model_len: int | None = option(
         None,
-        "context window in tokens; auto or -1: the largest of which a node's KV cache holds one "
-        "sequence (default: the model's)",
+        "context window in tokens; auto or -1: the longest that fits one sequence into a node's "
+        "KV cache (default: the model's)",
         metavar="{N,auto}",
         minimum=AUTO,
         aliases={"auto": AUTO},
@@ -98,8 +98,8 @@ class ModelConfig:
     )
     load_broadcast: bool = option(
         False,
-        "the first rank whose host has the model's folder reads it and sends it to the node's "
-        "other ranks, whose hosts need not have it",
+        "the first rank with the model's folder on its host reads it and sends it to the node's "
+        "other ranks; their hosts do not need the folder",
     )
     dtype: str = option(
         "auto",
@@ -216,9 +216,9 @@ class ParallelConfig:
     )
     share_cores: str | None = option(
         None,
-        "file in which CPU ranks of a host tell each other when they do not compute: meanwhile "
-        "the others use their cores; made if it does not exist (default: pdserve up has one for "
-        "its nodes, unless this is off; none for a node that is started alone)",
+        "file through which CPU ranks of a host lend each other idle cores; created if missing; "
+        "off: none (default: pdserve up makes one for its nodes; none for a node that is started "
+        "alone)",
         metavar="FILE",
     )
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
@@ -256,14 +256,15 @@ class CacheConfig:
     )
     num_gpu_blocks_override: int | None = option(
         None,
-        "number of KV blocks, instead of a size in bytes; if windows differ by layer, of the first "
-        "KV group, which the others follow",
+        "number of KV blocks, instead of a size in bytes; if windows differ by layer, of the "
+        "first KV group; the other groups follow",
         minimum=1,
     )
     kv_cache_dtype: str = option(
         KV_AUTO,
-        "what KV is kept and moved as; auto: the dtype of computation; fp8_e4m3, int8: 8 bits with "
-        "a scale per token and head, on CPUs; prefill and decode nodes must have the same",
+        "dtype of cached and transferred KV; auto: the dtype of computation; fp8_e4m3, int8: 8 "
+        "bits with a scale per token and head, on CPUs; prefill and decode nodes need the same "
+        "value",
         choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
@@ -380,8 +381,8 @@ class TransferConfig:
 
     kv_connector: str = option(
         "auto",
-        "what may carry KV, the preferred first, separated by commas: shm, tcp, cuda_ipc, nccl, "
-        "an entry point or module:Class; auto: shm,tcp for CPU caches, tcp for CUDA",
+        "KV connectors in order of preference, separated by commas: shm, tcp, cuda_ipc, nccl, an "
+        "entry point or module:Class; auto: shm,tcp for CPU caches, tcp for CUDA",
     )
     kv_connector_config: dict[str, Any] = option(
         {}, 'the connector\'s own options, as JSON; for several or auto {"NAME": {...}}'
@@ -409,7 +410,7 @@ class NodeConfig:
     router: str = option(
         "127.0.0.1:8002",
         "routers to register with (their --registry-port), separated by commas; a name with "
-        "several addresses stands for a router at each, and is looked up again",
+        "several addresses means a router at each, and is resolved again regularly",
         metavar="HOST:PORT,...",
     )
     host: str = option("127.0.0.1", "address to bind to")
@@ -425,8 +426,8 @@ class NodeConfig:
     )
     orphan_lease: float = option(
         10.0,
-        "seconds that a decode node goes on with the answer of an Idempotency-Key whose router has "
-        "died, and keeps one that has ended; 0: not at all",
+        "seconds for which a decode node continues the answer of an Idempotency-Key after its "
+        "router died, and keeps a finished one; 0: not at all",
         minimum=0.0,
         maximum=3600.0,
     )

@@ -54,8 +54,8 @@ class ServerConfig:
     )
     router_workers: int = option(
         1,
-        "processes that serve behind these ports, each a router with its part of the load; nodes "
-        "register with each of them, at --registry-port and the ports behind it",
+        "router processes behind these ports; each serves a part of the connections; nodes "
+        "register with each of them, at --registry-port and the ports after it",
         minimum=1,
     )
     ports_file: str | None = option(
@@ -71,7 +71,7 @@ class ServerConfig:
     )
     write_timeout: float = option(
         30.0,
-        "seconds until a connection is closed whose client does not read its answer",
+        "seconds after which the connection of a client that reads nothing is closed",
         minimum=0.1,
     )
     max_body_size: int = option(32 * 2**20, "most bytes in an HTTP request body", minimum=1)
@@ -93,9 +93,8 @@ class ServerConfig:
     )
     api_key_weights: str | None = option(
         None,
-        "weights of the keys of --api-key, in their order, separated by commas: of tokens that "
-        "several keys wait for, a key of weight 2 gets twice what one of weight 1 gets (default: "
-        "all have 1)",
+        "weights of the keys of --api-key, in their order, separated by commas: while several "
+        "keys wait, a key of weight 2 gets twice the tokens of a key of weight 1 (default: all 1)",
         metavar="N,N",
     )
     cache_salt_per_key: bool = option(
@@ -213,13 +212,13 @@ class RoutingConfig:
     )
     local_prefill_threshold: int = option(
         0,
-        "prompts skip the prefill node if the decode node has to compute fewer tokens of them, "
-        "by what is known of its cache (0: none)",
+        "prompts with fewer uncached tokens on the decode node than this skip the prefill node "
+        "(0: none)",
         minimum=0,
     )
     max_concurrent_requests: int = option(
         256,
-        "most choices (a request has n) in flight, through all routers of the same nodes together; "
+        "most running choices (a request has n), for all routers of the same nodes together; "
         "each keeps an equal part",
         minimum=1,
     )
@@ -239,22 +238,22 @@ class RoutingConfig:
     )
     slo_ttft: float = option(
         0.0,
-        "seconds in which a request gets its first token: one that would not, by what was measured "
-        "lately, is refused with 429; a prompt that takes longer alone gets twice that time; "
-        "`X-SLO-TTFT-Ms` of a request takes precedence (0: no bound)",
+        "largest TTFT in seconds: a request with a longer predicted TTFT is refused with 429; a "
+        "prompt that takes more than half of it alone gets twice its own time; `X-SLO-TTFT-Ms` "
+        "of a request takes precedence (0: no limit)",
         minimum=0.0,
     )
     slo_itl: float = option(
         0.0,
-        "seconds between two tokens of a choice, on the average: so many choices at most are in "
-        "flight as allow it, by what was measured lately (0: no bound)",
+        "largest mean ITL of a choice in seconds: bounds the running choices, by recent "
+        "measurements (0: no limit)",
         minimum=0.0,
     )
     prefill_backlog: float | None = option(
         None,
-        "seconds of prefill that nodes have in hand, by what was measured lately; further prompts "
-        "wait in the router, where weights, priorities and SLOs decide (default: a quarter of "
-        "--slo-ttft, without it no bound)",
+        "seconds of prefill work that nodes hold, by recent measurements; further prompts wait "
+        "in the router, where weights, priorities and SLOs decide (default: a quarter of "
+        "--slo-ttft; without it no limit)",
         minimum=0.0,
     )
     queue_timeout: float = option(

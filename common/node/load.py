@@ -95,23 +95,23 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("prefix_cache_hits", "Prompt tokens found", lambda s: s.cache_hits),
     (
         "spec_decode_num_drafts",
-        "Times that next tokens of a sequence were guessed",
+        "Drafts of a sequence's next tokens",
         lambda s: s.speculator.num_drafts if s.speculator else 0,
     ),
     (
         "spec_decode_num_draft_tokens",
-        "Tokens guessed",
+        "Tokens drafted",
         lambda s: s.speculator.num_draft_tokens if s.speculator else 0,
     ),
     (
         "spec_decode_num_accepted_tokens",
-        "Tokens guessed right",
+        "Drafted tokens that were accepted",
         lambda s: s.speculator.num_accepted_tokens if s.speculator else 0,
     ),
 )
 ACCEPTED_PER_POS = (
     "spec_decode_num_accepted_tokens_per_pos",
-    "Tokens guessed right, by their place in the guess",
+    "Drafted tokens that were accepted, by their position in the draft",
 )
 
 

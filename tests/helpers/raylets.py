@@ -50,7 +50,7 @@ class Raylets:
 
     def __enter__(self) -> Raylets:
         try:
-            ports = [f"--ray-client-server-port={free_port()}", "--include-dashboard=false"]
+            ports = ["--ray-client-server-port=0", "--include-dashboard=false"]  # 0: no such server
             port = self.address.rpartition(":")[2]
             self._start("--head", f"--port={port}", *ports, f"--temp-dir={self._folder.name}")
             for _ in range(1, self._count):

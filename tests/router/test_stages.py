@@ -204,6 +204,12 @@ def test_what_a_node_tells_never_exceeds_its_phase() -> None:
     )
 
 
+async def test_decoding_is_one_stage_unless_the_client_asks_for_its_times(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        line = (await cluster.ask()).receipt()
+    assert [each.name for each in line.stages if each.node == "d0"][-1] == "decode"
+
+
 async def test_the_receipt_travels_over_grpc(tmp_path: Path) -> None:
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
         line = (await cluster.ask()).receipt()
