@@ -39,6 +39,7 @@ GROUPS = {  # kind of KV: a model with it, its connector, the prefill node's ran
     "window": ("qwen3", TCP, 2),
     "latent": ("deepseek", SHM, 1),
     "state": ("qwen3-next", TCP, 2),
+    "indexer": ("deepseek-v3.2", TCP, 2),
 }
 
 Prompt = tuple[int, ...]
