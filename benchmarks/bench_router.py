@@ -83,7 +83,9 @@ def router(
         command = [sys.executable, "-m", "pdserve.router", "--model", str(MODEL)]
         with _running([*command, *flags({**free, **quiet, **options})], code) as process:
             ports = wait_for(lambda: read_ports(ports_file))
-            yield ports, process.children() or [process]
+            several = options.get("router_workers", 1) > 1
+            # A single one may have a child, too, which warms up and ends.
+            yield ports, process.children() if several else [process]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ and ratios are of such figures of one run. Latencies are from the run announced 
 alone take is CPU time (`--connectors "" --peers ""`: nothing else). Prints tables; `--json FILE`
 also writes the figures.
 
-    python benchmarks/bench_transfer.py [--connectors shm,tcp] [--seconds 1.5] [--json FILE]
+    python benchmarks/bench_transfer.py [--connectors shm,tcp] [--blocks N] [--json FILE]
     python benchmarks/bench_transfer.py --peers-python VENV/bin/python   # which has their packages
 
 Peers are asked for the same runs of the same blocks, and their first move is checked byte by byte.
@@ -51,14 +51,13 @@ from benchmarks.transfer_tables import Latency, Parts, Throughput, show, show_pa
 from pdserve.kv_transfer.blocks import (
     BlockLayout,
     CacheBytes,
-    bands,
     copy_blocks,
     copy_hashed,
     memory_of,
 )
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.layout import CacheView
-from pdserve.kv_transfer.rank.digester import Digester, Hashed
+from pdserve.kv_transfer.rank.digester import Digester
 
 SHAPES = (
     Shape("8B bf16 TP8: 4 KiB runs", 32, 1, 128, "bfloat16", 250),
@@ -195,9 +194,11 @@ def throughput(
         row = Throughput(each.name, shape.name, speed, speed / memcpy, speed * fastest(streams))
         if each.digested:
             digested = fastest(sample.seconds for sample in each.digested)
+            cpu = fastest(sample.cpu for sample in each.plain)
             row = replace(
                 row,
-                cpu_s_per_gb=fastest(sample.cpu for sample in each.plain) / gigabytes,
+                cpu_s_per_gb=cpu / gigabytes,
+                cpu_with_digests=fastest(sample.cpu for sample in each.digested) / cpu,
                 with_digests=digested * speed / gigabytes,
                 hash_gb_per_s=hashing,
                 hash_of_memcpy=hashing / memcpy,
@@ -270,9 +271,7 @@ def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
         for first in range(0, len(ids), CHUNK_BLOCKS):
             part = ids[first : first + CHUNK_BLOCKS]
             run = BlockRun(first, len(part))
-            digester.digests(
-                [Hashed(bytes(16), 1, band, run, part) for band in bands(view.cache, view.rect)]
-            )
+            digester.digest(bytes(16), 1, view.rect, run, part)
 
     return make
 
@@ -284,6 +283,7 @@ def main() -> None:
     add("--peers", default=",".join(NAMES), help="libraries to compare with; none: ''")
     add("--peers-python", default=sys.executable, metavar="FILE", help="a Python that has them")
     add("--only", default="", metavar="TEXT", help="shapes whose names have it")
+    add("--blocks", type=int, default=0, help="of a prompt; 0: as the shape says")
     add("--seconds", type=float, default=1.5, help="per connector or peer, and shape")
     add("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
@@ -293,6 +293,11 @@ def main() -> None:
     )
     peers = Peers(others, args.peers_python)
     large, small = ([each for each in all_ if args.only in each.name] for all_ in (SHAPES, SMALL))
+    if count := args.blocks:
+        large = [
+            replace(shape, prompt_blocks=count, num_blocks=max(shape.num_blocks, 2 * count))
+            for shape in large
+        ]
     alone = [parts(shape, args.seconds) for shape in large]
     show_parts(alone)
     moved, blocks = [], []

@@ -32,10 +32,11 @@ from pdserve.kv_transfer.connector import (
     Failed,
     Landed,
     RankContext,
+    RunDigest,
+    Sent,
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from pdserve.kv_transfer.selection import load_connector
@@ -176,7 +177,7 @@ class Pair:
         self._process.start()
         theirs.close()  # so that a sink that ends is seen
         self.view = make_view(shape)
-        self._rank, _ = make_rank(name, self.view, source=True)
+        self._rank, self._events = make_rank(name, self.view, source=True)
         self._endpoint = self._control.recv_bytes()
         self._piece = Piece(0, 0, Rect(0, shape.layers, 0, shape.heads))
 
@@ -201,12 +202,23 @@ class Pair:
     def _announce(self, transfer_id: bytes, count: int, digests: bool) -> tuple[RunDigest, ...]:
         ids = block_ids(self._shape, count, seed=1)
         made: tuple[RunDigest, ...] = ()
+        later = False
         for first in range(0, count, CHUNK_BLOCKS):
             part = ids[first : first + CHUNK_BLOCKS]
             last = first + len(part) == count
             run = BlockRun(first, len(part))
-            made += call(self._rank, Ready(transfer_id, run, part, last, digests)).digests
-        return made
+            reply = call(self._rank, Ready(transfer_id, run, part, last, digests))
+            made, later = made + reply.digests, later or reply.hashed_as_sent
+        made += self._sent_digests(transfer_id) if later else ()
+        return tuple(sorted(made, key=lambda digest: digest.run.first))
+
+    def _sent_digests(self, transfer_id: bytes) -> tuple[RunDigest, ...]:
+        while True:
+            event = self._events.get()
+            if isinstance(event, Failed):
+                raise RuntimeError(event.message)
+            if isinstance(event, Sent) and event.transfer_id == transfer_id:
+                return event.digests
 
     def close(self) -> None:
         self._control.send_bytes(b"")

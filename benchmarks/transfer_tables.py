@@ -23,6 +23,7 @@ class Throughput:
     of_socket: float
     cpu_s_per_gb: float | None = None  # both processes
     with_digests: float | None = None  # time with ÷ time without
+    cpu_with_digests: float | None = None  # CPU time of both processes, likewise
     hash_gb_per_s: float | None = None  # of a rank that makes the digests of a prompt
     hash_of_memcpy: float | None = None
 
@@ -69,7 +70,7 @@ def show(
     absent: Mapping[str, str],
 ) -> None:
     """`versions` and `absent`, of peers by name: what they are, why they are not there."""
-    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "hash ÷ memcpy"
+    columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "in CPU", "hash ÷ memcpy"
     table = _table("transfers", columns)
     for each in throughputs:
         table.add_row(
@@ -78,6 +79,7 @@ def show(
             *(f"{figure:.2f}" for figure in (each.gb_per_s, each.of_memcpy, each.of_socket)),
             _cell(each.cpu_s_per_gb, "{:.2f}"),
             _cell(each.with_digests, "× {:.2f}"),
+            _cell(each.cpu_with_digests, "× {:.2f}"),
             _cell(each.hash_of_memcpy, "{:.2f}"),
         )
     columns = "landed", "p50", "p99", "committed p50", "with digests", "memcpy"

@@ -26,7 +26,7 @@ MAX_NAME = 128  # characters
 
 
 class Claim:
-    """One key's: who stands in line, and where the job is."""
+    """The claim on one key: the waiting routers, in order, and where the job is kept."""
 
     def __init__(self, key: bytes, request: bytes, client: str) -> None:
         self.key, self.request, self.client = key, request, client
@@ -35,7 +35,7 @@ class Claim:
         self.lapse: asyncio.TimerHandle | None = None
 
     def changed(self) -> None:
-        """Has everybody in line hear of it."""
+        """Notifies all waiting routers."""
         for place in self.line:
             place.news.set()
 
@@ -62,11 +62,11 @@ class Claims:
     """A node's."""
 
     def __init__(self, lease: float) -> None:
-        """`lease`: seconds that a claim nobody has is remembered."""
+        """`lease`: seconds for which a claim without a holder is remembered."""
         self._lease = lease
         self._claims: dict[bytes, Claim] = {}
         self._counts: Counter[str] = Counter()  # by client
-        self._left: dict[Claim, None] = {}  # those that nobody has, the oldest first
+        self._left: dict[Claim, None] = {}  # claims without a holder, the oldest first
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -93,8 +93,8 @@ class Claims:
                 self._all_left(claim)
 
     def tell_kept(self, message: pb.TellKeptRequest) -> None:
-        """Notes where the job of a claim is kept, if there is such a claim, and has those hear of
-        it who wait.
+        """Notes where the job of a claim is kept, if there is such a claim, and notifies the
+        waiting routers.
 
         Raises:
             InvalidRequest: the message makes no sense.
@@ -155,7 +155,7 @@ class Claims:
 async def serve_claim(
     claims: Claims, message: pb.ClaimRequest
 ) -> AsyncGenerator[pb.ClaimResponse, None]:
-    """Yields what a router should know, until it is closed. Raises as `Claims.enter`."""
+    """Yields the claim's news for a router, until it is closed. Raises as `Claims.enter`."""
     with claims.enter(message) as place:
         while True:
             await place.news.wait()

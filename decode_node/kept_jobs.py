@@ -1,16 +1,15 @@
 """Jobs that several routers may read, and that outlive them.
 
-A job with an `orphan_key` keeps what it says. Each router that knows the key may join it, and gets
-all it has said, from the first event on, then what follows. When its last router dies, which the
-node knows by the end of the router's stream, the job goes on for `--orphan-lease` seconds. One that
-has ended well is kept for as long.
+A job with an `orphan_key` keeps its events. Each router that knows the key may join the job, and
+gets all events from the first one on. The end of a router's stream tells the node that the router
+died. When a job's last router dies, the job continues for `--orphan-lease` seconds. A job that has
+ended well is kept for as long.
 
     Run ─▶ read ── the last reader's stream ends, too ─▶ orphan ── Run, join ─▶ read
             │ the last Run is cancelled                     │ lease, or the KV has not come yet
             └────────────▶ closed ◀─────────────────────────┘
 
-A job whose KV has not come yet ends: its prefill node has lost the router, too, and the answer has
-not begun.
+A job without its KV ends: its prefill node has lost the router, too, and the answer has not begun.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class KeptJob:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether it goes on without a router."""
+        """Whether the job runs without a router."""
         return self._lease is not None and not self.ended
 
     async def _run(self, session: DecodeSession, local: bool) -> None:
@@ -169,8 +168,8 @@ async def _noticed(has_happened: Callable[[], bool]) -> None:
 
 
 class KeptJobs:
-    """A node's jobs with keys: those that have routers, that have lost them, and that have ended
-    lately. Clients share the room for these: the client that has most of it gives way."""
+    """A node's jobs with keys: read by routers, orphaned, or ended lately. Clients share the room
+    for them; the client with the most tokens loses its jobs first."""
 
     def __init__(
         self,
@@ -214,7 +213,7 @@ class KeptJobs:
         return self._jobs.get(job.key) is job and num_orphans < MAX_ORPHANS
 
     def keep(self, job: KeptJob, events: list[StepEvent], event: StepEvent) -> None:
-        """Adds an event to those of a job, unless there is too much already: then the job is one
+        """Adds an event to those of a job. If there is too much already, the job becomes one
         without a key."""
         if self._jobs.get(job.key) is not job:
             return
@@ -232,7 +231,7 @@ class KeptJobs:
             self._ended[job.client][job] = None
 
     def forget(self, job: KeptJob) -> None:
-        """Lets go of what is kept of a job."""
+        """Drops the kept events of a job."""
         if self._jobs.get(job.key) is not job:
             return
         del self._jobs[job.key]

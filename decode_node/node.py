@@ -45,7 +45,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         return set_up(self.config, self.facts.device, self.kv_identity, key, source=False)
 
     def make_transfers(self, ranks: Sequence[RankReady], call: Call) -> KVSink:
-        """Makes a sink whose tickets name the ranks of its replica only."""
+        """Makes a sink with tickets that name only the ranks of its replica."""
         return KVSink(
             [
                 RankEndpoint(each.rank, Rect.of(each.caches[group]), endpoint, group)
@@ -73,7 +73,7 @@ class DecodeNode(EngineNode[DecodeSession, KVSink]):
         self.streams.end()
 
     def finish_choice(self, request_id: str, choice: int) -> None:
-        """Ends a choice of which the router needs no more tokens."""
+        """Ends a choice that needs no more tokens."""
         for replica in self.replicas:
             for session in replica.sessions:
                 if session.request_id == request_id:

@@ -1,12 +1,11 @@
-"""One stream to each router, for all of its jobs: what a step says is one message.
+"""One stream to each router, for all of its jobs: one message per step.
 
     reserved, landed, tokens, ended ──▶ add ──▶ │ pending │ ──▶ StepEvents n, n + 1, …
                                                  while the router takes one, the next gathers
 
-All that is said of a job goes this way, in the order in which it is said. A router opens its
-stream before it sends the first job, and a job begins when its stream is open. When the router
-ends, or is too far behind, what it has not read is lost, and so are the jobs: they fail, and it
-makes the rest elsewhere.
+All events of a job use this stream, in order. A router opens its stream before it sends the first
+job, and a job begins when its stream is open. When the router ends, or is too far behind, unread
+events are lost. Then its jobs fail, and the router continues the requests on other nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ class JobWriter:
     def tokens(
         self, position: int, event: TokenEvent, times: tuple[float, float, float] | None = None
     ) -> None:
-        """Tokens of one of its choices; `position` and `times` are those of `JobTokens`."""
+        """Adds tokens of one of the job's choices; `position` and `times` are those of
+        `JobTokens`."""
         if not self._ended:
             self._add(JobTokens.of(self._number, position, event, times))
 
@@ -145,12 +145,12 @@ class RouterStream:
         return batch
 
     def end(self) -> None:
-        """It takes no more jobs, and ends once those that it has have ended and all is read."""
+        """Takes no more jobs, and ends once the current jobs have ended and everything is read."""
         self._ending = True
         self._wake.set()
 
     def close(self) -> None:
-        """Loses what is pending; the jobs on it fail."""
+        """Drops pending events; the stream's jobs fail."""
         self.closed.set()
         self._pending, self._behind = [], 0
         self._wake.set()

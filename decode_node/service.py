@@ -12,12 +12,12 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import serving
 from pdserve.kv_transfer.control.sink import KVSink
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.digest import digest_from_pb
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
     def __init__(self, sinks: Sequence[KVSink], vocab_size: int) -> None:
-        """`sinks` are those of all replicas, behind one address."""
+        """`sinks` are the sinks of all replicas, behind one address."""
         self._sinks = sinks
         self._vocab_size = vocab_size
 
@@ -34,14 +34,14 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             if fault := self._fault_of(request.first_token.token):
                 sink.abort(request.transfer_id, request.epoch, fault)
                 raise _bad_commit(fault)
-            digests = [RunDigest.from_pb(each) for each in request.digests]
+            digests = [digest_from_pb(each) for each in request.digests]
             nbytes = await sink.commit(
                 request.transfer_id, request.epoch, request.first_token, digests
             )
         return pb.CommitResponse(bytes=nbytes)
 
     def _fault_of(self, event: pb.TokenEvent) -> str:
-        """Says what is wrong with a first token; empty: nothing."""
+        """Returns the fault of a first token; empty: none."""
         if len(event.tokens) != 1:
             return "a commit carries exactly one token"
         (token,) = event.tokens

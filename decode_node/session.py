@@ -88,7 +88,7 @@ class DecodeSession:
         await self._unless_failed(self._finished.wait())
 
     async def finish(self, choice: int) -> None:
-        """The router has all it wants of a choice: nothing more is computed for it."""
+        """The router needs no more of a choice: its computation stops."""
         self._unwanted |= {each.index for each in self._job.choices if each.index == choice}
         for sequence in self._sequences:
             awaited = sequence.status is Status.REMOTE or (
@@ -130,7 +130,7 @@ class DecodeSession:
         self._tell(sequence, event)
 
     def fail(self, error: PdserveError) -> None:
-        """The node, or its engine for a sequence of the job, cannot go on."""
+        """Fails the job: the node, or its engine for a sequence of the job, cannot continue."""
         self._fail(error)
 
     # ---- inside -----------------------------------------------------------------------------
@@ -180,8 +180,8 @@ class DecodeSession:
         return spent.in_steps, spent.preempted, monotonic() - self._decodes_since
 
     async def _unless_failed(self, work: Awaitable[T]) -> T:
-        """The result of `work`. It is cancelled when the node fails meanwhile: a rank that stands
-        still ends nothing. What it holds, `close` and the hand-off free."""
+        """Returns the result of `work`, which is cancelled if the node fails meanwhile: the work
+        itself would not end while a rank hangs. `close` and the hand-off free its resources."""
         task = asyncio.ensure_future(work)
         try:
             if not task.done():
@@ -222,8 +222,8 @@ class DecodeSession:
     def _landed(
         self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[RecvResult]
     ) -> None:
-        """The hand-off has an outcome. If it is the KV, the sequence is computed from the next step
-        on, whoever has yet to hear of it."""
+        """The hand-off has an outcome. If the KV has landed, the next step computes the sequence,
+        before the router hears of it."""
         try:
             arrival = landing.result()
             if sequence.status is not Status.REMOTE:

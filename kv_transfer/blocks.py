@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.native.code import MIN_HASHED_NBYTES, block_code
 
-MAX_BANDS = 4  # hashed at once: one thread reaches about half of the memory's bandwidth
-BAND_NBYTES = 64 << 10  # of one block, in a band of layers with its own digest
-
 
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
@@ -57,12 +54,6 @@ def head_nbytes(cache: torch.Tensor) -> int:
 def piece_nbytes(cache: torch.Tensor, rect: Rect, count: int) -> int:
     """Returns the size of `count` blocks of a piece."""
     return rect.area * cache.shape[1] * count * head_nbytes(cache)
-
-
-def bands(cache: torch.Tensor, rect: Rect) -> list[Rect]:
-    """Cuts a piece into the bands that have a digest of their own: the same for all runs of a
-    transfer."""
-    return rect.split_layers(min(MAX_BANDS, piece_nbytes(cache, rect, 1) // BAND_NBYTES))
 
 
 def byte_runs(view: CacheView, rect: Rect, block_ids: Sequence[int]) -> ByteRuns:
@@ -221,8 +212,8 @@ def copy_hashed(
     source: CacheBytes,
     source_ids: Sequence[int],
 ) -> bytes:
-    """Copies as `copy_blocks`, and returns the hash of the prefix and of what it wrote, as
-    `hash_blocks` would, without reading it again."""
+    """Copies as `copy_blocks`, and returns the hash of the prefix and the written bytes, as
+    `hash_blocks` would, without reading them again."""
     to, at = _both_runs(rect, target, target_ids, source, source_ids)
     code = block_code()
     if code is not None and len(prefix) + to.nbytes >= MIN_HASHED_NBYTES:

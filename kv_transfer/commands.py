@@ -17,10 +17,10 @@ from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
+    RunDigest,
     SinkTransfer,
     SourceTransfer,
 )
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.frame import bad_frame
 from pdserve.kv_transfer.layout import Share
 
@@ -38,7 +38,8 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Announces a run. With `digest`, the reply has a digest of each piece of the run."""
+    """Announces a run. With `digest`, the reply has a digest of each piece of the run, or says that
+    `Sent` will bring them."""
 
     transfer_id: bytes
     run: BlockRun
@@ -48,8 +49,8 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Verify(msgspec.Struct, tag=True):
-    """Compares this rank's blocks with `digests`, from number `start` on. The reply has those that
-    differ among the next few, and how many are `left` for another call."""
+    """Compares this rank's blocks with `digests`, from number `start` on. The reply has the
+    differing digests among the next few, and how many are `left` for another call."""
 
     transfer_id: bytes
     epoch: int
@@ -74,6 +75,7 @@ class Reply(msgspec.Struct):
     error: RankError | None = None
     digests: tuple[RunDigest, ...] = ()
     left: int = 0
+    hashed_as_sent: bool = False
 
 
 class RankError(msgspec.Struct):

@@ -53,6 +53,7 @@ class Capabilities:
     # Only the sink's own code writes into its blocks, and hashes runs as it does
     # (`KVConnector.landed_digest`).
     sink_writes: bool = False
+    source_hashes: bool = False  # the source hashes runs as it sends them (`ready_hashed`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,16 @@ class BlockRun:
 
     first: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDigest:
+    """Carries the source's digest of a run that it sent to one share of the sink."""
+
+    sink: int  # `Piece.sink`
+    rect: Rect  # of the piece
+    run: BlockRun  # announced, or a part of it
+    digest: bytes  # 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +110,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Sink: every piece of this rank is in its blocks and nothing more is written into them, so
-    the blocks may be used. Only the core fills in `connectors`: the names of those that moved
+    """Sink: every piece of this rank is in its blocks and nothing more is written into them, so the
+    blocks may be used. Only the core fills in `connectors`: the names of the connectors that moved
     bytes."""
 
     transfer_id: bytes
@@ -111,17 +122,19 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Source: every run announced so far, the last one included, was delivered."""
+    """Source: every run announced so far, the last one included, was delivered. `digests`: of the
+    runs that were announced by `ready_hashed`."""
 
     transfer_id: bytes
     epoch: int
     nbytes: int
     seconds: float  # from the first run announced to the last one delivered
+    digests: tuple[RunDigest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Ends a transfer that cannot go on; `code` as in TransferError, `blame` as in Blame."""
+    """Ends a transfer that cannot continue; `code` as in TransferError, `blame` as in Blame."""
 
     transfer_id: bytes
     epoch: int
@@ -197,6 +210,19 @@ class KVConnector(ABC):
         node's physical blocks for `run`; `last` marks the transfer's final run, which may be
         empty. The blocks do not change until `release`."""
 
+    @property
+    def hashes_as_it_sends(self) -> bool:
+        """Returns whether this source makes the digests of runs that `ready_hashed` announces."""
+        return self.capabilities.source_hashes
+
+    def ready_hashed(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        """Source, with `source_hashes`: does as `ready`, and hashes the run, or each part of it,
+        when it sends it (`digest.hash_prefix` comes before the bytes). `Sent` brings the digests.
+        The core announces small runs by `ready` and hashes them itself."""
+        raise NotImplementedError
+
     @abstractmethod
     def quiesce(self, transfer_id: bytes) -> None:
         """Returns when nothing writes into the transfer's blocks (sink) or reads them (source), and
@@ -206,9 +232,9 @@ class KVConnector(ABC):
     def landed_digest(
         self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
     ) -> bytes | None:
-        """Sink, with `sink_writes`: returns the hash of what it wrote into the blocks of a run,
-        made as it wrote (`digest.hash_prefix` comes before the bytes). None, the default: there is
-        none, and the core reads the blocks again."""
+        """Sink, with `sink_writes`: returns the hash of the bytes written into the blocks of a run,
+        made while writing (`digest.hash_prefix` comes before the bytes). None, the default: there
+        is no hash, and the core reads the blocks again."""
         return None
 
     def release(self, transfer_id: bytes) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2
-from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
+from pdserve.kv_transfer.connector import BlockRun, RunDigest, SinkTransfer
 from pdserve.kv_transfer.frame import bad_frame
 from pdserve.kv_transfer.layout import Rect
 
@@ -23,33 +23,24 @@ _CONTEXT = struct.Struct("!16sI4III")  # transfer id, epoch, rectangle, first bl
 def hash_prefix(
     fingerprint: str, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
 ) -> bytes:
-    """Returns what is hashed before the bytes of a run."""
+    """Returns the bytes that are hashed before a run."""
     context = _CONTEXT.pack(transfer_id, epoch, *rect.corners, run.first, run.count)
     return fingerprint.encode() + context
 
 
-@dataclass(frozen=True, slots=True)
-class RunDigest:
-    """Carries the source's digest of a run that it sent to one share of the sink."""
+def digest_to_pb(digest: RunDigest) -> cluster_pb2.RunDigest:
+    return cluster_pb2.RunDigest(
+        sink=digest.sink,
+        **asdict(digest.rect),
+        first_block=digest.run.first,
+        num_blocks=digest.run.count,
+        digest=digest.digest,
+    )
 
-    sink: int
-    rect: Rect
-    run: BlockRun
-    digest: bytes  # 16 bytes
 
-    def to_pb(self) -> cluster_pb2.RunDigest:
-        return cluster_pb2.RunDigest(
-            sink=self.sink,
-            **asdict(self.rect),
-            first_block=self.run.first,
-            num_blocks=self.run.count,
-            digest=self.digest,
-        )
-
-    @classmethod
-    def from_pb(cls, message: cluster_pb2.RunDigest) -> RunDigest:
-        run = BlockRun(message.first_block, message.num_blocks)
-        return cls(message.sink, Rect.of(message), run, message.digest)
+def digest_from_pb(message: cluster_pb2.RunDigest) -> RunDigest:
+    run = BlockRun(message.first_block, message.num_blocks)
+    return RunDigest(message.sink, Rect.of(message), run, message.digest)
 
 
 def check_coverage(whole: Rect, transfer: SinkTransfer, digests: Sequence[RunDigest]) -> None:

@@ -47,8 +47,8 @@ class Gate:
                     self._changed.notify_all()
 
     def close(self, grace: float = GRACE_S) -> None:
-        """Admits no more threads and waits until the last one has left; after `grace` seconds those
-        still inside are interrupted."""
+        """Admits no more threads and waits until the last one has left; after `grace` seconds the
+        remaining ones are interrupted."""
         with self._changed:
             self._open = False
             if self._changed.wait_for(lambda: not self._inside, grace):

@@ -98,8 +98,8 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Names what one rank keeps of one KV group. A node numbers its shares: with one group those
-    numbers are the ranks'."""
+    """Names one rank's part of one KV group. A node numbers its shares: with one group the numbers
+    are the ranks'."""
 
     rank: int
     rect: Rect

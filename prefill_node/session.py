@@ -27,9 +27,11 @@ from pdserve.kv_transfer.control.ticket import Ticket
 
 
 class PrefillSession:
-    """Whoever makes a session must `close` it, whatever happened: that frees everything.
+    """Prefills one job and hands its KV over. The owner must `close` the session in every case:
+    that frees everything.
 
-    `known_token` is what a node that failed has sampled and the client has seen: it stands.
+    `known_token` is the first token that a failed node has sampled and the client has seen: it is
+    kept.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class PrefillSession:
         self._job = job
         self._ticket = ticket
         self._sequence = self._engine.new_sequence(job, job.choices[0])
-        self._num_tokens = self._sequence.num_tokens  # whose KV is handed over
+        self._num_tokens = self._sequence.num_tokens  # tokens with KV to hand over
         self._known_token = known_token
         self._first_token: asyncio.Future[pb.FirstToken]
         self._first_token = asyncio.get_running_loop().create_future()
@@ -104,7 +106,7 @@ class PrefillSession:
             self._committed = self._handoff.commit(first)
 
     def fail(self, error: PdserveError) -> None:
-        """The node, or its engine for a sequence of the job, cannot go on."""
+        """Fails the job: the node, or its engine for a sequence of the job, cannot continue."""
         if not self._first_token.done():
             self._first_token.set_exception(error)
 

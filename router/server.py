@@ -39,7 +39,7 @@ from pdserve.router.cluster.registry_service import (
     RegistryService,
 )
 from pdserve.router.cluster.served_model import load_served_model
-from pdserve.router.grpc.door import MAX_NBYTES, ClientDoor, Messages
+from pdserve.router.grpc.door import MAX_NBYTES, ClientDoor, Messages, max_streams
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
 from pdserve.router.http.cors import CORS
@@ -157,7 +157,8 @@ class RouterServer:
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
         door = ClientDoor(state.keys, messages, state.metrics)
-        server = GrpcServer(door, limit, shares_port=self._shares_ports)
+        streams = max_streams(routing)
+        server = GrpcServer(door, limit, shares_port=self._shares_ports, max_streams=streams)
         server.add(
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             inference_pb2_grpc.add_InferenceServicer_to_server,
@@ -239,7 +240,7 @@ class RouterServer:
         """gRPC cancels calls that come while it stops, so it first waits until none do."""
         until = monotonic() + timeout
         await self._inference.quiet(min(timeout, LAME_DUCK), has_balancer)
-        # Watches of health would go on for minutes: they end with `stop`.
+        # Health watches would last for minutes: they end with `stop`.
         self._tasks.append(asyncio.create_task(self._grpc.stop(timeout + _DRAIN_GRACE)))
         await self._inference.drain(max(0.0, until - monotonic()))
 

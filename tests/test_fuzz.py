@@ -42,6 +42,7 @@ from pdserve.kv_transfer.connector import (
     KVConnector,
     Landed,
     RankContext,
+    RunDigest,
     SinkTransfer,
     SourceTransfer,
 )
@@ -49,7 +50,6 @@ from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Endpoint, Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.layout import CacheView, Piece, Rect, Share, plan
 from pdserve.kv_transfer.rank.digester import Digester

@@ -43,11 +43,12 @@ class LayerKV:
         return cls(num_heads, numbers, window=STATE_WINDOW, planes=1, state=True)
 
     @property
-    def rank(self) -> tuple[bool, bool, int, int, int, bool]:
+    def rank(self) -> tuple[bool, bool, int, int, int, bool, int]:
         """The place of its group: full attention first, then windows from long to short, then
         states."""
         size = -self.num_kv_heads, -self.head_dim
-        return self.state, self.window is not None, -(self.window or 0), *size, self.chunked
+        windowed = self.window is not None, -(self.window or 0)
+        return self.state, *windowed, *size, self.chunked, self.planes
 
 
 @dataclass(frozen=True, slots=True)

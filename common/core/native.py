@@ -1,10 +1,11 @@
 """Compiles C++ for this machine, once, and loads it.
 
 A shared library has a C interface (`extern "C"`, pointers and integers), so it needs no Python
-headers and works with every Python. Its file name is a digest of all that it depends on. Processes
-that start at the same time build it once, under a lock; a file with the final name is always
-complete. The cache folder is accessed only through a checked descriptor (`private_folder.py`), so
-that it cannot be exchanged between check and use.
+headers and works with every Python. Its file name is a digest of the content of all that it depends
+on, so another checkout or virtual environment with the same sources finds it. Processes that start
+at the same time build it once, under a lock; a file with the final name is always complete. The
+cache folder is accessed only through a checked descriptor (`private_folder.py`), so that it cannot
+be exchanged between check and use.
 """
 
 from __future__ import annotations
@@ -47,14 +48,12 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The inputs of a shared library. `salt`: other things it depends on, such as the versions of
-    linked libraries."""
+    """The inputs of a shared library."""
 
     name: str  # its folder in the cache
     sources: Path  # a folder with .cpp and .h files
     flags: tuple[str, ...] = ()
-    linked: tuple[str, ...] = ()  # libraries, by path
-    salt: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()  # libraries with a soname that are loaded already, by path
 
     @property
     def files(self) -> list[Path]:
@@ -113,12 +112,17 @@ def _find_compiler() -> str:
 
 def _digest(library: Library, compiler: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    version = _run([compiler, "--version"])
-    for part in (compiler, version, *FLAGS, *library.flags, *library.linked, *library.salt, _cpu()):
+    for part in (compiler, _version(compiler), *FLAGS, *library.flags, _cpu()):
         digest.update(f"{part}\0".encode())
-    for path in library.files:
+    for path in (*library.files, *map(Path, library.linked)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _version(compiler: str) -> str:
+    """Tells compilers apart without running them, which each process would do at its start."""
+    found = os.stat(compiler)
+    return f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns}"
 
 
 def _cpu() -> str:
@@ -153,8 +157,15 @@ def _build_atomically(library: Library, compiler: str, result: Path, fd: int) ->
         objects = list(threads.map(compiled, library.files_of(".cpp")))
         made = f"{scratch}/library.so"
         # -z defs: a missing symbol fails here, not during a step.
-        run([compiler, "-shared", "-Wl,-z,defs", "-o", made, *objects, *library.linked])
+        run([compiler, "-shared", "-Wl,-z,defs", "-o", made, *objects, *_links(library)])
         os.replace(made, result)
+
+
+def _links(library: Library) -> list[str]:
+    """Returns flags by which the result has the linked libraries' names, never their folders."""
+    return [
+        f for path in map(Path, library.linked) for f in (f"-L{path.parent}", f"-l:{path.name}")
+    ]
 
 
 def _check_room(path: Path) -> None:
@@ -172,10 +183,10 @@ def _check_room(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _run(command: list[str], fd: int | None = None, scratch: str | None = None) -> str:
+def _run(command: list[str], fd: int, scratch: str) -> str:
     """Runs `command` and returns its output. `scratch`: a folder for temporary files, which may lie
     below the open folder `fd`."""
-    environment = helper_environment({} if scratch is None else {"TMPDIR": scratch})
+    environment = helper_environment({"TMPDIR": scratch})
     try:
         done = subprocess.run(
             command,
@@ -183,7 +194,7 @@ def _run(command: list[str], fd: int | None = None, scratch: str | None = None) 
             text=True,
             timeout=BUILD_TIMEOUT,
             env=environment,
-            pass_fds=() if fd is None else (fd,),
+            pass_fds=(fd,),
         )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from error

@@ -187,7 +187,7 @@ PARAMETERS: dict[str, Parameter] = {
         Parameter(
             "priority", ParamType.INTEGER, VLLM, low=-(2**31), high=2**31 - 1, default="0",
             meaning="lower values are served first; other values than 0 need "
-            "[`--scheduling-policy priority`](admission.md#whose-turn-it-is) (also over gRPC)",
+            "[`--scheduling-policy priority`](admission.md#queue-order) (also over gRPC)",
         ),
         Parameter(
             "timeline", ParamType.BOOLEAN, PDSERVE, default="false",

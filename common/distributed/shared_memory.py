@@ -42,7 +42,8 @@ _MASK = 2**32 - 1
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # linux/futex.h, x86-64
 _SLICE = 0.05  # seconds of sleep between two checks for dead ranks
 # Seconds of spinning before sleep: several times the cost of a sleep and wake-up. Each iteration
-# yields, because the rank it waits for may need this core.
+# yields, because the rank it waits for may need this core. A rank that waited longer than this does
+# not spin in the next round: where others need the cores, too, spinning would only take them.
 _SPIN = 200e-6
 
 _KEY = "descriptors"  # key in the store
@@ -98,6 +99,7 @@ class SharedMemory:
         self._fence = threading.Lock()
         # With more ranks than cores, spinning would only take cores from ranks that compute.
         self._spin_seconds = _SPIN if size <= usable_cores() else 0.0
+        self._spins = self._spin_seconds > 0
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_words_bytes(size))
         self._slots = slots.view(2, size, SLOT_BYTES)
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
@@ -128,8 +130,11 @@ class SharedMemory:
         if not self._missing():
             self._words[self._complete] = self._round
             _syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, 2**31 - 1, None)
-        elif not self._spin():
-            self._wait(deadline)
+        else:
+            began = time.perf_counter()
+            if not (self._spins and self._spin(began + self._spin_seconds)):
+                self._wait(deadline)
+            self._spins = time.perf_counter() - began < self._spin_seconds
 
     def _missing(self) -> list[int]:
         """Returns the ranks that are not in this round yet. None can be more than one ahead."""
@@ -137,9 +142,8 @@ class SharedMemory:
         ranks = range(len(self._ranks))
         return [rank for rank in ranks if (words[rank * _LINE] - current) & _MASK > 1]
 
-    def _spin(self) -> bool:
+    def _spin(self, end: float) -> bool:
         words, complete, current = self._words, self._complete, self._round
-        end = time.perf_counter() + self._spin_seconds
         while words[complete] != current:
             if time.perf_counter() > end:
                 return False

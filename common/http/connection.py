@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 HEADER_TIMEOUT = 10.0  # seconds from a header's first byte to its last
 CROWDED = 0.25  # of the connections that may be open
+MAX_UNSENT = 2**28  # bytes that the clients of all connections together have not taken yet
 CROWDED_KEEP_ALIVE = 5.0  # seconds that a connection may be idle when so many are open
 
 
@@ -112,6 +113,25 @@ class Crowd:
             is_crowded = len(self._all) > CROWDED * self._most
             for connection in list(self._all):
                 connection.check(is_crowded)
+            self.bound_unsent()
+
+    def bound_unsent(self) -> None:
+        """While too much is not taken, hangs up on the connection with most of the host with most:
+        one that takes its answers drop by drop is never late."""
+        unsent = Counter({each: nbytes for each in self._all if (nbytes := each.unsent)})
+        if (excess := unsent.total() - MAX_UNSENT) <= 0:
+            return
+        hosts: Counter[str] = Counter()
+        for connection, nbytes in unsent.items():
+            hosts[connection.host] += nbytes
+        while excess > 0:
+            [(host, _)] = hosts.most_common(1)
+            worst = max((each for each in unsent if each.host == host), key=unsent.__getitem__)
+            nbytes = unsent.pop(worst)
+            hosts[host] -= nbytes
+            excess -= nbytes
+            logger.warning("%s has not taken %d bytes, the most of all: hung up", host, nbytes)
+            worst.abort()
 
 
 class Connection(asyncio.Protocol):
@@ -125,6 +145,7 @@ class Connection(asyncio.Protocol):
         self._since = crowd.now()  # since when it is idle, or a client has taken nothing
         self._header = True  # has begun; a new connection has as long for its first one
         self._unsent = 0  # bytes, at the last check
+        self._is_behind = False
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -150,10 +171,12 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._since, self._unsent = self._crowd.now(), self._transport.get_write_buffer_size()
+        self._is_behind = True
         self._writable.clear()
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
+        self._is_behind = False
         self._writable.set()
         self._http.resume_writing()
 
@@ -183,9 +206,18 @@ class Connection(asyncio.Protocol):
             self._crowd.busy(self)
 
     @property
+    def unsent(self) -> int:
+        """Bytes that its client has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def host(self) -> str:
+        return str((self._peer or ("?",))[0])
+
+    @property
     def is_writable(self) -> bool:
         """Whether the client is there, and not behind."""
-        return self._writable.is_set() and not self._transport.is_closing()
+        return not (self._is_behind or self._transport.is_closing())
 
     def write(self, data: bytes) -> None:
         """Sends part of the answer that is being written."""
@@ -224,7 +256,7 @@ class Connection(asyncio.Protocol):
         return min(most, CROWDED_KEEP_ALIVE) if is_crowded else most
 
     @property
-    def _peer(self) -> object:
+    def _peer(self) -> Any:
         return self._transport.get_extra_info("peername")
 
 

@@ -75,6 +75,6 @@ def load_decoder(
     `load_model`."""
     if spec.impl == "native":
         return load_model(spec, config, sharding, stage, on_progress, folder)
-    from pdserve.common.model.hf.model import load_transformers_model
+    from pdserve.common.model.hf.load import load_transformers_model
 
     return load_transformers_model(spec, config, sharding, stage, folder)

@@ -73,16 +73,17 @@ def reading_first(
     return grpc.stream_unary_rpc_method_handler(_forgetting(unary), None, serializer)
 
 
-def answering_each(handler: Handler, admit: Callable[[Context], None]) -> Handler:
-    """Returns a handler of a stream of small messages, each of which has its answer. It ends after
-    SILENCE seconds without one. `admit` raises for callers without permission."""
+def two_way(handler: Handler, admit: Callable[[Context], None]) -> Handler:
+    """Returns a handler of a stream of small messages, which it answers as it likes. It ends after
+    SILENCE seconds without a message or an answer. `admit` raises for callers without
+    permission."""
 
     async def answer(_: Any, context: Context) -> None:
         async with serving(context):
             admit(context)
             try:
                 async with asyncio.timeout(SILENCE) as limit:
-                    await answer_each(handler, context, SMALL_NBYTES, limit)
+                    await converse(handler, context, SMALL_NBYTES, limit)
             except TimeoutError:
                 raise DeadlineExceeded(f"the call was silent for {SILENCE:.0f} s") from None
 
@@ -91,25 +92,31 @@ def answering_each(handler: Handler, admit: Callable[[Context], None]) -> Handle
     )
 
 
-async def answer_each(
+async def converse(
     handler: Handler, context: Context, most: int, limit: asyncio.Timeout | None = None
 ) -> None:
-    """Answers messages of at most `most` bytes until the stream ends. Each of them moves `limit`.
+    """Has the handler answer messages of at most `most` bytes until it ends. Each message, and each
+    answer, moves `limit`.
 
     Raises:
         InvalidRequest: one is longer, or is not of the method's type.
     """
-    while (raw := await context.read()) is not EOF:
-        if len(raw) > most:
-            raise InvalidRequest(f"a message has at most {most} bytes")
+
+    def moved() -> None:
         if limit is not None:
             limit.reschedule(asyncio.get_running_loop().time() + SILENCE)
-        async for answer in handler.stream_stream(_one(parsed(handler, raw)), context):
+
+    async def messages() -> AsyncIterator[Any]:
+        while (raw := await context.read()) is not EOF:
+            if len(raw) > most:
+                raise InvalidRequest(f"a message has at most {most} bytes")
+            moved()
+            yield parsed(handler, raw)
+
+    async with aclosing(handler.stream_stream(messages(), context)) as answers:
+        async for answer in answers:
             await context.write(answer)
-
-
-async def _one(message: Any) -> AsyncIterator[Any]:
-    yield message
+            moved()
 
 
 def _forgetting(answer: Handler) -> Handler:

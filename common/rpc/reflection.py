@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from pdserve.common.core.errors import DeadlineExceeded
-from pdserve.common.rpc.receive import Context, Handler, answer_each, one_of_few
+from pdserve.common.rpc.receive import Context, Handler, converse, one_of_few
 from pdserve.common.rpc.status import serving
 
 MAX_NBYTES = 4096  # of a question, which is a name
@@ -41,6 +41,6 @@ class Reflection:
 async def _answer(handler: Handler, context: Context) -> None:
     try:
         async with asyncio.timeout(LASTS):
-            await answer_each(handler, context, MAX_NBYTES)
+            await converse(handler, context, MAX_NBYTES)
     except TimeoutError:
         raise DeadlineExceeded(f"a reflection call has at most {LASTS:.0f} s") from None

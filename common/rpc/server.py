@@ -32,11 +32,11 @@ from pdserve.common.rpc.receive import (
     MAX_NBYTES,
     Context,
     Handler,
-    answering_each,
     max_nbytes,
     read_message,
     reading_first,
     refuse,
+    two_way,
 )
 from pdserve.common.rpc.reflection import Reflection
 from pdserve.common.rpc.tls import TLS, certified_roles
@@ -89,15 +89,18 @@ class GrpcServer:
         max_message: int | None = None,
         trace: grpc.aio.ServerInterceptor | None = None,
         shares_port: bool = False,
+        max_streams: int | None = None,
     ) -> None:
         """Without `auth` everyone may call. `max_message`: bytes. `shares_port`: other processes of
-        this user may listen at its port, too, and the kernel deals connections out to all."""
+        this user may listen at its port, too, and the kernel deals connections out to all.
+        `max_streams`: calls of a connection at once; its client holds the others back."""
         auth = auth or AuthInterceptor()
         # If an option occurs twice, gRPC uses the first.
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
         crowd = ("grpc.max_allowed_incoming_connections", max_connections())
         shared = [("grpc.so_reuseport", 1)] if shares_port else []
-        options = [*limit, crowd, *shared, *_OPTIONS]
+        streams = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
+        options = [*limit, crowd, *shared, *streams, *_OPTIONS]
         self._shares_port = shares_port
         interceptors = [auth, *filter(None, [trace])]
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
@@ -200,7 +203,7 @@ class AuthInterceptor(Door):
 
             if method.startswith(REFLECTION):
                 return self._reflection.bounded(handler, certify)
-            return answering_each(handler, certify)
+            return two_way(handler, certify)
         return reading_first(handler, lambda context: self._reading(context, method, caller))
 
     def _caller(self, token: str | None, method: str) -> Caller | None:

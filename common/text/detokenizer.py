@@ -7,7 +7,8 @@ A token's text depends on its neighbours: a character may span several tokens, a
 decoders drop the leading space of the first token. So each new token is decoded together with the
 last few that produced text (the context), and only the new text is returned. This is the
 prefix-offset method of Hugging Face text-generation-inference; the window has a handful of tokens,
-so the cost per token is constant.
+so the cost per token is constant. Byte-level decoders just join bytes: there, a token of whole
+characters behind others has the text that it has alone, which is cached.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._joins_bytes = tokenizer.joins_bytes
         self._silent = tokenizer.special if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []  # context, then pending
         self._context = 0  # tokens of the window whose text was returned
@@ -41,6 +43,8 @@ class Detokenizer:
         """Returns the text that this token completes; "" while a character is incomplete."""
         if token_id in self._silent:
             return ""
+        if self._joins_bytes and (text := self._push_whole(token_id)):
+            return text
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window, False)
         if len(text) > len(self._context_text) and not text.endswith(_REPLACEMENT):
@@ -48,6 +52,18 @@ class Detokenizer:
         if len(self._window) - self._context >= _MAX_PENDING:
             return self._give_up(text)
         return ""
+
+    def _push_whole(self, token_id: int) -> str:
+        """Takes a token of whole characters behind whole characters, and returns its text; takes no
+        other, and returns ""."""
+        if len(self._window) > self._context or self._context_text.endswith(_REPLACEMENT):
+            return ""
+        text = self._tokenizer.text_alone(token_id)
+        if _REPLACEMENT in text:
+            return ""
+        if text:
+            self._window, self._context, self._context_text = [token_id], 1, text
+        return text
 
     def flush(self) -> str:
         """Returns the remaining text after the last token; an incomplete character is U+FFFD."""

@@ -43,7 +43,10 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._texts: dict[int, str] = {}  # cache of `text_alone`
         self.special = frozenset(i for i, token in added.items() if token.special)
-        self._alphabet = _decoder_alphabet(repr(self._backend.decoder))
+        decoder = repr(self._backend.decoder)
+        self._alphabet = _decoder_alphabet(decoder)
+        # A text is the bytes of its tokens: tokens of whole characters have the same text alone.
+        self.joins_bytes = decoder.startswith("ByteLevel(")
         self.vocab_size: int = self._backend.get_vocab_size()
         # Length of the longest entry, an upper bound for the characters of a token's text.
         self.max_token_chars = max(map(len, self._backend.get_vocab()))

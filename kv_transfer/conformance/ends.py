@@ -105,7 +105,12 @@ class End(ABC):
 
     @abstractmethod
     def ready(
-        self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool
+        self,
+        transfer_id: bytes,
+        run: BlockRun,
+        ids: tuple[int, ...],
+        last: bool,
+        hashed: bool = False,
     ) -> None: ...
 
     @abstractmethod
@@ -136,8 +141,16 @@ class LocalEnd(End):
     def submit(self, transfer: SourceTransfer) -> None:
         self._call(self.connector.submit, transfer)
 
-    def ready(self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool) -> None:
-        self._call(self.connector.ready, transfer_id, run, ids, last)
+    def ready(
+        self,
+        transfer_id: bytes,
+        run: BlockRun,
+        ids: tuple[int, ...],
+        last: bool,
+        hashed: bool = False,
+    ) -> None:
+        ready = self.connector.ready_hashed if hashed else self.connector.ready
+        self._call(ready, transfer_id, run, ids, last)
 
     def quiesce(self, transfer_id: bytes) -> None:
         self._call(self.connector.quiesce, transfer_id, within=2 * QUICK_S)

@@ -61,10 +61,16 @@ class Pair(Generic[S, T]):
     # ---- the core's calls to the ranks ----
 
     def accept(
-        self, transfer_id: bytes, sink_ids: Sequence[int], *, epoch: int = 1, first: int = 0
+        self,
+        transfer_id: bytes,
+        sink_ids: Sequence[int],
+        *,
+        epoch: int = 1,
+        first: int = 0,
+        digests: bool = False,
     ) -> None:
         for end in self.sink.ends:
-            end.accept(SinkTransfer(transfer_id, epoch, first, tuple(sink_ids)))
+            end.accept(SinkTransfer(transfer_id, epoch, first, tuple(sink_ids), digests))
 
     def submit(self, transfer_id: bytes, *, epoch: int = 1) -> None:
         endpoints = [end.endpoint() for end in self.sink.ends]
@@ -76,10 +82,15 @@ class Pair(Generic[S, T]):
             end.submit(SourceTransfer(transfer_id, epoch, mine))
 
     def ready(
-        self, transfer_id: bytes, run: BlockRun, block_ids: Sequence[int], last: bool = False
+        self,
+        transfer_id: bytes,
+        run: BlockRun,
+        block_ids: Sequence[int],
+        last: bool = False,
+        hashed: bool = False,
     ) -> None:
         for end in self.source.ends:
-            end.ready(transfer_id, run, tuple(block_ids), last)
+            end.ready(transfer_id, run, tuple(block_ids), last, hashed)
 
     def announce(
         self,
@@ -89,6 +100,7 @@ class Pair(Generic[S, T]):
         *,
         first: int = 0,
         last: bool = True,
+        hashed: bool = False,
     ) -> None:
         """Announces all blocks in runs of `counts` (default: one run); `source_ids[0]` is block
         `first`."""
@@ -96,7 +108,7 @@ class Pair(Generic[S, T]):
         for run in runs:
             start = run.first - first
             ids = source_ids[start : start + run.count]
-            self.ready(transfer_id, run, ids, last and run is runs[-1])
+            self.ready(transfer_id, run, ids, last and run is runs[-1], hashed)
 
     def send(
         self,
@@ -107,11 +119,14 @@ class Pair(Generic[S, T]):
         *,
         epoch: int = 1,
         first: int = 0,
+        hashed: bool = False,
+        digests: bool = False,
     ) -> None:
-        """Runs a whole transfer, from accept to the last event."""
-        self.accept(transfer_id, sink_ids, epoch=epoch, first=first)
+        """Runs a whole transfer, from accept to the last event. `hashed`: its runs are announced by
+        `ready_hashed`; `digests`: the sink is told that there will be some."""
+        self.accept(transfer_id, sink_ids, epoch=epoch, first=first, digests=digests)
         self.submit(transfer_id, epoch=epoch)
-        self.announce(transfer_id, source_ids, counts, first=first)
+        self.announce(transfer_id, source_ids, counts, first=first, hashed=hashed)
         self.wait_landed(transfer_id, epoch=epoch)
         self.wait_sent(transfer_id, epoch=epoch)
 

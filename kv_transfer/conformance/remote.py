@@ -111,7 +111,15 @@ class RemoteEnd(End):
     def submit(self, transfer: SourceTransfer) -> None:
         self.process.order(Submit(transfer))
 
-    def ready(self, transfer_id: bytes, run: BlockRun, ids: tuple[int, ...], last: bool) -> None:
+    def ready(
+        self,
+        transfer_id: bytes,
+        run: BlockRun,
+        ids: tuple[int, ...],
+        last: bool,
+        hashed: bool = False,
+    ) -> None:
+        """Ignores `hashed`: no check asks a rank in another process for digests."""
         self.process.order(Ready(transfer_id, run, ids, last))
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks what a connector declares and refuses, and calls that are late, repeated or unknown."""
+"""Checks declarations, refusals, and late, repeated or unknown calls."""
 
 from __future__ import annotations
 
@@ -181,9 +181,9 @@ def test_another_fingerprint_is_refused(kit: Kit) -> None:
     "keys", [(), (b"the key of another cluster than !",)], ids=["none", "another"]
 )
 def test_another_key_is_refused(kit: Kit, keys: tuple[bytes, ...]) -> None:
-    """A connector that declares `authenticates`, and whose peers are not the kernel's to know
-    (`same_host`): a source without the sink's key writes nothing and learns that it is refused,
-    and so does a source whose sink has none. Those who have it go on."""
+    """For a connector that declares `authenticates`, unless the kernel identifies its peers
+    (`same_host`): a source without the sink's key writes nothing and learns that it is refused, and
+    so does a source with a key at a sink without one. Sources with the key continue."""
     if not kit.capabilities.authenticates or kit.capabilities.same_host:
         return
     pair = Pair(kit.node(), kit.node())

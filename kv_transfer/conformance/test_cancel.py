@@ -1,5 +1,5 @@
-"""`quiesce` is what makes it safe to free blocks: when it has returned, they are somebody
-else's. Epochs tell the transfer that is current from the one that was given up."""
+"""`quiesce` makes it safe to free blocks: once it has returned, another transfer may own them.
+Epochs separate the current transfer from an abandoned one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def begin(pair: Pair[LocalEnd, LocalEnd], transfer_id: bytes = ID) -> None:
 
 
 def test_after_quiesce_the_sink_is_not_written(kit: Kit) -> None:
-    """The sink gives a transfer up half way; the source does not know and goes on."""
+    """The sink gives a transfer up half way; the source does not know and continues."""
     pair = kit.pair()
     begin(pair)
     pair.sink.end.quiesce(ID)
@@ -59,7 +59,7 @@ def test_quiesce_amid_a_stream(kit: Kit, after_ms: int) -> None:
 
 
 def test_after_quiesce_the_source_is_not_read(kit: Kit) -> None:
-    """The source gives a transfer up half way; what is announced after that is unknown."""
+    """The source gives a transfer up half way; later runs belong to an unknown transfer."""
     pair = kit.pair()
     begin(pair)
     pair.source.end.quiesce(ID)
@@ -72,8 +72,9 @@ def test_after_quiesce_the_source_is_not_read(kit: Kit) -> None:
 
 @pytest.mark.parametrize("after_ms", [0, 3, 8])
 def test_source_quiesce_amid_a_stream(kit: Kit, after_ms: int) -> None:
-    """`quiesce` at the source while runs go out. What the sink counts as landed was read before.
-    (A sink that reads by itself may see newer bytes, but must not report them as landed.)"""
+    """`quiesce` at the source while runs are sent. Everything that the sink counts as landed was
+    read before. (A sink that reads by itself may see newer bytes, but must not report them as
+    landed.)"""
     pair = kit.pair(BIG)
     ids = scattered(128, 128)
     pair.accept(ID, ids)
@@ -90,8 +91,8 @@ def test_source_quiesce_amid_a_stream(kit: Kit, after_ms: int) -> None:
 
 
 def test_a_zombie_of_an_older_epoch_never_writes(kit: Kit) -> None:
-    """The sink hands the transfer to another source under a higher epoch; the first source
-    does not know and goes on, into the same connection."""
+    """The sink hands the transfer to another source under a higher epoch; the first source does not
+    know and continues, into the same connection."""
     sink, zombie = kit.node(), kit.node()
     old = Pair(zombie, sink, seed=1)
     begin(old)

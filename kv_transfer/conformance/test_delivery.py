@@ -184,7 +184,7 @@ def test_events_name_the_transfer_and_its_bytes(kit: Kit) -> None:
 
 
 def test_without_the_last_run_nothing_is_over(kit: Kit) -> None:
-    """A source that never announces its last run: what it announced arrives; no Landed, no Sent.
+    """A source that never announces its last run: the announced runs arrive; no Landed, no Sent.
     (The core's lease ends such a transfer.)"""
     pair = kit.pair()
     pair.accept(ID, (4, 5, 6))

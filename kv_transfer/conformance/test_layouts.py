@@ -1,4 +1,4 @@
-"""Unequal parallelism: each source rank sends the part of its rectangle that a sink rank wants."""
+"""Unequal parallelism: each source rank sends each sink rank its part of the rectangle."""
 
 from __future__ import annotations
 

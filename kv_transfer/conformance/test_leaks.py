@@ -46,7 +46,7 @@ class Holdings:
 
 @pytest.fixture
 def folders(target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """Returns the folders where files could be left: the test's own and those of the options."""
+    """Returns the folders where files could remain: the test's own and those of the options."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return [tmp_path, *named_folders(target.config)]
@@ -58,7 +58,7 @@ def named_folders(config: Mapping[str, Any]) -> list[Path]:
 
 
 def transfers(pair: Pair[LocalEnd, LocalEnd], count: int) -> None:
-    """Some that succeed, and each time one that is given up."""
+    """Runs transfers that succeed, each beside one that is abandoned."""
     for number in range(count):
         done, given_up = bytes([number]) * 16, bytes([number, 255]) * 8
         ids = scattered(6, 256, number)

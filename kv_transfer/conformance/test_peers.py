@@ -62,8 +62,8 @@ def wait_failed(end: End, blame: Blame) -> None:
 
 
 def test_a_stalled_sink_does_not_block_the_source(kit: Kit) -> None:
-    """While the sink stands still `ready` returns at once, and the source keeps no copies: the
-    blocks stay untouched until `release`. When the sink goes on, so does the transfer."""
+    """While the sink hangs `ready` returns at once, and the source keeps no copies: the blocks stay
+    untouched until `release`. When the sink resumes, so does the transfer."""
     pair = Pair(kit.node(geometry=BIG), kit.remote(BIG))
     begin(pair)
     pair.sink.end.stop()
@@ -80,8 +80,8 @@ def test_a_stalled_sink_does_not_block_the_source(kit: Kit) -> None:
 
 
 def test_quiesce_does_not_wait_for_a_stalled_sink(kit: Kit) -> None:
-    """The source gives up while the sink stands still: it frees its blocks without the sink's
-    help, and the sink does not take what they hold later."""
+    """The source gives up while the sink hangs: it frees its blocks without the sink's help, and
+    the sink does not take their later contents."""
     pair = Pair(kit.node(geometry=BIG), kit.remote(BIG))
     begin(pair)
     pair.sink.end.stop()
@@ -95,8 +95,8 @@ def test_quiesce_does_not_wait_for_a_stalled_sink(kit: Kit) -> None:
 
 
 def test_quiesce_does_not_wait_for_a_stalled_source(kit: Kit) -> None:
-    """The sink gives up while the source stands still, likely amid a run: it frees its blocks
-    without the source's help, and they stay untouched when the source goes on."""
+    """The sink gives up while the source hangs, likely inside a run: it frees its blocks without
+    the source's help, and they stay untouched when the source resumes."""
     pair = Pair(kit.remote(BIG), kit.node(geometry=BIG))
     begin(pair)
     pair.announce(ID, IDS[2:-9], RUNS[1:-1], first=2, last=False)
@@ -127,8 +127,8 @@ def check_unharmed(pair: Pair[LocalEnd, RemoteEnd] | Pair[RemoteEnd, LocalEnd]) 
 
 
 def test_cancelling_one_of_two_transfers_leaves_the_other_unharmed_at_the_source(kit: Kit) -> None:
-    """Two transfers between the same ranks; the source gives one up, likely amid a run of it. It
-    frees its blocks, and the other transfer goes on: what both share must not be ended for one."""
+    """Two transfers between the same ranks; the source gives one up, likely inside a run. It frees
+    its blocks, and the other transfer continues: their shared connection must not end."""
     pair = Pair(kit.node(geometry=BIG), kit.remote(BIG))
     begin_two(pair)
     pair.sink.end.stop()
@@ -171,8 +171,8 @@ def test_close_does_not_wait_for_a_stalled_sink(kit: Kit) -> None:
 
 
 def test_a_killed_source_is_noticed(kit: Kit) -> None:
-    """The source's process is killed half way: the sink emits Failed and blames the prefill
-    side. Its other transfers go on."""
+    """The source's process is killed half way: the sink emits Failed and blames the prefill side.
+    The sink's other transfers continue."""
     pair = Pair(kit.remote(), kit.node())
     other = Pair(kit.node(), pair.sink)
     begin(pair)
@@ -186,8 +186,8 @@ def test_a_killed_source_is_noticed(kit: Kit) -> None:
 
 
 def test_a_killed_sink_is_noticed(kit: Kit) -> None:
-    """The sink's process is killed half way: the source emits Failed and blames the decode
-    side, at the latest when it has more to deliver. Its other transfers go on."""
+    """The sink's process is killed half way: the source emits Failed and blames the decode side, at
+    the latest when it has more to deliver. The source's other transfers continue."""
     pair = Pair(kit.node(), kit.remote())
     begin(pair)
     pair.sink.end.kill()

@@ -18,7 +18,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.kv_transfer.blocks import gather, scatter
 from pdserve.kv_transfer.connector import Capabilities, RankContext
 from pdserve.kv_transfer.connectors.base import pull
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes, OwnStream, parts
+from pdserve.kv_transfer.connectors.base.channel import FrameHash, OwnStream, parts
 from pdserve.kv_transfer.connectors.base.handshake import refused, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
@@ -112,7 +112,7 @@ class OpenedCache(pull.PeerCache):
         rect: Rect,
         source_ids: Sequence[int],
         sink_ids: Sequence[int],
-        hashes: LandingHashes,
+        hash_: FrameHash,
     ) -> None:
         with self._stream.active():
             for part in parts(self._ours.cache, rect, len(sink_ids)):

@@ -16,8 +16,8 @@ from pdserve.kv_transfer.pipe import KVPipe, PipeListener, PipeTransport
 
 
 class PipeConnector(P2PConnector):
-    """Makes a connector of `transport(config)`, the one method that a subclass must have. A
-    subclass whose payloads do not go through the pipe overrides `mover`."""
+    """Makes a connector of `transport(config)`, the only method that a subclass needs. A subclass
+    with payloads outside the pipe overrides `mover`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         push=True, devices=frozenset({"cpu", "cuda"}), authenticates=True

@@ -30,7 +30,7 @@ from pdserve.kv_transfer.blocks import (
 )
 from pdserve.kv_transfer.connector import Capabilities, RankContext, SourceTransfer
 from pdserve.kv_transfer.connectors.base import pull
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes
+from pdserve.kv_transfer.connectors.base.channel import FrameHash
 from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
@@ -50,7 +50,12 @@ class ShmConnector(pull.PullConnector[Greeting]):
     """Takes no options."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        pull=True, one_sided=True, same_host=True, authenticates=True, sink_writes=True
+        pull=True,
+        one_sided=True,
+        same_host=True,
+        authenticates=True,
+        sink_writes=True,
+        source_hashes=True,
     )
     greeting = Greeting
 
@@ -124,13 +129,13 @@ class MappedCache(pull.PeerCache):
         rect: Rect,
         source_ids: Sequence[int],
         sink_ids: Sequence[int],
-        hashes: LandingHashes,
+        hash_: FrameHash,
     ) -> None:
         ends = self._ours, sink_ids, self._theirs, source_ids
-        if not hashes.prefixes:
+        if hash_.prefix is None:
             copy_blocks(rect, *ends)
-        for band, prefix in hashes.prefixes.items():
-            hashes.made[band] = copy_hashed(prefix, band, *ends)
+        else:
+            hash_.made = copy_hashed(hash_.prefix, rect, *ends)
 
     def held(self, transfer_id: bytes, epoch: int) -> bool:
         return self._holds is not None and self._holds.has(transfer_id, epoch)
@@ -143,7 +148,7 @@ def _opened(holds: int) -> PeerHolds:
         raise bad_frame(f"what came with the greeting is no table of holds: {error}") from error
 
 
-# ---- the table of transfers whose blocks a source holds ----
+# ---- the table of transfers with blocks held by a source ----
 
 PLACES = 4096
 _ENTRY = struct.Struct("=I16s12x")  # epoch (0: free), transfer id

@@ -52,7 +52,9 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TCPConnector(PipeConnector):
-    capabilities: ClassVar[Capabilities] = replace(PipeConnector.capabilities, sink_writes=True)
+    capabilities: ClassVar[Capabilities] = replace(
+        PipeConnector.capabilities, sink_writes=True, source_hashes=True
+    )
 
     def transport(self, config: Mapping[str, Any]) -> PipeTransport:
         try:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.kv_transfer.commands import Quiesce, RankCalls, Ready, Submit
-from pdserve.kv_transfer.connector import BlockRun, SourceTransfer
+from pdserve.kv_transfer.connector import BlockRun, RunDigest, SourceTransfer
 from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Piece
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,10 @@ class RunAnnouncer:
         self._shares = sorted({piece.source for piece in pieces})
         self._groups = groups
         self._runs: list[tuple[int, Ready]] = []  # (KV group, run)
-        self._digests: list[RunDigest] = []
+        self._digests: list[RunDigest] = []  # that came with answers
+        self._hashing: set[int] = set()  # shares whose connectors hash as they send
+        self._sent: dict[int, Sequence[RunDigest]] = {}  # by share that has sent all
+        self._has_sent = asyncio.Event()
         self._commands: asyncio.Queue[dict[int, Submit | Ready]] = asyncio.Queue()
         self._stopped = False
         self.submit(ticket)
@@ -48,6 +50,8 @@ class RunAnnouncer:
         """Begins the ticket's epoch and announces the runs so far once more."""
         self._ticket = ticket
         self._digests.clear()
+        self._hashing.clear()
+        self._sent.clear()
         self._commands.put_nowait({share: Submit(self._transfer(share)) for share in self._shares})
         for group, run in self._runs:
             self._put(group, run)
@@ -66,8 +70,8 @@ class RunAnnouncer:
         return SourceTransfer(self._ticket.transfer_id, self._ticket.epoch, mine)
 
     def announce(self, group: int, run: BlockRun, block_ids: Sequence[int], last: bool) -> None:
-        """Queues a run; those of a group come in order. Blocks that the sink does not ask for are
-        left out.
+        """Queues a run; runs of a group come in order. Blocks that the sink does not need are left
+        out.
 
         Raises:
             TransferError: LAYOUT_MISMATCH, the sink asks for a block that is not there any more.
@@ -113,13 +117,28 @@ class RunAnnouncer:
             raise TransferError(
                 message, code=error.code, blame=Blame.PREFILL, retryable=True
             ) from error
-        self._digests += (digest for reply in replies for digest in reply.digests)
+        for share, reply in zip(commands, replies, strict=True):
+            self._digests += reply.digests
+            if reply.hashed_as_sent:
+                self._hashing.add(share)
         self._lease.renew()
 
-    async def digests(self) -> tuple[RunDigest, ...]:
-        """Returns the digests of this epoch's runs once the ranks have taken all of them."""
+    def sent(self, share: int, digests: Sequence[RunDigest]) -> None:
+        """Notes that a share has sent all runs of this epoch, with the digests that it made."""
+        self._sent[share] = digests
+        self._has_sent.set()
+
+    async def announced(self) -> None:
+        """Returns when the ranks have taken all runs."""
         await self._commands.join()
-        return tuple(self._digests)
+
+    async def digests(self) -> tuple[RunDigest, ...]:
+        """Returns the digests of the runs that were announced, in order, once they are made."""
+        while not self._hashing <= self._sent.keys():
+            self._has_sent.clear()
+            await self._has_sent.wait()
+        made = [*self._digests, *(each for share in self._hashing for each in self._sent[share])]
+        return tuple(sorted(made, key=lambda digest: digest.run.first))
 
     def stop(self) -> None:
         """Drops the commands that were not sent yet."""

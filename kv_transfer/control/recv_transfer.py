@@ -22,11 +22,11 @@ from pdserve.kv_transfer.commands import (
     Verify,
     all_of,
 )
-from pdserve.kv_transfer.connector import SinkTransfer
+from pdserve.kv_transfer.connector import RunDigest, SinkTransfer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
 from pdserve.kv_transfer.control.protocol import Action, SinkEvent, SinkState, sink_machine
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest, mismatch
+from pdserve.kv_transfer.digest import mismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class RecvResult:
 
     first_token: pb.FirstToken  # as the source committed it
     nbytes: int
-    connectors: tuple[str, ...] = ()  # names of those that moved bytes
-    num_digests: int = 0  # of the source's, each compared with what is in the blocks
+    connectors: tuple[str, ...] = ()  # the connectors that moved bytes
+    num_digests: int = 0  # the source's digests, each compared with the blocks
     # Seconds from the epoch's ticket:
     data_s: float = 0.0  # until the last byte was in place
     commit_s: float = 0.0  # until the source had committed

@@ -18,7 +18,7 @@ from functools import partial
 from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.kv_transfer.commands import Call, RankCalls, transfer_error
-from pdserve.kv_transfer.connector import Failed, Landed
+from pdserve.kv_transfer.connector import Failed, Landed, RunDigest
 from pdserve.kv_transfer.control.background import Tasks
 from pdserve.kv_transfer.control.protocol import SinkEvent
 from pdserve.kv_transfer.control.recv_transfer import (
@@ -28,7 +28,6 @@ from pdserve.kv_transfer.control.recv_transfer import (
     stale_epoch,
 )
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket, new_transfer_id
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import adapted
 
 REMEMBERED = 1024  # finished transfers whose outcome a late commit still gets

@@ -22,8 +22,9 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import from_rpc_error
 from pdserve.common.rpc.trace import trace_metadata
+from pdserve.kv_transfer.connector import RunDigest
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.digest import digest_to_pb
 
 CALL_TIMEOUT = 30.0  # seconds, for tickets with a longer lease
 
@@ -51,7 +52,7 @@ class SinkClient:
             transfer_id=ticket.transfer_id,
             epoch=ticket.epoch,
             first_token=first_token,
-            digests=[digest.to_pb() for digest in digests],
+            digests=[digest_to_pb(each) for each in digests],
         )
         response = await self._call("Commit", ticket, request, timeout=None)
         nbytes: int = response.bytes
@@ -110,7 +111,7 @@ FORGET_AFTER = 10.0  # unreachable: or this node would stay unhealthy, and hence
 FORGET_REACHED_AFTER = 600.0
 CHANNEL_IDLE = 60.0  # seconds without a call after which a channel is closed
 MAX_CHANNELS = 128  # kept open although no call is under way
-MAX_PEERS = 1024  # remembered; those used last
+MAX_PEERS = 1024  # remembered, the last used ones
 PROBE_PERIOD = 1.0  # seconds
 PROBE_TIMEOUT = 1.0  # seconds
 
@@ -127,7 +128,7 @@ class DecodePeers:
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
-        self._peers: dict[str, _Peer] = {}  # those used last come last
+        self._peers: dict[str, _Peer] = {}  # the last used ones come last
         self._calls: Counter[str] = Counter()  # under way
         self._channels: dict[str, float] = {}  # when the last call began or ended, in that order
 
@@ -145,7 +146,7 @@ class DecodePeers:
             self._channels[address] = self._now()
 
     def take_unused(self) -> Sequence[str]:
-        """Returns the addresses whose channels are to be closed, and forgets those channels."""
+        """Returns the addresses of unused channels to close, and forgets these channels."""
         idle = [address for address in self._channels if address not in self._calls]
         since = self._now() - CHANNEL_IDLE
         surplus = set(idle[: max(0, len(idle) - MAX_CHANNELS)])

@@ -21,7 +21,7 @@ from pdserve.common.core.errors import Blame, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.trace import traceparent_var
 from pdserve.kv_transfer.commands import Call, RankCalls, transfer_error
-from pdserve.kv_transfer.connector import BlockRun, Failed
+from pdserve.kv_transfer.connector import BlockRun, Failed, RunDigest, Sent
 from pdserve.kv_transfer.control.announcer import LeaseKeeper, RunAnnouncer
 from pdserve.kv_transfer.control.background import Lease, Tasks, new_future
 from pdserve.kv_transfer.control.protocol import Action, SourceEvent, source_machine
@@ -50,7 +50,7 @@ class KVSource:
         sink: SinkClient,
         block_nbytes: int = 0,
     ) -> None:
-        """`block_nbytes`: the size of a block in the share that has most of it."""
+        """`block_nbytes`: the size of a block in the largest share."""
         self.shares = tuple(shares)
         self.run_blocks = max(1, RUN_NBYTES // block_nbytes) if block_nbytes else 1 << 20
         self.lease_s = lease_s
@@ -107,7 +107,7 @@ class KVSource:
 
     def on_event(self, rank: int, message: bytes) -> None:
         """Handles an event of a rank's connector; called on the event loop."""
-        _, event = self.ranks.decode_event(rank, message)
+        share, event = self.ranks.decode_event(rank, message)
         transfer = self._live.get(event.transfer_id)
         if transfer is None or transfer.ticket.epoch != event.epoch:
             self.counts["late_event"] += 1
@@ -115,6 +115,8 @@ class KVSource:
             transfer.fail(transfer_error(event))
         else:
             transfer.moved()
+            if isinstance(event, Sent):
+                transfer.sent(share, event.digests)
 
     def forget(self, transfer: SendTransfer) -> None:
         del self._live[transfer.ticket.transfer_id]
@@ -201,6 +203,10 @@ class SendTransfer:
         """Notes that a rank has moved data."""
         self._keeper.moved()
 
+    def sent(self, share: int, digests: Sequence[RunDigest]) -> None:
+        """Notes that a share has sent everything."""
+        self._announcer.sent(share, digests)
+
     def fail(self, error: PdserveError) -> None:
         """Ends the transfer with an error; it does not change an outcome."""
         self._on(SourceEvent.FAILED, error)
@@ -255,8 +261,9 @@ class SendTransfer:
 
     async def _send_commit(self) -> None:
         traceparent_var.set(self._trace)
+        await self._announcer.announced()
+        self._keeper.committed = True  # from now on leases go by what moves
         digests = await self._announcer.digests()
-        self._keeper.committed = True
         try:
             sink = self._source.sink
             self._nbytes = await sink.commit(self.ticket, self._first_token, digests)

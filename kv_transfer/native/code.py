@@ -88,7 +88,7 @@ class BlockCode:
         lengths: Int64s,
         num_planes: int,
     ) -> bytes:
-        """Copies as `copy` and returns the hash of the prefix and of what it read, as `hash`."""
+        """Copies as `copy` and returns the hash of the prefix and the copied bytes, as `hash`."""
         out = ctypes.create_string_buffer(16)
         done = self._copy_hashed(
             prefix, len(prefix), target, target_stride, to.ctypes.data, source, source_stride,
@@ -107,7 +107,7 @@ class BlockCode:
     def update_hash(
         self, state: HashState, memory: int, nbytes: int, starts: Int64s, lengths: Int64s
     ) -> None:
-        """Goes on with ranges of a memory of `nbytes`."""
+        """Continues the hash with ranges of a memory of `nbytes`."""
         _check(
             self._update(
                 state, memory, nbytes, starts.ctypes.data, lengths.ctypes.data, len(starts)

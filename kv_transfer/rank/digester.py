@@ -15,7 +15,6 @@ import xxhash
 
 from pdserve.common.core.host import usable_cores
 from pdserve.kv_transfer.blocks import (
-    MAX_BANDS,
     BlockLayout,
     CacheBytes,
     gather,
@@ -24,15 +23,12 @@ from pdserve.kv_transfer.blocks import (
     piece_nbytes,
     plane_runs,
 )
-from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
+from pdserve.kv_transfer.connector import BlockRun, RunDigest, SinkTransfer
 from pdserve.kv_transfer.connectors.base.channel import OwnStream
-from pdserve.kv_transfer.digest import (
-    RunDigest,
-    check_coverage,
-    hash_prefix,
-)
+from pdserve.kv_transfer.digest import check_coverage, hash_prefix
 from pdserve.kv_transfer.layout import CacheView, Rect
 
+MAX_THREADS = 4  # one reaches about half of the memory's bandwidth
 STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
 THREADED_NBYTES = 1 << 20  # less is hashed sooner than another thread wakes up
 
@@ -56,7 +52,7 @@ def _none_landed(transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun) -> N
 
 
 class Digester:
-    """Hashes blocks of one rank's cache, several runs or bands of layers at once if there are
+    """Hashes blocks of one rank's cache, several runs at once if there are
     cores. `close` ends its threads."""
 
     def __init__(self, view: CacheView, fingerprint: str) -> None:
@@ -64,7 +60,7 @@ class Digester:
         self._fingerprint = fingerprint
         self._on_host = view.cache.device.type == "cpu"
         self._stream = OwnStream(view.cache.device)
-        self._threads = min(MAX_BANDS, usable_cores()) if self._on_host else 1
+        self._threads = min(MAX_THREADS, usable_cores()) if self._on_host else 1
 
     @cached_property
     def _bytes(self) -> CacheBytes:

@@ -7,7 +7,7 @@ import threading
 
 from pdserve.common.core.errors import TransferError
 from pdserve.common.core.host import leave
-from pdserve.kv_transfer.blocks import bands, piece_nbytes
+from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.commands import (
     Accept,
     Command,
@@ -18,9 +18,14 @@ from pdserve.kv_transfer.commands import (
     Submit,
     Verify,
 )
-from pdserve.kv_transfer.connector import BlockRun, KVConnector, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.connector import (
+    BlockRun,
+    KVConnector,
+    RunDigest,
+    SinkTransfer,
+    SourceTransfer,
+)
 from pdserve.kv_transfer.connectors.base.channel import FRAME_NBYTES, parts
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.rank.digester import Digester, Hashed
 
 logger = logging.getLogger(__name__)
@@ -63,12 +68,9 @@ class GroupConnector:
         match command:
             case Accept() | Submit():
                 return True
-            case Ready(digest=digest):
-                source = self._sources.get(command.transfer_id)
-                rects = [piece.rect for piece, _ in source.pieces] if digest and source else []
-                cache = self._connector.context.view.cache
-                sizes = (piece_nbytes(cache, rect, command.run.count) for rect in rects)
-                return self._is_hashed_soon(sum(sizes))
+            case Ready():
+                soon = self._is_hashed_soon(self._to_hash(command))
+                return soon or self._is_hashed_as_sent(command)
             case Verify(transfer_id, digests=digests):
                 sink = self._sinks.get(transfer_id)
                 if sink is None or len(digests) > SHORT_RUNS:
@@ -77,6 +79,19 @@ class GroupConnector:
                 return self._is_hashed_soon(self._digester.unread(sink, digests, landed))
             case _:
                 return False
+
+    def _to_hash(self, ready: Ready) -> int:
+        """Returns the bytes of a run whose digests are wanted."""
+        source = self._sources.get(ready.transfer_id)
+        if source is None or not ready.digest:
+            return 0
+        cache = self._connector.context.view.cache
+        return sum(piece_nbytes(cache, piece.rect, ready.run.count) for piece, _ in source.pieces)
+
+    def _is_hashed_as_sent(self, ready: Ready) -> bool:
+        """Returns whether the connector hashes a run: a small one is hashed here at once, so that
+        the commit need not wait until the connector has sent it."""
+        return self._connector.hashes_as_it_sends and self._to_hash(ready) > SHORT_NBYTES
 
     def _is_hashed_soon(self, nbytes: int) -> bool:
         on_host = self._connector.context.view.cache.device.type == "cpu"
@@ -90,10 +105,11 @@ class GroupConnector:
             case Submit(transfer):
                 self._connector.submit(transfer)
                 self._sources[transfer.transfer_id] = transfer
-            case Ready():
-                self._connector.ready(
-                    command.transfer_id, command.run, command.block_ids, command.last
-                )
+            case Ready(transfer_id, run, block_ids, last):
+                if self._is_hashed_as_sent(command):
+                    self._connector.ready_hashed(transfer_id, run, block_ids, last)
+                    return Reply(hashed_as_sent=True)
+                self._connector.ready(transfer_id, run, block_ids, last)
                 return Reply(digests=self._digest(command))
             case Verify():
                 return self._verify(command)
@@ -128,9 +144,8 @@ class GroupConnector:
         for piece, _ in transfer.pieces:
             for cut in parts(cache, piece.rect, ready.run.count, FRAME_NBYTES):
                 run = BlockRun(ready.run.first + cut.start, cut.stop - cut.start)
-                for band in bands(cache, piece.rect):
-                    sinks.append(piece.sink)
-                    wanted.append(Hashed(*ids, band, run, ready.block_ids[cut]))
+                sinks.append(piece.sink)
+                wanted.append(Hashed(*ids, piece.rect, run, ready.block_ids[cut]))
         made = self._digester.digests(wanted)
         return tuple(
             RunDigest(sink, each.rect, each.run, digest)

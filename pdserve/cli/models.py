@@ -20,7 +20,13 @@ PATHS = {
     "native": "native: TP, PP, EP, LoRA, quantization",
     "transformers": "transformers: {ways}",
 }
-KV = {"full": "all tokens", "windows": "windows", "latent": "latents", "states": "states"}
+KV = {
+    "full": "all tokens",
+    "windows": "windows",
+    "latent": "latents",
+    "states": "states",
+    "indexed": "all tokens, keys of indexers",
+}
 
 
 @cache

@@ -36,8 +36,8 @@ CONFIG = "config.json"
 ROLES = ("prefill", "decode")
 FOOTNOTES = """\
 ¹ estimated peak of a step with --max-num-batched-tokens tokens and --max-num-seqs samples
-² estimated: CUDA context, library workspaces and, with several GPUs, NCCL buffers
-³ estimated peak while weights are rounded to int8, before there is a KV cache"""
+² estimated: CUDA context, library workspaces and, with several GPUs, NCCL buffers"""
+LOADING = "³ estimated peak while weights are rounded to int8, before there is a KV cache"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,6 +175,8 @@ def _show(console: Console, plans: Sequence[RolePlan], topology: Topology | None
             table.add_row(cells[0][0], *(value for _, value in cells))
         console.print(table)
         console.print(FOOTNOTES)
+        if any(plan.rank.loading for plan in plans):
+            console.print(LOADING)
     for plan in plans:
         console.print(_verdict(plan))
     if topology is not None:

@@ -1,5 +1,5 @@
-"""Runs work that a client's input may make endless: in a child process with bounds of its own.
-However the child ends, this process goes on."""
+"""Runs work that a client's input could make endless: in a child process with its own bounds.
+However the child ends, this process continues."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ class APIKeys:
         salted: bool = False,
         weights: str | None = None,
     ) -> None:
-        """`keys` is `--api-key`: one, or several separated by commas; `admin_keys` is
-        `--admin-api-key`, likewise. `salted`: each key has a prefix cache of its own. `weights` is
+        """`keys` is `--api-key` and `admin_keys` is `--admin-api-key`: one key, or several
+        separated by commas. `salted`: each key has its own prefix cache. `weights` is
         `--api-key-weights`: a number for each of `keys`.
 
         Raises:
-            ConfigError: a key is empty, or is both a client's and an operator's; the weights are
-                not as many as the keys, or one is no positive number.
+            ConfigError: a key is empty, or is both a client's and an operator's; the number of
+                weights differs from the number of keys, or a weight is not positive.
         """
         self._salted = salted
         self._digests = _digests("--api-key", keys)
@@ -60,9 +60,9 @@ class APIKeys:
             )
 
     def is_operator(self, authorization: str | None) -> bool:
-        """Whether this key may do what other clients feel, and see their requests. With
-        `--admin-api-key` one of those keys may. Without it every client may, unless several keys
-        in `--api-key` stand for several parties. Call `check` first."""
+        """Whether this key may make calls that affect other clients, and see their requests. With
+        `--admin-api-key` only its keys may. Without it every client may, unless `--api-key` has
+        several keys (of several parties). Call `check` first."""
         if self._admin_digests:
             return _shows(authorization, self._admin_digests)
         return len(self._digests) <= 1

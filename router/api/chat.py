@@ -36,7 +36,7 @@ class ChatRequest:
 def chat_from_body(
     state: AppState, asked: Preprocessed[Any], client: str, prefix: str
 ) -> ChatRequest:
-    """The chat that an HTTP body asks for; the answer's id begins with `prefix`.
+    """Returns the chat of an HTTP body; the answer's id begins with `prefix`.
 
     Raises:
         InvalidRequest: a value is out of range.

@@ -38,7 +38,7 @@ _SameBody: Any = create_model("_SameBody", __base__=Body, **{name: FIELDS[name] 
 
 
 class CompatBody(_SameBody):
-    """A body of another API that asks for a chat."""
+    """A body of another API that is translated to a chat."""
 
     sent_as: ClassVar[Mapping[str, str]] = {}  # the path of a field in this body, by chat's name
     chat_template_kwargs: Fields | None = None

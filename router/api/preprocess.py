@@ -98,8 +98,8 @@ class BodyBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Preprocessed(Generic[BodyT]):
-    """A body and what was made of it. From another process `body` comes without its prompts,
-    messages and template."""
+    """A body and the result of preprocessing it. From another process `body` comes without its
+    prompts, messages and template."""
 
     body: BodyT
     prompts: Sequence[Sequence[int]]  # token ids

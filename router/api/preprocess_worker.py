@@ -177,7 +177,7 @@ def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Rep
 
 
 def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
-    """JSON of the body's other fields, without those that no schema has."""
+    """Returns the JSON of the body's other fields, without fields that no schema has."""
     known = set(type(preprocessed.body).model_fields) - CONSUMED_FIELDS
     rest = preprocessed.body.model_dump(mode="json", include=known, exclude_none=True)
     fields = msgspec.json.encode({**rest, **_PLACEHOLDERS.get(kind, {})})

@@ -107,7 +107,7 @@ class PreprocessWorkers:
             await self._server.end()
 
     async def _ask_in_turn(self, ask: Ask, raw: BodyBuffer, client: str) -> ReceivedReply:
-        # The work goes on when its client leaves; it does not take long.
+        # The work continues when its client leaves; it is short.
         work = partial(self._turns.run, client, partial(self._ask, ask, raw))
         answer = await (self._costly.run(client, work) if ask.costly else work())
         if answer.reply.costly:

@@ -114,8 +114,8 @@ class GenerationBody(TableBody):
     resume: Texts | None = None  # ids of the events that came, of a stream that broke off
 
     def given(self, **renamed: Any) -> dict[str, Any]:
-        """The parameters by name, as `AppState.make_request` takes them; `renamed` are those that
-        an endpoint names otherwise."""
+        """Returns the parameters by name, as `AppState.make_request` takes them; `renamed` maps
+        names that the endpoint spells differently."""
         return {name: getattr(self, name) for name in FIELDS} | renamed
 
 
@@ -297,11 +297,11 @@ def unknown_fields(
     elsewhere: Collection[str] = frozenset(),
     sent_as: Mapping[str, str] = MappingProxyType({}),
 ) -> frozenset[str]:
-    """The fields, of those that a body's schema lacks, that no API defines. `elsewhere` are fields
-    of other endpoints; `sent_as` has a field's path in the client's body, by its name here.
+    """Returns a body's fields that no API defines. `elsewhere` are fields of other endpoints;
+    `sent_as` maps a field's name here to its path in the client's body.
 
     Raises:
-        InvalidRequest: a field asks for something that this server does not do.
+        InvalidRequest: a field requests something that this server does not do.
     """
     for name, value in extra.items():
         if value is None:

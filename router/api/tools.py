@@ -49,7 +49,7 @@ class AnswerPlan:
         return calls or self.special_marks
 
     def parser(self, auto: type[ToolParser] | None) -> AnswerParser:
-        """A parser for one choice; `auto` reads what the model writes unasked."""
+        """Returns a parser for one choice; `auto` also reads calls that no grammar enforces."""
         tools = self._tools(auto)
         if isinstance(tools, HarmonyParser):  # which reads reasoning as well
             tools.in_content = not self.thinking
@@ -73,7 +73,7 @@ class AnswerPlan:
 
 
 def plan_tools(body: ChatBody, config: ChatConfig) -> AnswerPlan:
-    """Raises InvalidRequest: a tool is wrong, or `tool_choice` names none of them."""
+    """Raises InvalidRequest: a tool is wrong, or `tool_choice` names an unknown tool."""
     tools = check_tools(body.tools or [])
     choice, names = _choice(body, config, tools)
     plan = AnswerPlan(choice, names, body.parallel_tool_calls is not False)
@@ -250,7 +250,7 @@ def _moved(part: Any, root: str) -> Any:
 
 
 def argument_kinds(schema: dict[str, Any]) -> dict[str, ArgumentKind]:
-    """The kinds of a tool's arguments, by name, but for those of `ArgumentKind.OTHER`."""
+    """Returns the kinds of a tool's arguments by name, without those of `ArgumentKind.OTHER`."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return {}

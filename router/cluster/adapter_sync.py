@@ -72,12 +72,12 @@ class AdapterSync:
     # ---- for clients -------------------------------------------------------------------------
 
     async def load(self, name: str, path: str, in_place: bool) -> Adapter:
-        """Loads an adapter on every node. Once begun, this goes on when the client leaves.
+        """Loads an adapter on every node. Once begun, loading continues even if the client leaves.
 
         Raises:
             InvalidRequest: the adapter cannot be served, here or on a node; nothing has changed.
-            Unavailable: requests still use the adapters in its place, or no node answers. If only
-                some nodes do not answer, they get it later.
+            Unavailable: running requests still use the adapters in its place, or no node answers.
+                If only some nodes do not answer, they load it later.
         """
         await self._loading.acquire()
         self._work = asyncio.create_task(self._load(name, path, in_place))

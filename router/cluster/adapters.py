@@ -33,7 +33,7 @@ class ServedAdapters:
     def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
         self._served = {each.name: each for each in adapters}
         self._in_use: Counter[Adapter] = Counter()  # requests that use each adapter
-        self._running: Counter[Adapter] = Counter()  # those of them that have a slot
+        self._running: Counter[Adapter] = Counter()  # requests with a slot
 
     def served(self) -> list[Adapter]:
         return list(self._served.values())
@@ -86,7 +86,7 @@ def _counted(users: Counter[Adapter], adapter: Adapter | None) -> Iterator[None]
 
 
 class AdaptersCollector(Collector):
-    """vLLM's metric of adapters: one series, whose labels name those at work now."""
+    """vLLM's metric of adapters: one series; its labels name the adapters in use."""
 
     def __init__(self, adapters: ServedAdapters, max_loras: int) -> None:
         self._adapters = adapters

@@ -81,7 +81,7 @@ class Claims:
         await self._registry.wait_for_change()
 
     def let_go(self, call: ClaimCall) -> None:
-        """Ends a call behind what it has still to say."""
+        """Ends a call after its last message."""
         task = asyncio.create_task(call.close())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
@@ -113,16 +113,16 @@ class Claim:
             call.tell_kept(where)
 
     async def settled(self, until: float) -> None:
-        """Waits until it is clear who makes the answer. Raises as `elsewhere`."""
+        """Waits until the maker of the answer is known. Raises as `elsewhere`."""
         while not (self._news() or await self._advanced(until)):
             pass
 
     async def elsewhere(self, until: float) -> tuple[Node, PromptPath] | None:
-        """Returns the node that keeps the job of the answer, and how its prompt's KV came there,
-        each time somebody has said so; None: this request is to make the answer.
+        """Returns the node that keeps the answer's job, and the path of its prompt's KV, each time
+        that a node reports it; None: this request must make the answer.
 
         Raises:
-            Conflict: until then (monotonic) another request was to make it, and has not begun.
+            Conflict: by `until` (monotonic) the other request has not begun.
             KeyReused, Overloaded: the claim was refused.
         """
         await self.settled(until)
@@ -135,14 +135,14 @@ class Claim:
         return node, PromptPath.LOCAL if kept_at.local_prefill else PromptPath.TRANSFERRED
 
     def _news(self) -> tuple[Node, pb.KeptAt] | None:
-        """Returns where the job is, as a node that this router knows has told it."""
+        """Returns where the job is, if the reported node is known here."""
         for call in self._calls:
             if call.news is not None and (node := self._claims.node(call.news.node_id)) is not None:
                 return node, call.news
         return None
 
     async def _advanced(self, until: float) -> bool:
-        """Takes the next step towards the claim; whether it has all of it."""
+        """Takes the next step towards the claim; returns whether the claim is complete."""
         self._drop_ended()
         waiting = [call for call in self._calls if not call.granted]
         if waiting:
@@ -167,8 +167,9 @@ class Claim:
             call.raise_refusal()
 
     def _next_node(self) -> Node | None:
-        """The next one in order: never one before those where it stands already, which may have
-        come since, or two requests could wait for each other."""
+        """Returns the next node in order. It never returns a node before one where the request
+        already waits, although such nodes may have joined since: otherwise two requests could wait
+        for each other."""
         key = partial(rank, self._key)
         nodes = [node for node in self._claims.nodes() if node not in self._passed_over]
         if self._calls:
@@ -217,7 +218,8 @@ class ClaimCall:
         self._telling.append(asyncio.create_task(self._tell_kept(where)))
 
     async def _tell_kept(self, where: pb.KeptAt) -> None:
-        """A node that does not hear it does no harm: who waits there waits for the claim."""
+        """Reports where the job is kept. A missed message does no harm: waiting requests wait for
+        the claim."""
         request = pb.TellKeptRequest(
             key=self._request.key, request=self._request.request, kept_at=where
         )
@@ -239,12 +241,12 @@ class ClaimCall:
         self._changed.clear()
 
     def raise_refusal(self) -> None:
-        """Raises what the node refused the request for, if it did."""
+        """Raises the node's refusal, if there was one."""
         if self._refusal is not None:
             raise self._refusal
 
     async def close(self) -> None:
-        """Ends it behind what is being told."""
+        """Ends the claim after its last report."""
         self.node.on_lost.discard(self._lost)
         if self._telling:
             await asyncio.wait(self._telling)

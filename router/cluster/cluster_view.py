@@ -49,15 +49,15 @@ class ClusterView:
             yield from ((prefill, decode) for prefill in self.sources(decode, prefills).by_load())
 
     def sources(self, decode: Node, prefills: Candidates) -> Candidates:
-        """Returns those of some prefill nodes that can hand KV over to this decode node now."""
+        """Returns the prefill nodes that can hand KV over to this decode node now."""
         links, fitting = self.registry.links, self._sources(self._kinds.of(decode), prefills)
         if links.allows_all(decode.id):
             return fitting
         return fitting.where(lambda prefill: links.allows(prefill.id, decode.id))
 
     def supplied(self, decodes: Candidates, prefills: Candidates) -> Candidates:
-        """Returns those of some decode nodes to which one of these prefill nodes can hand KV over
-        now. It is decided for all of a kind at once, unless links are broken."""
+        """Returns the decode nodes to which at least one of these prefill nodes can hand KV over
+        now. Without broken links one decision holds for all nodes of a kind."""
         links = self.registry.links
         kinds = [kind for kind in decodes.kinds if self._sources(kind, prefills)]
         return decodes.of_kinds(kinds).where(
@@ -65,10 +65,10 @@ class ClusterView:
         )
 
     def standing_in(self, decodes: Candidates) -> Candidates:
-        """Returns those of some decode nodes that must prefill, because no prefill node can serve
-        them now: at once while one is alive (its link is broken, or it is unhealthy), else when
-        the last one has been silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes
-        that have all deregistered, or have not registered yet."""
+        """Returns the decode nodes that must prefill, because no prefill node can serve them now:
+        at once while one is alive (its link is broken, or it is unhealthy), else when the last one
+        has been silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes that have all
+        deregistered, or have not registered yet."""
         prefills = self.candidates(pb.ROLE_PREFILL)
         kinds = filter(self._may_stand_in, decodes.kinds)
         return decodes.of_kinds(kinds).where(lambda decode: not self.sources(decode, prefills))
@@ -109,8 +109,8 @@ class ClusterView:
         return sum(load.others for load in loads), max(1, routers)
 
     def replicas(self) -> tuple[int, int, int]:
-        """The replicas that may compute prompts now, those that may compute answers, and the prompt
-        tokens of other routers that the first ones have yet to compute."""
+        """Returns the numbers of replicas that may compute prompts and answers now, and the prompt
+        tokens that the first ones still have to compute for other routers."""
         boths = list(self._usable(pb.ROLE_BOTH))
         decodes = [*self._usable(pb.ROLE_DECODE), *boths]
         prefills = [*self._usable(pb.ROLE_PREFILL), *boths] or decodes
@@ -192,7 +192,8 @@ class ClusterView:
         return {"node_id": node_id, **{name: described[name] for name in _GLANCE}}
 
     def _broken_links(self) -> list[dict[str, str]]:
-        """The links between registered nodes whose last transfer failed, and why."""
+        """Returns the links between registered nodes with a failed last transfer, and the
+        reason."""
         present = {node.id for node in self.registry.nodes()}
         return [
             {"prefill": pair[0], "decode": pair[1], "reason": reason}
@@ -240,7 +241,7 @@ class ClusterView:
         return "unpaired" if node.id in unpaired else "ready"
 
     def _reason(self, node: Node, unpaired: Mapping[str, str]) -> str:
-        """The reason for the node's state, or what is wrong though it is usable."""
+        """Returns the reason for the node's state, or its fault if it is usable."""
         why = node.unreachable or self._why_unusable(node) or unpaired.get(node.id)
         why = why or node.load.reason
         if not node.skew:

@@ -1,4 +1,5 @@
-"""Placement by seconds: what a request on a node costs all requests, by the rates of nodes."""
+"""Placement by seconds: the time that a request on a node costs all requests, by the nodes'
+rates."""
 
 from __future__ import annotations
 
@@ -18,23 +19,26 @@ from pdserve.router.cluster.policy import (
 
 
 class Cost(Policy):
-    """Takes the node where the request costs all requests together the fewest seconds:
+    """Takes the node where the request adds the fewest seconds to all requests together:
 
         before + own + prompts × own + own × rate × (queued + own) / (1 - busy)  to compute it
-      + transfer + ANSWER × (step + others × what it adds to each)               to answer it
+      + transfer + ANSWER × (step + added × (2 × others + 1))                    to answer it
 
-    `own` are the seconds for the tokens that the node has not cached. `before` are those of the
-    prompts that it has yet to prefill, of each one no more than `own`, because a node gives half of
-    each step to shorter prompts; `queued` are all of them. Each of these `prompts` shares steps
-    with the new one, and waits for it. The last term of the first line is the delay of prompts that
-    come before the node is idle again: that many are expected (an M/G/1 queue) when `rate` come a
-    second and it is `busy` for this share of time. It makes work that is done twice cost more the
-    busier nodes are, deals out new prompts evenly where no node ever queues, and takes a hot prefix
-    to a second node while the first one has room. There are no weights: seconds are measured, by
-    nodes (`NodeRates`), and `rate` and `busy` by what was placed.
+    - `own`: seconds for the tokens that the node has not cached.
+    - `before`: seconds of the prompts queued on the node, each counted with at most `own`, because
+      a node gives half of each step to shorter prompts.
+    - `prompts × own`: each of these prompts shares steps with the new one, and waits for it.
+    - `own × rate × (queued + own) / (1 - busy)`: the delay of prompts that arrive before the node
+      is idle again (an M/G/1 queue). `rate` is arrivals per second, `busy` the share of time in
+      use, `queued` the seconds of all queued prompts.
+    - `added`: seconds that one more sequence adds to a step; `others`: requests on the node.
 
-    A session's prompts are expected to find what its last one had, also before the node has said
-    so; that too is weighed against queues.
+    The `rate` term makes recomputation more expensive the busier nodes are, spreads new prompts
+    evenly where no node ever queues, and brings a hot prefix to a second node while the first one
+    has room. There are no weights: nodes measure the seconds (`NodeRates`), and placements give
+    `rate` and `busy`.
+
+    A session's last prompt counts as cached on its node, even before the node has reported it.
     """
 
     uses_prefixes = True
@@ -61,7 +65,7 @@ class Cost(Policy):
         return min(equal, key=lambda node: (requests_on(node), -node.free_blocks, node.id))
 
     def _costs(self, request: PolicyRequest, found: Sequence[NodeState]) -> list[float]:
-        """Returns what the request costs on each node."""
+        """Returns the seconds that the request adds on each node."""
         missing, rates = self._sessions.missing(request, found), self._rates.of(found)
         where = list(zip(found, missing, rates, strict=True))
         if request.role == "decode":
@@ -110,9 +114,8 @@ class Cost(Policy):
 
 
 class NodeRates:
-    """The rates of nodes as far as their word can be taken: one that has not measured counts as a
-    usual node, also one that has got nothing for so long that what it measured may be over; and
-    none counts as ever so fast or slow."""
+    """The nodes' rates, bounded by a plausible range. The median stands in for a node that has not
+    measured, and for one without prompts for so long that its measurement may be outdated."""
 
     ALIKE = 1.5  # rates that differ by less than this factor are of equal nodes
     MOST = 16.0  # times as fast or slow as the usual node
@@ -121,14 +124,14 @@ class NodeRates:
     MOST_NODES = 4096
 
     def __init__(self) -> None:
-        self._told: list[Rates] = []  # by the nodes that were asked for last
+        self._told: list[Rates] = []  # rates of the last `of`, as reported
         self._usual = self.UNKNOWN  # the (lower) median of each rate over those that measured it
-        self._taken: list[Rates] = []  # what of `_told` can be taken
+        self._taken: list[Rates] = []  # the credible rates of `_told`
         self._turn = 0
         self._turns: dict[str, int] = {}  # by node, of its last prompt
 
     def of(self, nodes: Sequence[NodeState]) -> list[Rates]:
-        """Returns the rates of each, beside those of the usual one."""
+        """Returns the credible rates of each node, compared with the median of these nodes."""
         told = [node.rates for node in nodes]
         if told != self._told:  # else no node has reported since
             self._told, self._usual = told, self._usual_of(told)
@@ -140,7 +143,7 @@ class NodeRates:
         ]
 
     def one(self, node: NodeState) -> Rates:
-        """Returns the rates of a node beside those of the ones asked for last."""
+        """Returns the credible rates of one node, compared with the median of the last `of`."""
         if self._turns.get(node.id, self._turn) < self._turn - self.LONG:
             return self._usual
         return self._credible(node.rates)
@@ -173,7 +176,7 @@ def _measured_or(rate: float, other: float) -> float:
 class Sessions:
     """Which node had a session's last prompt."""
 
-    MOST = 65_536  # those that asked last
+    MOST = 65_536  # sessions, the latest ones
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, int]] = {}  # by session: node, tokens

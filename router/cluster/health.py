@@ -21,9 +21,9 @@ class AwakeClock:
 
     A router that was stopped, or whose host was, wakes up to heartbeats that wait in its sockets.
     By the real clock every node would be silent before the router has read them. Something must
-    read this clock more often than every `longest_gap` seconds while the process runs, as `run`
-    does: in a longer gap it did not run. The same holds for an event loop that was blocked: each
-    of its turns reads a little of what came meanwhile.
+    read this clock at least every `longest_gap` seconds while the process runs, as `run` does: a
+    longer gap means that the process did not run. The same holds for a blocked event loop: each of
+    its turns reads only a little of the data that came meanwhile.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ OLDER = "other reasons, of which the text is no longer kept"
 
 
 class Refusals:
-    """Counts what nodes were refused for, by the last `MAX_REFUSALS` reasons and together those
-    before. Anyone who reaches the registry's port can add some, so a reason is text for people, and
-    no more."""
+    """Counts refusals of nodes, by the last `MAX_REFUSALS` reasons; older ones are counted
+    together. Anyone who reaches the registry's port can add some, so a reason is only text for
+    people."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

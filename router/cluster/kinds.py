@@ -55,7 +55,7 @@ class Kind:
 
     @property
     def nodes(self) -> Collection[Node]:
-        """All of them, also those that are not up, in the order in which they came."""
+        """Returns all nodes, also those that are down, in order of arrival."""
         return self._ranks.keys()
 
     def by_load(self) -> Iterator[Node]:
@@ -126,7 +126,7 @@ class Kinds:
             kind.put(node)
 
     def described_anew(self, node: Node) -> None:
-        """Notes that what the node says about itself has changed, and so perhaps its kind."""
+        """Notes that the node has described itself anew, and so may have changed its kind."""
         self.remove(node)
         self.add(node)
 
@@ -161,7 +161,7 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The nodes of some kinds that fit; they are looked for only as far as somebody asks."""
+    """The usable nodes of some kinds, found lazily as far as a caller iterates."""
 
     kinds: Collection[Kind]
     fits: Callable[[Node], bool]

@@ -39,7 +39,7 @@ class Node:
     prefilling: dict[object, int] = field(default_factory=dict)
     prefill_tokens: int = 0  # their sum
     prompt_tokens: int = 0  # tokens of the prompts that it has prefilled
-    cached_tokens: int = 0  # those of them that were in its prefix cache
+    cached_tokens: int = 0  # prompt tokens found in its prefix cache
     adapters: frozenset[str] = frozenset()  # digests of its LoRA adapters
     last_chance: str = ""  # id of the request that has its last chance here
     # Called when the node is lost, because a stalled host breaks no connection.
@@ -131,7 +131,8 @@ class Node:
         )
 
     def prefilled(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt of so many tokens, so many of which it had, if that can be."""
+        """Notes a computed prompt: its tokens, and how many of them were cached (ignored if
+        impossible)."""
         self.prompt_tokens += num_tokens
         self.cached_tokens += min(num_tokens, num_cached)
 

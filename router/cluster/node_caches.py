@@ -1,10 +1,10 @@
-"""Knows what nodes have cached, by their own word: a subscription to each one's KV events.
+"""Knows what nodes have cached: a subscription to each node's KV events.
 
     KVEvents.Subscribe ─▶ snapshot, then changes ─▶ PrefixIndex          place: (node, replica)
 
-A message that is lost, or that cannot be true, makes all that the node has said doubtful: it is
-forgotten, counted, and a new subscription asks for a snapshot. Until that has come the node counts
-as one without a cache. Nothing is believed of one node because of another.
+A lost or impossible message makes all events of that node doubtful: they are dropped and counted,
+and a new subscription requests a snapshot. Until it arrives the node counts as one without a cache.
+Events of one node say nothing about another.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Doubtful(Exception):
 
 
 class NodeCaches:
-    """Follows the nodes of some roles, and answers who has a prompt's prefix."""
+    """Follows the nodes of some roles, and finds the nodes with a prompt's prefix."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class NodeCaches:
                 reason = "ended"
             except Doubtful as error:
                 reason = str(error)
-                logger.warning("%s: its KV events are read anew: %s", node.id, reason)
+                logger.warning("%s: new subscription to its KV events: %s", node.id, reason)
             except grpc.aio.AioRpcError as error:
                 reason = "lost"
                 logger.info("%s: its KV events: %s", node.id, error.details())
@@ -137,7 +137,7 @@ class NodeCaches:
         """Returns when the node ends the stream.
 
         Raises:
-            Doubtful: a message is not what it must be.
+            Doubtful: a message is invalid.
         """
         stub = pb_grpc.KVEventsStub(self._channels.get(node.info.address))
         call, begun = stub.Subscribe(pb.KVEventsRequest()), set[int]()

@@ -1,4 +1,4 @@
-"""Calls to a node for one request, whose every failure is a typed error."""
+"""Calls to a node for one request; every failure is a typed error."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class NodeClient:
 
 
 class NodeCall:
-    """Use as a context manager: leaving it cancels what is still going on, and the node frees
-    what it holds for the call. It also fails when the registry says that the node is lost."""
+    """Use as a context manager: leaving it cancels the call, and the node frees the call's
+    resources. It also fails when the registry reports the node as lost."""
 
     def __init__(self, channel: grpc.aio.Channel, node: Node) -> None:
         self._node = node
@@ -119,7 +119,7 @@ class NodeCall:
 
 
 class PrefillCall(NodeCall):
-    """A job on a prefill node, whose answers are a stream."""
+    """A job on a prefill node, answered by a stream."""
 
     def __init__(
         self, channel: grpc.aio.Channel, node: Node, request: pb.PrefillRequest, metadata: Any
@@ -165,8 +165,8 @@ class PrefillCall(NodeCall):
 
 
 class DecodeCall(NodeCall):
-    """A job on a decode node, of which `Decode.Run` is the life: all that the node says of it
-    comes on the node's stream. `ended` waits for the outcome, whoever says it."""
+    """A job on a decode node: `Decode.Run` lasts as long as the job, and all its events come on the
+    node's stream. `ended` waits for the outcome from either."""
 
     def __init__(
         self, channel: grpc.aio.Channel, node: Node, request: pb.DecodeRequest, metadata: Any
@@ -204,7 +204,7 @@ class DecodeCall(NodeCall):
 
     @asynccontextmanager
     async def meanwhile(self) -> AsyncIterator[None]:
-        """Gives up what is inside when the job has an outcome."""
+        """Cancels its body when the job has an outcome."""
         inside, scope = True, asyncio.timeout(None)
 
         def give_up(_: object) -> None:
@@ -259,5 +259,5 @@ def call_error(error: grpc.aio.AioRpcError, node: Node, connected: bool) -> Pdse
 
 
 def protocol_error(role: str, what: str) -> NodeError:
-    """For what a node of this role never says."""
+    """Returns the error for an event that a node of this role never sends."""
     return NodeError(f"{role} node: {what}", code="PROTOCOL_ERROR", blame=Blame(role))

@@ -1,9 +1,9 @@
-"""One stream from each decode node, for all requests on it: what a step says is one message.
+"""One stream from each decode node, for all requests on it: one message per step.
 
     Decode.Events ─▶ NodeStream ─ by job number ─▶ Attempt.take, at once, in order
 
 The stream is opened before the first request that needs it, and again after it has ended. When it
-ends, or is not what it must be, all requests on it have failed on that node.
+ends, or is invalid, all requests on it have failed on that node.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NodeStreams:
     def job(
         self, node: Node, request: pb.DecodeRequest, receiver: Receiver
     ) -> Iterator[NodeStream]:
-        """The receiver gets meanwhile what the node says of a job that it is about to be sent."""
+        """Delivers the events of a job to the receiver; enter it before the job is sent."""
         stream = self._streams.get(node)
         if stream is None or stream.ended:
             stream = self._streams[node] = NodeStream(self._channels, node)

@@ -1,9 +1,9 @@
-"""Placement: selects the nodes that a request runs on, and waits until there are some.
+"""Placement: selects the nodes for a request, and waits until there are some.
 
 The decode node is selected first, among those that pair with some prefill node. `prefill` selects
-the prefill node when the decode node's ticket is there, whether it is the first one or takes over.
-Either counts as loaded from then on. A node of both roles competes with the decode nodes; it
-computes the prompts of the requests that are placed on it.
+the prefill node when the decode node's ticket is there, for the first attempt and after failures. A
+selected node counts as loaded from then on. A node of both roles competes with the decode nodes; it
+computes the prompts of its own requests.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RolePolicy:
         metrics: RouterMetrics | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`match`: who has a prompt's blocks, if the policy asks."""
+        """`match`: finds the nodes with a prompt's blocks, if the policy uses it."""
         self._now = now
         self.role = role
         self._name = ROLE_NAMES[role]
@@ -158,8 +158,8 @@ class NodeSelector:
         metrics: RouterMetrics | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`policies`: by role. `match` serves those that place by what is cached. `now`: the clock
-        of deadlines."""
+        """`policies`: by role. `match` serves policies that use the caches. `now`: the clock of
+        deadlines."""
         self._now = now
         self._config = config
         self._view = view
@@ -266,8 +266,8 @@ class NodeSelector:
         return node, path
 
     def _has_most(self, request: PlacementRequest, decode: Node) -> bool:
-        """Whether a decode node should compute what it does not have, which is the case in the next
-        turn of a chat: it has computed the answer that comes back with the prompt."""
+        """Whether a decode node should compute the uncached tokens itself, as in the next turn of a
+        chat: it has computed the answer that comes back with the prompt."""
         return self.missing(request, decode) < self._config.local_prefill_threshold
 
     def _choose(
@@ -324,8 +324,9 @@ def _adapted(nodes: Candidates, request: PlacementRequest) -> Candidates:
 
 
 def _isolated(nodes: Candidates, request: PlacementRequest, role: str) -> Candidates:
-    """For a request that one more death of a node would end: the nodes without another such
-    request. A request that kills nodes must not end those that ran beside it each time."""
+    """For a request that one more death of a node would end: returns the nodes without another such
+    request. Otherwise a request that kills nodes could end the request that ran beside it each
+    time."""
     if not request.last_chance(role):
         return nodes
     return nodes.where(lambda node: node.last_chance in ("", request.request_id))

@@ -1,12 +1,12 @@
-"""The built-in placement policies, and those of others by name.
+"""The built-in placement policies, and plugins by name.
 
-policy         chooses                                                  asks the prefix index
-round-robin    the next one, in the order of ids                        no
-least-load     the one with the fewest tokens to prefill, then requests no
-power-of-two   the less loaded of two drawn at random                   no
-prefix-aware   the one where the least is left to do                    yes
-cost           the one where it costs all requests the fewest seconds   yes
-module:Class   as yours says                                            as yours says
+policy         chooses                                                    uses the prefix index
+round-robin    the next node, in the order of ids                         no
+least-load     the node with the fewest tokens to prefill, then requests  no
+power-of-two   the less loaded of two random nodes                        no
+prefix-aware   the node with the least work left                          yes
+cost           the node where the request adds the fewest seconds         yes
+module:Class   as the class says                                          as the class says
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LeastLoad(Policy):
 
 class PowerOfTwo(Policy):
     """Draws two nodes and takes the less loaded one (Mitzenmacher, IEEE TPDS 2001). Several routers
-    whose knowledge is old do not all take the same."""
+    with outdated loads do not all take the same node."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -64,20 +64,20 @@ class PowerOfTwo(Policy):
 
 
 class PrefixAware(Policy):
-    """Takes the node where the least is left to do, in tokens:
+    """Takes the node with the smallest sum of tokens:
 
-        those of the prompt that it has not cached
-      + QUEUED × those that it still has to prefill for others
-      + RECENT × those that it has been given lately, of the last minute or so
+        uncached tokens of the prompt
+      + QUEUED × tokens that the node still has to prefill for others
+      + RECENT × tokens that the node was given lately, in the last minute or so
 
-    The queue counts for less than the prompt's own tokens: what is computed twice costs the whole
-    cluster, a wait only this request. It is still a bound. A node whose queue is longer than
-    another's by ten times what it has cached gets no more. The last term deals out prompts that
-    no node has, also where no node ever queues, and takes a hot prefix to a second node before the
-    first one is full. The weights are from benchmarks/bench_placement.py.
+    The queue counts for less than the prompt's own tokens: recomputation costs the whole cluster, a
+    wait costs only this request. It is still a bound: a node gets no more prompts once its queue
+    exceeds another's by ten times the cached prefix. The last term spreads uncached prompts, also
+    where no node ever queues, and brings a hot prefix to a second node before the first one is
+    full. The weights are from benchmarks/bench_placement.py.
 
-    Where no prompts are computed (decode nodes), or tokens too (both), requests count first: only
-    nodes within SPREAD and one of the fewest requests are looked at.
+    For decode nodes and nodes of both roles the number of requests decides first: only nodes with
+    at most SPREAD × the fewest requests + 1 are considered.
     """
 
     uses_prefixes = True

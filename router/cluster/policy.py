@@ -1,9 +1,9 @@
-"""A placement policy says which of the nodes that fit takes a request. Pure: it reads numbers.
-`policies` has those that are built in.
+"""A placement policy chooses one of the usable nodes for a request. Pure: it reads numbers.
+`policies` has the built-in ones.
 
-A policy of your own is a subclass of `Policy`, made once for each role of nodes. What it raises, or
-a node that does not fit, costs it this choice: the least loaded node gets the request.
-`python -m pdserve.router.kit module:Class` checks it.
+Your own policy is a subclass of `Policy`; the router makes one object for each role of nodes. If it
+raises, or returns an unusable node, the least loaded node gets the request. `python -m
+pdserve.router.kit module:Class` checks it.
 """
 
 from __future__ import annotations
@@ -112,15 +112,15 @@ class Policy(ABC):
         """Returns one of the nodes, None if there is none."""
 
     def placed(self, request: PolicyRequest, node: NodeState) -> None:  # noqa: B027
-        """Called once the node has got the request. (What was chosen need not be taken.)"""
+        """Called once the node has got the request. (A chosen node need not be taken.)"""
 
 
 LOOKED_AT = 32  # nodes of each order; of more than this some are left out in turn
 
 
 def some(request: PolicyRequest, nodes: NodeSet, last: str) -> list[NodeState]:
-    """Returns those that have most of the prompt, the least loaded, and the next ones by id, behind
-    the one that was taken last."""
+    """Returns a few nodes: those with most of the prompt cached, the least loaded, and the next
+    ones by id, after the last one taken."""
     cached = request.cached
     have: Iterable[NodeState] = cached
     if len(cached) > LOOKED_AT:
@@ -133,7 +133,7 @@ def some(request: PolicyRequest, nodes: NodeSet, last: str) -> list[NodeState]:
 
 
 class FadingSums:
-    """Counts and sums that fade: what was added counts for 1/e after so many seconds."""
+    """Counts and sums that fade: a value counts for 1/e after so many seconds."""
 
     MOST = 4096  # nodes
 

@@ -36,7 +36,7 @@ class Blocks(Protocol):
 
 
 class PromptBlocks:
-    """The hashes of a prompt's full blocks, made only as far as somebody asks, once."""
+    """The hashes of a prompt's full blocks, computed lazily and once."""
 
     def __init__(
         self, token_ids: Sequence[int], block_size: int, cache_salt: str = "", adapter: str = ""
@@ -130,7 +130,7 @@ class PrefixIndex:
         return unknown
 
     def clear(self, place: Hashable) -> None:
-        """Forgets the place. What is in memory of it goes later, piece by piece."""
+        """Forgets the place. Its memory is freed later, piece by piece."""
         bit = self._bits.pop(place, None)
         if bit is not None:
             del self._places[bit], self._counts[bit]
@@ -154,8 +154,8 @@ class PrefixIndex:
         return found
 
     def _first_gap(self, blocks: Blocks, alive: int, has: int) -> int:
-        """Returns the first block after `has` that not all of `alive` have: by steps that double,
-        so that no more than twice what they have is hashed, then by bisection."""
+        """Returns the first block after `has` that not all of `alive` have: by doubling steps, so
+        that at most twice the cached blocks are hashed, then by bisection."""
         step, end = 1, len(blocks)
         while True:
             lacks = min(has + step, end)

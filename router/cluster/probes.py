@@ -1,11 +1,10 @@
-"""Whether the router reaches its nodes, so that no client's request has to find out. Heartbeats
-have answers, so they show that node and router hear each other, but not that the node's own port
+"""Probes whether the router reaches its nodes, so that no client's request has to find out.
+Heartbeats with answers show that node and router hear each other, but not that the node's own port
 is open.
 
-A node whose connection stands is asked for its health now and then. One answer may be missing: it
-is asked again at once. One whose connection is down, or that did not answer twice, is asked in
-every period. The calls are spread over time: a thousand at once would hold up what else the event
-loop does.
+A node with an open connection is probed now and then. One answer may be missing: the node is probed
+again at once. A node with a broken connection, or with two missing answers, is probed in every
+period. Probes are spread over time: a thousand at once would block the event loop.
 """
 
 from __future__ import annotations

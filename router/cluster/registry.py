@@ -36,7 +36,7 @@ MAX_GONE = 64  # versions whose lost prefill nodes are remembered
 
 
 class Registry:
-    """Nodes by id. A node whose heartbeats stop is not used, and is forgotten after ten time-outs;
+    """Nodes by id. A node without heartbeats is not used, and is forgotten after ten time-outs;
     when it comes back it registers again."""
 
     def __init__(
@@ -45,8 +45,8 @@ class Registry:
         now: Callable[[], float] | None = None,
         router_id: str = "",
     ) -> None:
-        """Call `sweep` four times in each `--heartbeat-timeout`. `router_id`: this router's, by
-        which nodes tell its jobs from those of others."""
+        """Call `sweep` four times in each `--heartbeat-timeout`. `router_id`: this router's id, by
+        which nodes distinguish its jobs from those of others."""
         self.router_id = router_id
         self._config = config
         self.clock = AwakeClock()
@@ -68,7 +68,7 @@ class Registry:
     # ---- reports of nodes about themselves ---------------------------------------------------
 
     def register(self, info: pb.NodeInfo, load: pb.NodeLoad) -> None:
-        """Adds the node, or renews what it says about itself.
+        """Adds the node, or renews its description.
 
         Raises:
             Unavailable: NODE_ID_TAKEN, another live process has this id.
@@ -98,7 +98,7 @@ class Registry:
                 "fingerprint %s",
                 info.node_id, info.address, info.num_blocks, info.tensor_parallel_size,
                 info.pipeline_parallel_size, info.expert_parallel_size, info.data_parallel_size,
-                ", ".join(info.kv_connectors), info.fingerprint,
+                ", ".join(info.kv_connectors) or "none", info.fingerprint,
             )  # fmt: skip
         self._find_window()
         self.notify()
@@ -165,7 +165,7 @@ class Registry:
             logger.info("%s: its clock agrees with the router's again", node.id)
 
     def deregister(self, node_id: str, instance: str = "") -> None:
-        """The node drains: its requests go on, and it gets no new ones."""
+        """The node drains: its requests continue, and it gets no new ones."""
         node = self._nodes.get(node_id)
         if node is not None and node.info.instance == instance:
             del self._nodes[node_id]

@@ -23,7 +23,7 @@ from pdserve.router.cluster.registry import Registry
 MAX_MESSAGE_NBYTES = 1 << 20
 MAX_HEARTBEATS_PER_S = 500  # of all nodes; more nodes send them more rarely
 LONGEST_INTERVAL = 0.4  # of --heartbeat-timeout, between two heartbeats for that reason
-MAX_REASON_LENGTH = 1000  # what is longer is cut
+MAX_REASON_LENGTH = 1000  # longer reasons are cut
 _MAX_LENGTHS = {  # characters
     "model": 1024, "fingerprint": 128, "host": 255, "metrics_address": 261, "instance": 64,
 }  # fmt: skip

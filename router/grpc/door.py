@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from math import ceil
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
 
+from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import (
     PdserveError,
     RequestError,
@@ -37,6 +39,7 @@ INFERENCE = "/pdserve.v1.Inference/"
 # Bytes; enough for parameters at their bounds and a prompt as long as most windows.
 MAX_NBYTES = 2**18
 HELD = 16  # messages of MAX_NBYTES; parsed, one may be 45 times as large
+SPARE_STREAMS = 64  # of a connection, for what takes no place
 MAX_WAITING = 4096  # calls; for each gRPC holds metadata and the first 16 KiB of a message
 
 DOMAIN = "pdserve"
@@ -49,6 +52,14 @@ def message_done() -> None:
     """Releases the room that the current call's message holds. The handler must have dropped it."""
     if (release := _held.get(None)) is not None:
         release()
+
+
+def max_streams(config: RoutingConfig) -> int:
+    """Returns how many calls of a connection the router takes at once: as many as a client may have
+    places and wait for. gRPC has the calls of all connections in one line, in which a burst would
+    stand before those of others until each of it is refused."""
+    most = config.max_client_share * (config.max_concurrent_requests + config.max_queued_requests)
+    return ceil(most) + SPARE_STREAMS
 
 
 class Messages:

@@ -36,7 +36,7 @@ class ResponseWriter:
         ids: EventIds | None = None,
     ) -> None:
         """`choices` parse a chat's. `prompt_token_ids`: for the first response, if the client
-        wants them. `ids`: of a resumable stream's events."""
+        requested them. `ids`: the event ids of a resumable stream."""
         self.id = public_id
         self._prompt = generation.prompt_token_ids
         self._choices = choices

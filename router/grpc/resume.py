@@ -22,12 +22,12 @@ async def resumable(
     generation: GenerationRequest,
     public_id: str,
 ) -> Resumable | None:
-    """Returns the stream that the request wants resumable, or resumes. `secrets` are those of
+    """Returns the stream if the request makes one resumable, or resumes one. `secrets` are those of
     `event_ids.resumable`, `api_key` is as the client sent it.
 
     Raises:
         InvalidRequest: it cannot be resumable.
-        PermissionDenied: an id is not of this request.
+        PermissionDenied: an id belongs to another request.
     """
     if not request.resumable:
         if request.resume:

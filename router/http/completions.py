@@ -113,7 +113,7 @@ class CompletionChoiceWriter:
         return choice
 
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
-        """None for a delta whose text is held back, unless its tokens are wanted."""
+        """Returns None for a delta without text, unless its tokens were requested."""
         choice = self.choice(index, delta)
         if choice["text"] or choice["finish_reason"]:
             return (choice,)

@@ -1,4 +1,4 @@
-"""A response of server-sent events, whose client may be slow."""
+"""A response of server-sent events to a client that may be slow."""
 
 from __future__ import annotations
 

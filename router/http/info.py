@@ -62,7 +62,7 @@ async def get_timelines(request: web.Request) -> web.Response:
 
 
 def _whose(request: web.Request) -> str | None:
-    """The client whose requests to show; None: an operator sees all."""
+    """Returns the client to show requests of; None: an operator sees all."""
     is_operator = request.app[STATE].keys.is_operator(authorization_of(request))
     return None if is_operator else client_of(request)
 

@@ -59,7 +59,7 @@ class Answer:
 
 
 class AnswerWriter(Protocol):
-    """Writes the answer to one request as its API wants it."""
+    """Writes the answer to one request in its API's format."""
 
     last: bytes  # ends a stream, also one that failed
 
@@ -245,7 +245,7 @@ class OpenAIWriter:
         return body | {"usage": _usage(answer.stats)} | self.choices.beside
 
     def _best(self, deltas: dict[int, list[TextDelta]], n: int) -> dict[int, list[TextDelta]]:
-        """The `n` choices of each prompt whose tokens are the most likely, the best first."""
+        """Returns the `n` choices of each prompt with the most likely tokens, the best first."""
 
         def likelihood(index: int) -> float:
             tokens = [logprob_of(token) for delta in deltas[index] for token in delta.tokens]
@@ -274,30 +274,30 @@ class OpenAIWriter:
         events: list[bytes] = []
         for prompt, update in coalesced(batch):
             if isinstance(update, TextDelta):
-                events += self._events(prompt, update)
+                made = self._events(prompt, update)
+                if self.ids is not None:
+                    self._with_id(self.ids, prompt, update, made)
+                events += made
             elif isinstance(update, GenerationStats):
                 self.stats[prompt] = update
             elif isinstance(update, PromptLogprobs):
                 self._scored(prompt, update)
             elif isinstance(update, Replayed):
                 for delta in update.deltas:
-                    self._plain_events(prompt, delta)  # the client has these
+                    self._events(prompt, delta)  # the client has these
         return b"".join(events)
 
     def _events(self, prompt: int, delta: TextDelta) -> list[bytes]:
-        """The last event of a delta has the id, which stands for all of them."""
-        events = self._plain_events(prompt, delta)
-        if self.ids is not None:
-            self.ids.add(prompt, delta)
-            if events:
-                events[-1] = b"%bid: %b\n\n" % (events[-1][:-1], urlsafe_b64encode(self.ids.next()))
-        return events
-
-    def _plain_events(self, prompt: int, delta: TextDelta) -> list[bytes]:
         self.num_tokens += len(delta.tokens)
         index = prompt * self.generations[prompt].n + delta.choice
         choices = self.choices.chunks(index, delta)
         return [self._head + encode(choice) + self._tail() for choice in choices]
+
+    def _with_id(self, ids: EventIds, prompt: int, delta: TextDelta, events: list[bytes]) -> None:
+        """The last event of a delta has the id, which stands for all of them."""
+        ids.add(prompt, delta)
+        if events:
+            events[-1] = b"%bid: %b\n\n" % (events[-1][:-1], urlsafe_b64encode(ids.next()))
 
     def end(self) -> bytes:
         more = timeline_of(self.stats.values())

@@ -29,11 +29,11 @@ async def resumable(
     generations: Sequence[GenerationRequest],
     drawn: Drawn,
 ) -> Resumable | None:
-    """Returns the stream that the body wants resumable, or resumes; `drawn` is for a new one.
+    """Returns the stream if the body makes one resumable, or resumes one; `drawn` is for a new one.
 
     Raises:
         InvalidRequest: it cannot be resumable.
-        PermissionDenied: an id is not of this request.
+        PermissionDenied: an id belongs to another request.
     """
     body: GenerationBody = asked.body
     if not body.resumable:

@@ -27,7 +27,7 @@ from pdserve.router.http.encoding import as_typed, error_response
 logger = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT = 2.0  # seconds that cancelled requests get to send their error
-# Seconds since somebody asked /ready in which it counts as a balancer, which asks again and goes.
+# Seconds for which a caller of /ready counts as a balancer, which polls again and then goes.
 PROBED = 10.0
 QUIET = 2.0  # seconds without a request after which balancers have gone
 LAME_DUCK = 4.0  # seconds, at most, in which they are waited for
@@ -70,7 +70,7 @@ class HTTPServer:
 
     @property
     def has_balancer(self) -> bool:
-        """Whether somebody looks after /ready."""
+        """Whether a balancer polls /ready."""
         return monotonic() - self.app[TRAFFIC].probed < PROBED
 
     async def stop(self, drain_timeout: float) -> None:

@@ -33,7 +33,7 @@ def path_header(stats: Iterable[GenerationStats]) -> dict[str, str]:
 
 
 def _timed(stats: Iterable[GenerationStats]) -> GenerationStats | None:
-    """The prompt that was answered last, if the client asks for its timeline."""
+    """Returns the prompt that was answered last, if the client requested its timeline."""
     arrival = arrival_var.get()
     if arrival is None or not arrival.wants_timeline:
         return None

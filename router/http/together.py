@@ -81,7 +81,7 @@ class Together:
         return sorted(found, key=lambda each: -each["standing"]["seconds"])[:limit]
 
     async def reset_prefix_cache(self) -> None:
-        """All workers go on with one new epoch, so that they share prefixes."""
+        """All workers switch to one new epoch, so that they share prefixes."""
         await self._siblings.gather("cache epoch", self._state.cache_epoch.reset().encode())
 
     def _take_epoch(self, since: bytes) -> bytes:

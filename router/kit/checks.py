@@ -89,16 +89,16 @@ def does_not_remember_dead_nodes(make: MakePolicy) -> None:
 
 
 def does_not_herd_under_one_prompt(make: MakePolicy) -> None:
-    """With one system prompt shared by all, at 40 and 80 % of what the nodes can compute, the time
-    to the first token is no worse than round-robin's."""
+    """With one system prompt shared by all, at 40 and 80 % of the nodes' capacity, TTFT is no worse
+    than round-robin's."""
     for per_s in (13.0, 26.0):
         arrivals = shared_prompt(600, per_s)
         _no_worse(make, arrivals, f"{per_s:.0f}/s")
 
 
 def does_not_herd_in_a_burst(make: MakePolicy) -> None:
-    """A burst of prompts whose beginning one node has cached is answered no later than by
-    round-robin."""
+    """A burst of prompts with a prefix cached on one node is answered no later than by round-
+    robin."""
     arrivals = burst(200)
     _no_worse(make, arrivals, "200 at once")
 
@@ -161,7 +161,7 @@ _by_turns: dict[str, dict[str, Any]] = {}  # round-robin's figures, by workload
 
 
 class _Watched(Policy):
-    """Remembers what a policy raises, which costs it only the choice."""
+    """Remembers a policy's exceptions, which cost it only the choice."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -184,7 +184,8 @@ class _Watched(Policy):
 
 
 def _simulated(make: MakePolicy, arrivals: Sequence[Arrival]) -> Outcome:
-    """Places them on four prefill nodes of 10,000 tokens a second. Raises what the policy does."""
+    """Places the requests on four prefill nodes of 10,000 tokens a second. Raises the policy's
+    exceptions."""
     policies = {role: _Watched(make()) for role in ROLES.values()}
     setup = Setup("4P1D", linear(10_000), policies, UNLIMITED, BATCHES)
     found = simulate(setup, arrivals)
@@ -205,8 +206,8 @@ CHECKS = (
 
 
 def check_policy(make: MakePolicy, checks: Sequence[Check] = CHECKS) -> dict[str, str]:
-    """Returns, for each check by its name, what is broken; empty: nothing. What a policy raises
-    breaks the check in which it does."""
+    """Returns the faults by the name of the check; empty: none. An exception of the policy breaks
+    the check in which it occurs."""
     found = {}
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""Nodes that are no more than what a policy sees of them."""
+"""Nodes reduced to the part that a policy sees."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many requests are served at once, how many may wait, for how long, and whose turn it is.
+"""Bounds the requests served at once and the waiting ones, and orders the queue.
 
 enter ─▶ refused: its SLO cannot be kept, or the queue is full
-  │      waits: `FairShare` says whose turn it is, `Backlog` whether nodes should get more
+  │      waits: `FairShare` decides the order, `Backlog` whether nodes should get more
   ├────▶ refused: at its turn its SLO cannot be kept any more
   ▼
 place ─▶ first_token ─▶ leave
@@ -31,10 +31,10 @@ MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ask(Waiter):
-    """One prompt: it asks for a place, waits for it, and holds it."""
+    """One prompt, which waits for a place and then holds it."""
 
     batch: Batch = field(default_factory=Batch)
-    prompt_tokens: int = 0  # `tokens` are those to compute
+    prompt_tokens: int = 0  # `tokens` are the uncached ones
     slo: SLO = NO_SLO
     arrived: float = 0.0
     predicted: float | None = None  # seconds from then to the first token, as was thought then
@@ -50,14 +50,17 @@ class Ask(Waiter):
 
 
 class Admission:
-    """A bounded queue in front of a bounded number of slots, fair between clients: one of them
-    holds at most its share of either, the next free slot is for the client that has been served
-    the fewest tokens for its weight (of prompts, and of answers when they have ended), the last
-    ones are for clients that hold none, and when the queue is full the client that has most of it
-    gives way to one that has less.
+    """A bounded queue in front of a bounded number of slots, fair between clients:
 
-    Pure but for `slot`, which waits on the event loop: a simulation calls `enter`, `first_token`
-    and `leave` under a clock of its own.
+    - A client holds at most its share of the slots and of the queue.
+    - The next free slot goes to the client with the fewest served tokens for its weight (prompt
+      tokens, and answer tokens once the answer has ended). The last slots are for clients that hold
+      none.
+    - When the queue is full, the client with the most queued requests loses one to a client with
+      fewer.
+
+    Pure except for `slot`, which waits on the event loop: a simulation calls `enter`, `first_token`
+    and `leave` with its own clock.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Admission:
         self._running = 0
         self._elsewhere = 0  # choices, through other routers
         self._timeout = timeout
-        self._trial: Ask | None = None  # a prompt of a size of which nothing is known
+        self._trial: Ask | None = None  # a prompt of a size without measurements
         self._waiting: defaultdict[str, dict[Batch, None]] = defaultdict(dict)
         share = max_client_share
         self._prompts = QueueBound("requests", max_waiting, share, lambda each: each.waiting)
@@ -110,8 +113,8 @@ class Admission:
         return self._slots.available
 
     def placed_by_others(self, choices: int, routers: int) -> None:
-        """So many choices are served through other routers of the same nodes: their slots are
-        taken, but for an equal part of all that each router keeps."""
+        """Sets the number of choices that other routers of the same nodes serve: their slots are
+        taken, except for an equal part of all slots that each router keeps."""
         capacity = self._slots.capacity
         self._elsewhere = choices
         self._slots.held_elsewhere(min(choices, capacity - math.ceil(capacity / routers)))
@@ -134,14 +137,14 @@ class Admission:
     # ---- one prompt ----------------------------------------------------------------------------
 
     def enter(self, ask: Ask) -> None:
-        """Queues it; `ask.tell` hears of its place, at once if there is one. However it ends, call
-        `leave`.
+        """Queues the request; `ask.tell` is called when it gets its place, possibly at once.
+        However it ends, call `leave`.
 
         Raises:
-            Overloaded: its SLO cannot be kept. Or the queue is full, or the client's share of it;
-                this, too, is told later if the queue becomes full, and the client has most of it.
-                A batch meets this before its first prompt has a slot: a body is admitted as a
-                whole.
+            Overloaded: its SLO cannot be kept, or the queue, or the client's share of it, is full.
+                `tell` also gets this error later if the queue becomes full and the client has the
+                most requests in it. A batch meets this before its first prompt has a slot: a body
+                is admitted as a whole.
         """
         batch = ask.batch
         ask.amount = min(ask.amount, self._slots.client_limit)

@@ -96,11 +96,11 @@ class Attempt:
     # ---- the path, top to bottom -------------------------------------------------------------
 
     async def run(self) -> None:
-        """Returns when every choice has finished. `take` hears meanwhile what the decode node says.
+        """Returns when every choice has finished. Meanwhile `take` gets the decode node's events.
 
         Raises:
-            AttemptFailed: another attempt is to go on.
-            PdserveError: the request cannot go on.
+            AttemptFailed: another attempt must continue.
+            PdserveError: the request cannot continue.
         """
         request = pb.DecodeRequest(
             job=self._job, local_prefill=self._local_prefill, join=self._join
@@ -138,8 +138,8 @@ class Attempt:
             raise AttemptFailed from error
 
     async def _finish_choices(self) -> None:
-        """Tells the decode node which choices a stop string has ended, so that it computes no more
-        of them: one after the other, for as long as the job goes on."""
+        """Tells the decode node which choices a stop string has ended, so that it stops computing
+        them: one after the other, while the job runs."""
         while True:
             while self._state.stopped:
                 await self._decode_client.finish_choice(self._state.stopped.popleft())
@@ -341,4 +341,4 @@ class Attempt:
         self._metrics.migrations.labels(node.role, error.code).inc()
         if node is self._decode or self._state.stages.phase in (Phase.PREFILL, Phase.HAND_OFF):
             self._state.stages.failed()
-        logger.warning("%s goes on elsewhere: %s", self._state.request_id, error)
+        logger.warning("%s migrates to other nodes: %s", self._state.request_id, error)

@@ -1,13 +1,13 @@
-"""Streams that any router can take up: the id of each event says, signed, what the event adds.
+"""Streams that any router can resume: each event's id holds, signed, what the event adds.
 
     id_n = payload_n · mac_n        mac_n = HMAC(key of the request, mac_{n-1} · payload_n)
 
-A payload has the tokens of its event, by prompt and choice; the first one also what was drawn for
-the answer. A client whose router died sends the same request again, to any router with the same
-cluster key, with all ids that it has got, in order, as `resume`. That router begins with these
-tokens, as it would after the death of a decode node, and streams what follows. So no process keeps
-anything of a stream that is not read. The MACs are a chain that begins with the request and the
-API key: an id of another one, or one that was changed, left out or moved, fits nowhere.
+A payload has the tokens of its event, by prompt and choice; the first one also has the answer's
+random values. A client that lost its router sends the same request to any router with the same
+cluster key, with all ids so far, in order, as `resume`. That router begins with these tokens, as it
+would after the death of a decode node, and streams the rest. So no process keeps any state of a
+broken stream. The MACs are a chain that begins with the request and the API key: an id of another
+stream, or one that was changed, omitted or moved, does not verify.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class EventIds:
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """A stream whose events have ids; `generations` go on where the client is."""
+    """A stream with event ids; `generations` continue where the client is."""
 
     ids: EventIds
     drawn: Drawn
@@ -118,12 +118,12 @@ async def resumable(
     generations: Sequence[GenerationRequest],
     drawn: Drawn,
 ) -> Resumable:
-    """Returns the stream, which goes on behind `event_ids` if there are some; `drawn` is for one
-    that begins. `secrets`: for new ids, and older ones; `digest`: of the request and its API key.
+    """Returns the stream, which continues after `event_ids` if there are any; `drawn` is for a new
+    one. `secrets`: the first makes ids, all verify them; `digest`: of the request and its API key.
 
     Raises:
         InvalidRequest: the server has no secret.
-        PermissionDenied: an id is not of this request.
+        PermissionDenied: an id belongs to another request.
     """
     if not secrets:
         raise InvalidRequest("resumable needs a server with a --cluster-key", param="resumable")

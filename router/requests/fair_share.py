@@ -1,5 +1,5 @@
-"""A capacity that clients share: none holds all of it, none waits behind another's queue, and none
-fills the queues of all."""
+"""A capacity that clients share: no client holds all of it, waits behind another's queue, or fills
+everyone's queues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """One piece of work that waits. It is told once: when it has its capacity, or by an error."""
+    """One waiting piece of work. It is told once: when it has its capacity, or by an error."""
 
     tell: Callable[[Overloaded | None], None] = lambda _: None
     has_left: Callable[[], bool] = lambda: False  # it waits no more, and has not said so yet
@@ -39,29 +39,29 @@ class Waiter:
 
 
 class Ahead(NamedTuple):
-    """Returns what is served before a piece that comes now, unless others come later."""
+    """Returns the work that is served before a new piece, unless more comes later."""
 
     tokens: int = 0
     amount: int = 0
 
 
 def longest(waiting: Mapping[str, int], than: int) -> list[str]:
-    """The clients that have more than this waiting, those with most first."""
+    """Returns the clients with more waiting work than this, the most first."""
     found = [client for client, count in waiting.items() if count > than]
     return sorted(found, key=lambda client: -waiting[client])
 
 
 class FairShare:
-    """Gives what comes free to one client after the other: max-min fair, to the one that holds
-    least, of equals to the one that was served longest ago; or, with a `VirtualTime`, to the one
-    that has been served the fewest tokens for its weight. Within a client by priority; of equals
-    first come first served, but shorter ones pass a longer one as far as `Waiter.lets_pass`.
+    """Gives free capacity to one client after the other: max-min fair, to the client that holds
+    least, and among equals to the one served longest ago; or, with a `VirtualTime`, to the client
+    with the fewest served tokens for its weight. Within a client the order is priority, then first
+    come, first served, but shorter pieces pass a longer one as far as `Waiter.lets_pass`.
 
-    The queues are bounded by whoever calls `enter`: with `make_room`, or by a rule of its own
-    and `refuse`. In full queues the longest one gives way (longest queue drop, Suter et al.,
-    INFOCOM 1998): whoever fills them loses its own newest ones to others.
+    The caller of `enter` bounds the queues: with `make_room`, or with its own rule and `refuse`.
+    When the queues are full, the longest one loses its newest pieces (longest queue drop, Suter et
+    al., INFOCOM 1998).
 
-    Pure but for `acquire`, which waits on the event loop.
+    Pure except for `acquire`, which waits on the event loop.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class FairShare:
         time: VirtualTime | None = None,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`overdraw`: a piece needs no more than the first unit of it to be free, so that none
-        has to wait, and others behind it, until there is room for a large one. `reserved`: a share
-        of the capacity for clients that hold nothing, as far as one client alone cannot have it;
-        without it several that hold much would leave a newcomer to wait for what they give back.
-        `has_room`: whether anything may be had now; call `grant` when that changes."""
+        """`overdraw`: a piece needs only its first unit to be free, so that a large one does not
+        wait, with others behind it, for all of its units. `reserved`: a share of the capacity for
+        clients that hold nothing, if one client alone cannot have it; without it several clients
+        that hold much would keep a newcomer waiting. `has_room`: whether any capacity may be given
+        now; call `grant` when that changes."""
         self.capacity = capacity
         self._overdraw = overdraw
         self.client_limit = max(1, math.ceil(capacity * max_client_share))
@@ -103,16 +103,16 @@ class FairShare:
 
     @property
     def available(self) -> int:
-        """The capacity that is to be had here, held or free."""
+        """Returns the capacity available here, held or free."""
         return int(min(self.capacity - self._elsewhere, self._most))
 
     def held_elsewhere(self, amount: int) -> None:
-        """So much of the capacity is not to be had here for now."""
+        """Sets the capacity that is not available here for now."""
         self._elsewhere = amount
         self.grant()
 
     def bound(self, most: float) -> None:
-        """No more than so much is to be had for now."""
+        """Limits the available capacity for now."""
         self._most = most
         self.grant()
 
@@ -151,7 +151,7 @@ class FairShare:
         self._refuse(names[0], [self._queues[names[0]][-1]], error)
 
     def enter(self, client: str, waiter: Waiter) -> None:
-        """Queues it; it may have what it waits for at once."""
+        """Queues the piece; it may get its capacity at once."""
         queue = self._queues.setdefault(client, [])
         place = self._place(queue, waiter)
         for passed in queue[place:]:
@@ -212,7 +212,7 @@ class FairShare:
         self.grant()
 
     def grant(self) -> None:
-        """Gives what is free to those whose turn it is."""
+        """Gives free capacity to the clients next in turn."""
         while (client := self._next()) is not None:
             waiter = self._queues[client][0]
             self._queues[client] = self._queues.pop(client)  # behind the others
@@ -250,8 +250,8 @@ class FairShare:
         return self.available - reserved
 
     def _next(self) -> str | None:
-        """The client whose turn it is. A large piece waits until it fits: smaller ones of other
-        clients do not overtake it for ever."""
+        """Returns the client next in turn. A large piece waits until it fits: smaller ones of other
+        clients do not overtake it forever."""
         for name in list(self._queues):
             self._forget_left(name)
         turns = [
@@ -293,7 +293,7 @@ def resolve(future: asyncio.Future[None], error: Overloaded | None) -> None:
 
 
 class FairExecutor:
-    """Work of which so many pieces are done at once, and so many may wait: clients take turns."""
+    """Runs a bounded number of pieces of work, with a bounded queue; clients take turns."""
 
     def __init__(self, size: int, max_waiting: int) -> None:
         self._free = FairShare(size)

@@ -1,5 +1,4 @@
-"""Predictions from what was measured lately: when a first token comes, and how fast later ones
-follow. Pure: plain numbers, no clock."""
+"""Predictions of TTFT and ITL from recent measurements. Pure: plain numbers, no clock."""
 
 from __future__ import annotations
 
@@ -64,10 +63,10 @@ class Line:
 
 
 class Backlog:
-    """The prompts that nodes have in hand, and how long a further one takes.
+    """The prompts queued on nodes, and the time for one more.
 
-    Nodes give half of a step to shorter prompts (`common/engine/fair_queue.share_budget`), so one
-    in hand delays another by no more tokens than that one has itself.
+    Nodes give half of a step to shorter prompts (`common/engine/fair_queue.share_budget`), so a
+    queued prompt delays another one by at most that one's tokens.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -87,7 +86,7 @@ class Backlog:
         self._tokens += tokens
 
     def end(self, key: object) -> bool:
-        """Returns whether it was in hand."""
+        """Returns whether the prompt was queued on a node."""
         tokens = self._in_hand.pop(key, None)
         self._tokens -= tokens or 0
         return tokens is not None
@@ -100,8 +99,8 @@ class Backlog:
         return not self.line.known or self.line.slope * work < self._seconds
 
     def work(self, tokens: int, ahead: int = 0) -> float:
-        """Returns the tokens that are computed until a prompt's first one, `ahead` of it others'
-        that wait."""
+        """Returns the tokens computed until a prompt's first one; `ahead` of them are of waiting
+        prompts."""
         before = sum(min(each, tokens) for each in self._in_hand.values())
         return tokens + (before + self.others + ahead) / self.replicas
 
@@ -116,7 +115,7 @@ class Turnover:
         self._seconds += (seconds - self._seconds) / 16 if self._seconds else seconds
 
     def wait(self, places: float, held: int) -> float:
-        """Returns the seconds until so many places of those held are free."""
+        """Returns the seconds until so many of the held places are free."""
         return places * self._seconds / held if places > 0 and held else 0.0
 
 
@@ -131,8 +130,8 @@ class Forecast:
         self.decode_replicas = 1
 
     def ttft(self, tokens: int, ahead: Ahead, lacking: int, held: int) -> float | None:
-        """Returns the seconds to the first token of a prompt behind what is ahead of it in the
-        queue, when it and that lack so many places. None: nothing is known of such prompts."""
+        """Returns the predicted TTFT in seconds, of a prompt behind the `ahead` ones in the queue,
+        when these together lack so many places. None: there is no measurement of such prompts."""
         line = self.backlog.line
         work = self.backlog.work(tokens, ahead.tokens)
         if not line.known:

@@ -1,4 +1,4 @@
-"""The requests that the HTTP and gRPC services make of the pipeline, and what it yields."""
+"""The requests of the HTTP and gRPC services to the pipeline, and the updates that it yields."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.claims import AnswerKey
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.stages import Stages
+from pdserve.router.requests.unread import Unread
 
 MAX_BURST = 32  # generations that begin, or are given up, in one turn of the event loop
 # Generations of one body that have begun and not ended: each is a hundred objects, and those that
@@ -28,6 +29,8 @@ MAX_BURST = 32  # generations that begin, or are given up, in one turn of the ev
 MAX_BEGUN = 512
 # Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
 MAX_BEHIND = 16 * 1024
+COUNTED = 64  # updates of a queue that are counted at once among all that is not read
+UPDATE_NBYTES, TOP_NBYTES = 384, 128  # of a delta with its token, and of each alternative, about
 # Deltas that become one chunk of an answer, and characters of one that is long enough alone.
 MAX_JOINED, MAX_JOINED_TEXT = 64, 1024
 
@@ -57,7 +60,7 @@ class GenerationRequest:
     cache_salt: str = ""  # requests with different salts share no cached blocks
     adapter: Adapter | None = None  # the LoRA adapter that computes it
     batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
-    # The client wants no token, only what is computed of the prompt, which comes with the first.
+    # The client wants no token, only the prompt's log-probabilities, which come with the first one.
     prompt_only: bool = False
     past: tuple[Past, ...] = ()  # what the client has already, in order
     key: AnswerKey | None = None  # of an answer that is made once, through whichever routers
@@ -144,12 +147,19 @@ class Outlet:
 
 
 class UpdateQueue:
-    """The updates that one client has still to read, of all its prompts. Their tasks put them in.
-    While the client's task waits for more, deltas go through its outlet; all else, and what the
-    outlet does not write, it takes: all that is there at once."""
+    """The unread updates of one client, of all its prompts. The prompts' tasks put them in. While
+    the client's task waits for more, deltas go through its outlet. It takes everything else, and
+    what the outlet does not write, all at once. Unread updates count towards `unread`, the total of
+    all clients; a queue that lost its updates to others takes nothing more."""
 
-    def __init__(self, outlet: Outlet | None = None) -> None:
+    def __init__(
+        self, outlet: Outlet | None = None, unread: Unread | None = None, client: str = ""
+    ) -> None:
         self._outlet = outlet
+        self._unread = unread
+        self._client = client
+        self._is_counted = False
+        self._gave_way: Cancelled | None = None
         self._updates: Updates = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -161,16 +171,20 @@ class UpdateQueue:
         return bool(self._updates) or self._failure is not None
 
     def put(self, prompt: int, update: Update) -> None:
-        """Raises Cancelled: the client has not read MAX_BEHIND updates. It hears of that, too,
-        whatever becomes of the prompt."""
+        """Raises Cancelled: the client has not read MAX_BEHIND updates, or gave way. It hears of
+        that, too, whatever becomes of the prompt."""
         if isinstance(update, GenerationStats):
             self.ended += 1
+        elif self._gave_way is not None:
+            raise self._gave_way
         elif len(self._updates) >= MAX_BEHIND:
             error = Cancelled(f"the client is {MAX_BEHIND} events behind", code="CLIENT_TOO_SLOW")
             self.fail(error)
             raise error
         if self._failure is None:
             self._updates.append((prompt, update))
+            if not len(self._updates) % COUNTED:
+                self._count()
             outlet = self._outlet
             if outlet is None or outlet.write is None or not isinstance(update, TextDelta):
                 self._wake()
@@ -178,18 +192,42 @@ class UpdateQueue:
                 outlet.turn.add(self)
 
     def write(self) -> None:
-        """Writes what is there through the outlet, unless the client's task is about to."""
+        """Writes the pending deltas through the outlet, unless the client's task is about to."""
         assert self._outlet is not None and self._outlet.write is not None, "it was added"
         if self._waiter is None or self._waiter.done():
             return
         try:
             if self._outlet.write(self._updates):
-                self._updates = []
+                self._taken()
             else:
                 self._wake()
         except Exception as error:
-            self._updates = []
+            self._taken()
             self.fail(error)
+
+    def give_way(self, error: Cancelled) -> None:
+        """Drops what is not read, and what comes."""
+        self._gave_way = error
+        self._updates, self._is_counted = [], False
+        self.fail(error)
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._taken()
+
+    def _taken(self) -> Updates:
+        updates, self._updates = self._updates, []
+        if self._is_counted and self._unread is not None:
+            self._is_counted = False
+            self._unread.emptied(self._client, self)
+        return updates
+
+    def _count(self) -> None:
+        """Counts the last ones."""
+        if self._unread is not None:
+            self._is_counted = True
+            nbytes = sum(_nbytes(update) for _, update in self._updates[-COUNTED:])
+            self._unread.grown(self._client, self, nbytes)
 
     def fail(self, error: Exception) -> None:
         """A prompt has failed; of several failures the first one counts."""
@@ -203,16 +241,25 @@ class UpdateQueue:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        updates, self._updates = self._updates, []
-        return updates
+        return self._taken()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
+def _nbytes(update: Update) -> int:
+    if not isinstance(update, TextDelta):
+        return UPDATE_NBYTES
+    tops = sum(len(each.logprobs.top) for each in update.tokens if each.logprobs is not None)
+    return UPDATE_NBYTES + TOP_NBYTES * tops
+
+
 async def generate(
-    requests: Sequence[GenerationRequest], serve: Serve, outlet: Outlet | None = None
+    requests: Sequence[GenerationRequest],
+    serve: Serve,
+    outlet: Outlet | None = None,
+    unread: Unread | None = None,
 ) -> AsyncGenerator[Updates, None]:
     """Serves the prompts of one client, each in a task of its own, and yields what has come since
     the last time and was not written through the outlet. They are served at their own pace: a
@@ -221,9 +268,11 @@ async def generate(
     ended then.
 
     Raises:
-        Cancelled: more than MAX_BEHIND updates were not read.
+        Cancelled: more than MAX_BEHIND updates were not read, or too many of all clients, of which
+            this one had most.
     """
-    queue, tasks = UpdateQueue(outlet), list[asyncio.Task[None]]()
+    client = requests[0].batch.client if requests else ""
+    queue, tasks = UpdateQueue(outlet, unread, client), list[asyncio.Task[None]]()
     to_begin = iter(enumerate(requests))
     try:
         while queue.has_news or queue.ended < len(requests):
@@ -236,6 +285,7 @@ async def generate(
                     continue
             yield await queue.take()
     finally:
+        queue.close()
         await _end(tasks)
 
 
@@ -265,8 +315,8 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def coalesced(updates: Updates) -> Updates:
-    """The same with fewer deltas, where the client is slower than the nodes: those of a choice
-    are joined, as far as one message should go."""
+    """Returns the updates with fewer deltas, for a client that is slower than the nodes: deltas of
+    a choice are joined, up to the size of one message."""
     if len(updates) == 1:
         return updates
     parts: list[tuple[int, list[TextDelta]]] = []

@@ -35,7 +35,7 @@ def keyed(
     a seed.
 
     Raises:
-        InvalidRequest: the key cannot be one, or the server has no secret.
+        InvalidRequest: the key is invalid, or the server has no secret.
     """
     if given is None:
         return None

@@ -60,6 +60,7 @@ from pdserve.router.requests.request_state import RequestState
 from pdserve.router.requests.slo import NO_SLO, SLO
 from pdserve.router.requests.timelines import Timelines
 from pdserve.router.requests.trace import RequestTraces
+from pdserve.router.requests.unread import Unread
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Pipeline:
         self.metrics = metrics
         self._started = monotonic()
         self.view = ClusterView(registry)
+        self.unread = Unread()
         self.timelines = Timelines(config.kept_timelines, self.view.glance)
         self.streams = NodeStreams(channels)
         self.claims = Claims(registry, channels)
@@ -111,16 +113,17 @@ class Pipeline:
     def generate(
         self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
     ) -> AsyncGenerator[Updates, None]:
-        """Yields what is wanted of the prompts, deltas of all their choices, interleaved, and for
-        each prompt at last one GenerationStats. Deltas may go through the outlet instead, in order.
+        """Yields the requested prompt log-probabilities, deltas of all choices, interleaved, and at
+        last one GenerationStats for each prompt. Deltas may go through the outlet instead, in
+        order.
 
         `aclose()`, or cancelling the task that iterates, aborts the work on every node.
 
         Raises:
-            PdserveError: a request cannot be served or failed for good. Other exceptions
-                are defects.
+            PdserveError: a request cannot be served or failed for good. Other exceptions are
+                defects.
         """
-        return generate(requests, self._serve, outlet)
+        return generate(requests, self._serve, outlet, self.unread)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         """The whole of a prompt: its deltas are put into its client's queue; its outcome is this
@@ -186,7 +189,7 @@ class Pipeline:
     async def _attempts(self, state: RequestState, claim: Claim | None) -> None:
         while not state.finished:
             await state.retries.backoff(state.deadline)
-            with suppress(AttemptFailed):  # the next one makes what is left
+            with suppress(AttemptFailed):  # the next attempt continues
                 if claim is not None and state.key is not None:
                     await self._keyed(state, claim)
                 else:
@@ -214,7 +217,7 @@ class Pipeline:
         """Begins the request's span, under which its calls to nodes are."""
         state.trace = self._traces.begin(state.request, state.arrival, state.stages)
         if state.trace is not None:
-            state.timed |= state.trace.recording
+            state.stages.timed |= state.trace.recording
             traceparent_var.set(state.trace.parent)
         elif state.arrival is not None:
             traceparent_var.set(state.arrival.traceparent)
@@ -252,11 +255,12 @@ class Pipeline:
         self.admission.cluster(*self.view.replicas())
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a request could be served now; the reason when not, or what is amiss."""
+        """Returns whether a request could be served now, and the reason if not, or the current
+        fault."""
         return self.view.ready()
 
     def load(self) -> int:
-        """Prompts that are computed, and those that wait for a place."""
+        """Returns the running prompts, and the prompts that wait for a place."""
         return self.admission.running + self.admission.waiting
 
     def cluster(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How much may wait, and who gives way when it is too much. Pure: plain numbers."""
+"""The bounds of the queue, and which requests are refused beyond them. Pure: plain numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdserve.router.requests.fair_share import longest
 class Batch:
     """The prompts of one body. They are admitted together, and each takes a slot of its own."""
 
-    client: str = ""  # whose they are: an API key's name, or an address
+    client: str = ""  # the client: an API key's name, or an address
     num_tokens: int = 0  # of all prompts
     admitted: bool = False
     refused: bool = False  # after it was admitted, before it had a slot
@@ -31,7 +31,7 @@ class Batch:
 
     @property
     def alias(self) -> str:
-        """The client's name for nodes, which need no more of it than that it differs."""
+        """Returns the client's name for nodes, which only need different names."""
         return sha256(self.client.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
@@ -56,9 +56,9 @@ class QueueBound:
             raise self.refusal(own, " of this client")
 
     def giving_way(self, client: str, new: int, waiting: Waiting, gone: list[Batch]) -> list[Batch]:
-        """Returns the batches to refuse so that the client may wait with `new` more, when `gone`
-        are refused already: those of the clients that have most, the newest first. Batches that
-        have begun stay, and all stay when the client would have no more than an equal part.
+        """Returns the batches to refuse so that the client may wait with `new` more, after those in
+        `gone` are refused: the newest batches of the clients with the most. Batches that have begun
+        stay, and all stay if the client would have no more than an equal part.
 
         Raises:
             Overloaded: no other client has more than this one would have.

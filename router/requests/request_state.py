@@ -41,7 +41,7 @@ from pdserve.router.requests.trace import RequestTrace
 
 
 class RequestState:
-    """Fed with what nodes send; it puts into the client's queue what the client is to get of it."""
+    """Takes the nodes' events and puts the client's updates into its queue."""
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class RequestState:
         self._vocab_size = vocab_size
         self._start = monotonic()
         self.arrival = arrival = arrival_var.get()
-        self.timed = arrival is not None and arrival.wants_timeline
         self.on_first_token: Callable[[], None] = lambda: None
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
@@ -99,7 +98,8 @@ class RequestState:
                 self.version = each.version
                 tokens = tuple(map(SampledToken, each.token_ids))
                 event = TokenEvent(each.choice, tokens, each.finish_reason)
-                deltas.append(self._delta(self._open[each.choice], event, monotonic()))
+                stream, token_ids = self._open[each.choice], list(each.token_ids)
+                deltas.append(self._delta(stream, event, token_ids, monotonic()))
         self._put(Replayed(tuple(deltas)))
         # They were not drawn now.
         self._timeline.clear()
@@ -120,7 +120,7 @@ class RequestState:
             self._sampling,
             tuple(Choice(index, tuple(self._outputs[index])) for index in self._open),
             request.cache_salt,
-            self.timed,
+            self.stages.timed,
             self._adapter,
             request.priority,
             request.batch.alias,
@@ -161,7 +161,7 @@ class RequestState:
 
     @property
     def _session(self) -> str:
-        """The request's session, short, and none of another client's."""
+        """Returns a short name of the request's session that no other client's session has."""
         if self.arrival is None or not self.arrival.session:
             return ""
         name = f"{self.request.batch.alias} {self.arrival.session}"
@@ -191,7 +191,7 @@ class RequestState:
         self._timeline.setdefault(moment, now - self._start)
 
     def placed(self, path: PromptPath, decode_node: str) -> None:
-        """An attempt begins on a decode node; what the one before has moved is lost."""
+        """An attempt begins on a decode node; the KV of the previous attempt is lost."""
         self.set(path=path, decode_node=decode_node, prefill_node="")
         self.set(kv_connectors=(), verified_runs=0)
 
@@ -200,10 +200,10 @@ class RequestState:
         self._timeline.update(fields)
 
     def prefilled(self, event: pb.FirstToken | pb.Prefilled, role: str) -> None:
-        """A node of this role has computed the prompt.
+        """Notes that a node of this role has computed the prompt.
 
         Raises:
-            NodeError: its log-probabilities are not what was asked for.
+            NodeError: its log-probabilities are not the requested ones.
         """
         if not self._prompt_scored:
             self._take_prompt(event, role)
@@ -273,20 +273,23 @@ class RequestState:
             raise bad_token(role, "the prompt's log-probabilities come first")
         choice = event.choice
         stream = self._open.get(choice)
-        self._check(event, role, position, is_open=stream is not None)
+        token_ids = self._checked(event, role, position, is_open=stream is not None)
         self.version = version
         if stream is not None:
             now = monotonic()
             if self.retries.failures:
                 self.retries.progress(role)
             self.deadline.token(now)
-            self._put(self._delta(stream, event, now))
+            self._put(self._delta(stream, event, token_ids, now))
             if event.finish_reason is None and choice not in self._open:
                 self.stopped.append(choice)
         if not self._open:
             self.stages.enter(Phase.STREAM)
 
-    def _check(self, event: TokenEvent, role: str, position: int | None, is_open: bool) -> None:
+    def _checked(
+        self, event: TokenEvent, role: str, position: int | None, is_open: bool
+    ) -> list[int]:
+        """Returns the ids of the tokens."""
         output = self._outputs.get(event.choice)
         if output is None:
             raise bad_token(role, f"there is no choice {event.choice}")
@@ -297,15 +300,20 @@ class RequestState:
             raise bad_token(role, f"{count} where {left} are left")
         if is_open and position is not None and position != done:
             raise bad_token(role, f"at position {position}, not {done}")
+        token_ids = []
         for token in event.tokens:
-            known = 0 <= token.token_id < vocab_size
-            if token.logprobs is not None:
-                known = known and all(0 <= i < vocab_size for i, _ in token.logprobs.top)
+            token_id, logprobs = token.token_id, token.logprobs
+            known = 0 <= token_id < vocab_size
+            if logprobs is not None:
+                known = known and all(0 <= i < vocab_size for i, _ in logprobs.top)
             if not known:
                 raise bad_token(role, "it is outside the vocabulary")
+            token_ids.append(token_id)
+        return token_ids
 
-    def _delta(self, stream: TextStream, event: TokenEvent, now: float) -> TextDelta:
-        token_ids = [token.token_id for token in event.tokens]
+    def _delta(
+        self, stream: TextStream, event: TokenEvent, token_ids: list[int], now: float
+    ) -> TextDelta:
         output = stream.push(
             token_ids,
             final=event.finish_reason is not None,

@@ -1,5 +1,5 @@
-"""How long a request may take, and what a failed node means for it: go on elsewhere, compute it
-in one place, or give up."""
+"""How long a request may take, and how it continues after a node failed: on another node, on one
+node, or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAITING = 0.125  # what a death counts for of a node that did not compute the re
 DEATHS = frozenset({"PEER_LOST", "RANK_DIED", "ENGINE_STALLED", "NODE_FAILED"})
 # A request that fails so twice, on another node where there is one, would on any.
 POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
-# Whose deaths count together: by role, those that do the same work.
+# Roles that do the same work; their deaths count together.
 ALIKE = {
     "prefill": ("prefill", "both"),
     "decode": ("decode", "both"),
@@ -57,10 +57,10 @@ class Deadline:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Bounds what is inside; the time until here was spent on waiting for a place.
+        """Bounds its body; the time before it was spent waiting for a place.
 
         Raises:
-            DeadlineExceeded: nothing happened for too long.
+            DeadlineExceeded: there was no progress for too long.
         """
         waited = monotonic() - self._made
         if waited < self._patience:  # else it is a body's later prompt: its time begins here
@@ -129,10 +129,10 @@ class Deadline:
 class Retries:
     """One request's failures so far.
 
-    A request goes on as long as its deadline allows, with longer and longer pauses while no token
-    comes. It is *poison*, and ends, when it fails in the same way twice without getting further,
-    or when more than `limit` nodes in a row have died while they computed it: it must not kill
-    them all. One that gets further after it failed was not poison: the node was at fault.
+    A request continues until its deadline, with longer and longer pauses while no token comes. It
+    is *poison*, and ends, when it fails twice in the same way without progress, or when more than
+    `limit` nodes in a row have died while they computed it: it must not kill them all. A request
+    that makes progress after it failed was not poison: the node was at fault.
     """
 
     def __init__(self, limit: int) -> None:

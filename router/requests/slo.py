@@ -22,7 +22,7 @@ class SLO:
     own: bool = False  # the request itself says `ttft`: it is kept to the letter
 
     def overridden(self, other: SLO) -> SLO:
-        """Returns these, or those of a request where it says its own."""
+        """Returns these SLOs, replaced by those that the request sets."""
         if other.ttft is None and other.itl is None:
             return self
         ttft = self.ttft if other.ttft is None else other.ttft
@@ -57,7 +57,7 @@ NO_SLO = SLO()
 
 
 def slo_of(header: Callable[[str], str | None]) -> SLO:
-    """Returns what a request's headers, or metadata, say.
+    """Returns the SLOs in a request's headers, or metadata.
 
     Raises:
         InvalidRequest: one is no number of milliseconds.

@@ -1,4 +1,4 @@
-"""Where a request's time went: stages that follow each other and leave nothing out.
+"""Where a request's time went: consecutive stages without gaps.
 
 The router's monotonic clock cuts the request's time into *phases*, at the moments when it sends a
 call and when an answer is there:
@@ -6,10 +6,10 @@ call and when an answer is there:
     receive │ tokenize │ queue │ reserve │ queue │ prefill │ stream │ hand off │ decode │ stream
                                   on D             on P                on D       on D
 
-Within a phase a node's own clock counts: the answer says how long the node spent on what. No two
-clocks are compared, so they may differ. What is left of the phase is the way between the two, and
-has a stage of its own. When a node fails, what it did and did not tell is `migration`, until
-another node is asked.
+Within a phase the node's own clock counts: its answer has the times of its stages. No two clocks
+are compared, so they may differ. The rest of the phase is the network between the two, and has its
+own stage. When a node fails, the time that it has not reported is `migration`, until another node
+is asked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Phase(StrEnum):
     MIGRATION = "migration"
 
 
-# What is left of a phase after what its node has told: the stage, and whether it is the router's.
+# The stage of the time in a phase that its node does not report.
 _REST = {
     Phase.RESERVE: "network",
     Phase.PREFILL: "first_token",
@@ -87,7 +87,7 @@ class Stages:
     def __init__(self, arrival: RequestArrival | None = None) -> None:
         now = monotonic()
         self.start = now if arrival is None else arrival.received
-        self.timed = arrival is not None and arrival.wants_timeline
+        self.timed = arrival is not None and arrival.wants_timeline  # decode nodes split theirs
         self.spans: list[Span] = []
         if arrival is not None:
             self._enter(Phase.RECEIVE, ROUTER, arrival.received)
@@ -108,14 +108,14 @@ class Stages:
             self.enter(to, node)
 
     def told(self, phase: Phase, **seconds: float) -> None:
-        """Notes what the node says of the last such phase, which may be over."""
+        """Notes the times that the node reports for the last such phase, which may be over."""
         for span in reversed(self.spans):
             if span.phase is phase:
                 span.told, span.told_at = seconds, monotonic()
                 return
 
     def failed(self) -> None:
-        """The node at work is given up: what it told last stands, the rest was in vain."""
+        """Gives up the current node: its last reported times stand, the rest is migration."""
         last = self.spans[-1]
         if last.phase is not Phase.MIGRATION:
             self._enter(Phase.MIGRATION, ROUTER, last.told_at or last.start)

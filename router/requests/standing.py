@@ -1,5 +1,5 @@
-"""Why a request that is served does not get further: what it waits for, for how long it has, when
-it is given up, and what has failed before."""
+"""Why a running request makes no progress: what it waits for, how long it may, when the router
+gives it up, and its previous failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Look = Callable[[str], dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class Standing:
     waits_for: str
-    node: dict[str, Any] | None  # what is known of the node that is to act; None: none is
+    node: dict[str, Any] | None  # the state of the node that must act, if any
     seconds: float  # since it got further
     gives_up_in: float | None  # seconds until it fails if it gets no further; None: it never does
     failures: int  # of nodes and transfers, so far

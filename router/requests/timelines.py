@@ -1,5 +1,4 @@
-"""Timelines of requests, for who asks afterwards, or while one is served: where is it, where was
-its time lost?"""
+"""Timelines of running and finished requests: where is a request, where did its time go?"""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Ended:
     frames."""
 
     ids: tuple[str, ...]  # by which its client knows it
-    client: str  # whose it is, as `APIKeys.client` says
+    client: str  # the client, from `APIKeys.client`
     stats: GenerationStats
     end: float  # monotonic
     error: dict[str, str] | None = None
@@ -37,12 +36,12 @@ class Ended:
 
 
 class Timelines:
-    """Keeps the timelines of the requests that are served, and of the last ones that ended.
-    Clients share the room for these: the client that has most of it gives way, so that one that
-    asks much, or is refused much, does not drive out the others'."""
+    """Keeps the timelines of the running requests, and of the last ended ones. Clients share the
+    room: the client with the most timelines loses its oldest, so that one client with many
+    requests, or many refused ones, does not drive out the others'."""
 
     def __init__(self, kept: int, look: Look = lambda node_id: {"node_id": node_id}) -> None:
-        """`kept`: how many of those that ended. `look`: says what is known of a node."""
+        """`kept`: the number of ended ones to keep. `look`: returns the state of a node."""
         self._kept = kept
         self._look = look
         self._numbers = count()
@@ -61,8 +60,8 @@ class Timelines:
             self._keep(Ended(ids, client, state.stats(), monotonic(), why))
 
     def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
-        """Finds the request that has this id: JSON for each of its prompts; with `client` only
-        those that it has asked."""
+        """Finds the request with this id: JSON for each of its prompts; with `client` only that
+        client's."""
         named = self._newest(client, lambda ids: _is_named(ids, name))
         found = islice(named, MAX_FOUND)
         return [
@@ -70,8 +69,8 @@ class Timelines:
         ]
 
     def recent(self, limit: int, client: str | None = None) -> list[dict[str, Any]]:
-        """The last `limit` requests, or a client's last, as JSON: those that are served first, the
-        newest first."""
+        """Returns the last `limit` requests, or a client's last, as JSON: running ones first, then
+        the newest."""
         return [_summary(each) for each in islice(self._newest(client), limit)]
 
     def standing(self, limit: int, client: str | None = None) -> list[dict[str, Any]]:

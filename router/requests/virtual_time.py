@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-MOST = 4096  # clients that are remembered; those that are owed most are forgotten last
+MOST = 4096  # remembered clients; those owed most are forgotten last
 
 
 class VirtualTime:
@@ -51,6 +51,6 @@ class VirtualTime:
         self._next[client] = since + tokens / self.weight(client)
 
     def _forget(self) -> None:
-        """Forgets the clients that are owed nothing, then those that have the least ahead."""
+        """Forgets the clients that are owed nothing, then those with the least lead."""
         ahead = sorted((tag, client) for client, tag in self._next.items() if tag > self.now)
         self._next = {client: tag for tag, client in ahead[-(MOST // 2) :]}

@@ -33,7 +33,7 @@ _frames = msgspec.msgpack.Decoder(Frame)
 
 
 class Link:
-    """One end. The other is a process of ours, so that what it says is not doubted."""
+    """One end of a connection. The other end is a process of ours, so its messages are trusted."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""Merges what several workers say of themselves, as if one process had said it."""
+"""Merges the reports of several workers into those of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.common.obs.exposition import exposed
 _NODES = "pdserve_nodes"
 _DEATHS = "pdserve_router_worker_deaths"
 _COUNTS = ("counter", "histogram", "summary")
-# Gauges of which each worker has its part; of others all workers see the same.
+# Gauges that are summed over the workers; other gauges are equal in all workers.
 _SHARED_OUT = ("num_requests_running", "num_requests_waiting")
 _WORST = ("ready", "_created")  # the least counts: one worker cannot serve; the first one's birth
 
@@ -39,8 +39,7 @@ def merged_metrics(texts: Iterable[str]) -> bytes:
 
 
 def counts_of_dead(text: str) -> str:
-    """Returns the counters and histograms of what a worker exposed before it died, and counts its
-    death."""
+    """Returns the counters and histograms of a worker before it died, and counts its death."""
     kept = [each for each in text_string_to_metric_families(text) if each.type in _COUNTS]
     for metric in kept:
         if metric.name == _DEATHS:

@@ -33,7 +33,7 @@ class Siblings:
         self._answers[what] = answer
 
     async def gather(self, what: str, argument: bytes = b"") -> list[bytes]:
-        """Returns the answers of the others; those that are dead or late are left out."""
+        """Returns the answers of the other workers; dead or late ones are left out."""
         if not self.registry_ports:
             return []
         try:

@@ -7,9 +7,8 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import requests
 import torch
@@ -18,6 +17,9 @@ import reference
 from cluster import text_of
 from pdserve.router.http.request import TIMELINE_HEADER
 from warm import WarmCluster
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "llama-gqa"
 WINDOW = 1024
@@ -43,6 +45,8 @@ def cluster() -> Iterator[WarmCluster]:
 
 @pytest.fixture(scope="module")
 def client(cluster: WarmCluster) -> Iterator[openai.OpenAI]:
+    import openai  # takes as long as many tests
+
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -157,6 +161,8 @@ def test_openai_n_choices_with_a_seed(client: openai.OpenAI) -> None:
 
 
 def test_openai_models_and_errors(client: openai.OpenAI) -> None:
+    import openai
+
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == (MODEL, "pdserve")
     assert client.models.retrieve(MODEL).id == MODEL

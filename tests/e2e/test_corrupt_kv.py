@@ -1,5 +1,6 @@
-"""KV that lands spoilt never becomes a token: dozens of faults in live nodes, and the answers
-are those of transformers; without digests they are not."""
+"""KV that is spoilt never becomes a token: dozens of faults in live nodes, and the answers are
+those of transformers; without digests they are not. It is spoilt on the way, where both sides hash
+it as it moves, or after it has landed, where the sink reads it again."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from tiny_engine import some_tokens
 from warm import WarmCluster
 from windowed import make_windowed
 
-SHM, TCP = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
+ON_THE_WAY = "corrupt_way:SpoiltShm", "corrupt_way:SpoiltTCP"
+LANDED = "corrupt_connector:CorruptShm", "corrupt_connector:CorruptTCP"
+SHM, TCP = 0, 1
+WHEN = {"on the way": ON_THE_WAY, "landed": LANDED}
 FAULTS, GROUP_FAULTS = 60, 20  # at least
 NUM_PROMPTS, NUM_TOKENS = 16, 6
 CLIENTS = 12
@@ -35,6 +39,7 @@ GROUPS = {  # kind of KV: a model with it, its connector, the prefill node's ran
     "window": ("qwen3", TCP, 2),
     "latent": ("deepseek", SHM, 1),
     "state": ("qwen3-next", TCP, 2),
+    "indexer": ("deepseek-v3.2", TCP, 2),
 }
 
 Prompt = tuple[int, ...]
@@ -52,13 +57,18 @@ def speaks(
     }
 
 
+@pytest.fixture(scope="module", params=only(WHEN, ["on the way"]))
+def connectors(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return WHEN[request.param]
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[WarmCluster]:
+def cluster(connectors: tuple[str, str]) -> Iterator[WarmCluster]:
     """Two prefill nodes that speak shm and tcp; a decode node for each of them."""
     with WarmCluster("llama-gqa", 0, 0, **PATIENT) as made:
         for _ in range(2):
-            made.start_node("prefill", **speaks(ledger(made), SHM, TCP))
-        for seed, connector in enumerate((SHM, TCP)):
+            made.start_node("prefill", **speaks(ledger(made), *connectors))
+        for seed, connector in enumerate(connectors):
             made.start_node("decode", **speaks(ledger(made), connector, seed=seed))
         made.wait_nodes()
         yield made
@@ -128,9 +138,11 @@ def outcome(code: str) -> str:
     return f'pdserve_kv_transfers_total{{outcome="{code}"}}'
 
 
-def test_without_digests_tokens_are_wrong(cluster: WarmCluster, cases: dict[Prompt, str]) -> None:
+def test_without_digests_tokens_are_wrong(
+    cluster: WarmCluster, connectors: tuple[str, str], cases: dict[Prompt, str]
+) -> None:
     """Else the test above would prove nothing."""
-    options = speaks(ledger(cluster), SHM, probability=1.0)
+    options = speaks(ledger(cluster), connectors[SHM], probability=1.0)
     trusting = cluster.start_node(
         "decode", num_gpu_blocks_override=MORE_BLOCKS, no_enable_kv_digests="", **options
     )
@@ -142,11 +154,13 @@ def test_without_digests_tokens_are_wrong(cluster: WarmCluster, cases: dict[Prom
     assert wrong > 0
 
 
+@pytest.mark.parametrize("when", only(WHEN, ["on the way"]))
 @pytest.mark.parametrize("kind", only(GROUPS, ["window"]))
-def test_no_fault_of_a_kv_group_becomes_a_token(kind: str, tmp_path: Path) -> None:
+def test_no_fault_of_a_kv_group_becomes_a_token(kind: str, when: str, tmp_path: Path) -> None:
     """The state that a model keeps beside full attention, or in its place, is as well guarded, and
     was spoilt: a node without digests says wrong tokens."""
-    model, connector, ranks = GROUPS[kind]
+    model, which, ranks = GROUPS[kind]
+    connector = WHEN[when][which]
     folder = make_windowed(model, tmp_path)
     cases = answered(folder, [tuple(some_tokens(70 + 9 * i, seed=i)) for i in range(8)])
     with WarmCluster(folder, 0, 0, max_model_len=1024, **PATIENT) as cluster:

@@ -56,7 +56,11 @@ def test_a_node_of_both_roles_serves_the_full_context(models: Any) -> None:
 
 TP1, TP2 = {"tensor_parallel_size": 1}, {"tensor_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2}
-TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
+PP2_OF_3 = {**PP2, "pipeline_partition": "2,4"}  # layers with an indexer count as two
+TRANSFORMERS = {
+    "qwen3-next": "qwen3_next.modeling_qwen3_next",
+    "deepseek-v3.2": "deepseek_v32.modeling_deepseek_v32",
+}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,9 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
         slow("qwen3-next", "shm", PP2, TP2),
         slow("qwen3-next", "tcp", TP1, PP2),
         slow("qwen3.5", "shm", TP2, TP1),
-        ("nemotron-h", "tcp", TP2, TP1),
+        ("deepseek-v3.2", "tcp", TP2, TP1),
+        slow("deepseek-v3.2", "shm", PP2_OF_3, {**TP2, "expert_parallel_size": 2}),
+        slow("nemotron-h", "tcp", TP2, TP1),
         slow("falcon-h1", "tcp", PP2, TP2),
         slow("lfm2", "shm", TP1, PP2),
         slow("gemma4", "tcp", TP2, TP1),
@@ -86,7 +92,7 @@ TRANSFORMERS = {"qwen3-next": "qwen3_next.modeling_qwen3_next"}
     ],
 )
 def test_a_hand_over(
-    models: Any, name: str, connector: str, prefill: dict[str, int], decode: dict[str, int]
+    models: Any, name: str, connector: str, prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:
     """The blocks of a window that the next tokens read are moved, one number for all heads of a
     latent, the last state and that at the end of the last full block before; no more."""
@@ -104,10 +110,13 @@ def test_a_hand_over(
             assert node_metrics(node)["pdserve_kv_transfer_bytes_total"] == expected
         check(cluster, model)  # from the cache
         check_prompt_logprobs(cluster, PROMPTS[2], n=2)
-        if name in ("gemma4", "nemotron-h", "qwen3-next") and prefill is TP2:
+        if name in FAILOVER and prefill is TP2:
             start_decode(cluster, kv_connector=connector, **decode)
             cluster.wait_nodes()
             check_failover(cluster, model, count=120)
+
+
+FAILOVER = ("deepseek-v3.2", "gemma4", "nemotron-h", "qwen3-next")
 
 
 def kv_bytes(model: Path, length: int, ranks: int = 1) -> int:
@@ -129,6 +138,9 @@ def kv_bytes(model: Path, length: int, ranks: int = 1) -> int:
         slow("deepseek", TP1, TP1),
         slow("mistral", TP1, TP1),
         slow("gemma3", PP2, TP2),
+        slow("falcon-h1", PP2, TP2),
+        slow("nemotron-h", TP1, TP1),
+        slow("qwen3-next", PP2, PP2),
     ],
 )
 def test_a_decode_node_dies_beyond_the_window(

@@ -312,4 +312,6 @@ def test_renewed_certificates_are_used_without_a_restart(
             for each in done:
                 each.result()
         assert set(codes) == {200}
-        assert not [line for line in cluster.log().splitlines() if "goes on elsewhere" in line]
+        assert not [
+            line for line in cluster.log().splitlines() if "migrates to other nodes" in line
+        ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -113,12 +115,12 @@ def test_a_stage_on_two_hosts_equals_transformers(site: Site) -> None:
     site.cluster.wait_idle()
 
 
-@pytest.mark.parametrize("way", ["both ways", slow("there"), slow("back")])
+@pytest.mark.parametrize("way", ["both ways", slow("there"), slow("back"), slow("killed")])
 def test_a_cut_link_ends_the_node_and_nothing_else(
     site: Site, bits: str, way: str, request: pytest.FixtureRequest
 ) -> None:
-    """Packets are dropped silently while it decodes. What it had goes on elsewhere, and the answers
-    of one rank have the same bits."""
+    """Packets are dropped silently while it decodes, or all processes of the second host are killed
+    at once. What it had goes on elsewhere, and the answers of one rank have the same bits."""
     cluster, names = site.cluster, segments.names()
     if not cluster.names("decode")[1:]:
         site.start("decode")
@@ -135,21 +137,34 @@ def test_a_cut_link_ends_the_node_and_nothing_else(
         events = list(islice(first, 6))
         assert cluster.busy("decode") == spanned
         others = [pool.submit(text_of, site.ask()) for _ in range(IN_FLIGHT - 1)]
-        cut(site.network, way, one, other)
         pid = cluster.pids.pop(spanned)
+        if way == "killed":
+            kill_host(site.network, other, [rank.pid for rank in ranks])
+        else:
+            cut(site.network, way, one, other)
         assert text_of(iter([*events, *first])) == expected
         assert all(each.result() == expected for each in others)
     cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
     assert cluster.exit_code(pid) == 1
-    assert re.search(
+    silent = (
         rf"no answer from rank 2 on host {other} to rank 0 on host {one} within \S+ s: check the "
-        r"link between the hosts",
-        cluster.log(),
+        r"link between the hosts"
     )
+    died = r"RANK_DIED, blame=decode\] rank [23] \(pid \d+\) was killed by SIGKILL"
+    assert re.search(died if way == "killed" else silent, cluster.log())
     cluster.wait_for(lambda: not any(alive(rank.pid) for rank in ranks), 60 * slowness())
     cluster.wait_idle()
     segments.check_none_left(names)
     assert site.bits(way) == bits
+
+
+def kill_host(network: hosts.Network, host: str, pids: list[int]) -> None:
+    """SIGKILL for those of these processes that are on the host."""
+    there = os.readlink(f"/proc/{network.pid(host)}/ns/net")
+    killed = [pid for pid in pids if os.readlink(f"/proc/{pid}/ns/net") == there]
+    assert len(killed) == 2
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
 
 
 def cut(network: hosts.Network, way: str, one: str, other: str) -> None:

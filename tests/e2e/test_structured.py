@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel, Field
 
@@ -19,6 +18,9 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from reference import encode
 from warm import WarmCluster
+
+if TYPE_CHECKING:
+    import openai
 
 PROMPT = "Once upon a time there was a naïve girl named"
 # Bounded, so that a tiny model's answer ends.
@@ -63,6 +65,8 @@ def cluster() -> Iterator[WarmCluster]:
 
 @pytest.fixture(scope="module")
 def client(cluster: WarmCluster) -> Iterator[openai.OpenAI]:
+    import openai  # takes as long as many tests
+
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
+import xxhash
 from pdserve_file_connector.connector import FileConnector
 
 from pdserve.kv_transfer.blocks import gather
@@ -25,11 +26,13 @@ from pdserve.kv_transfer.connector import (
     Landed,
     Progress,
     RankContext,
+    RunDigest,
     Sent,
     SinkTransfer,
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.tcp import TCPConnector
+from pdserve.kv_transfer.layout import Rect
 from segments import LEFT_ON_PURPOSE, SHM
 
 
@@ -407,6 +410,87 @@ class AcceptsAnyOption(Broken):
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         super().__init__(context, {})
+
+
+# ---- digests ----
+
+
+class HashesOtherBytes(Broken):
+    """Leaves out the prefix: a digest fits any transfer."""
+
+    caught_by = "test_digests.py::test_a_sink_s_digests_are_of_its_blocks"
+
+    def landed_digest(
+        self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+    ) -> bytes | None:
+        transfer = self.accepted[transfer_id]
+        ids = transfer.block_ids[run.first : run.first + run.count]
+        return xxhash.xxh3_128(gather(self.context.view, rect, ids).numpy().tobytes()).digest()
+
+
+class HashesNothing(Broken):
+    caught_by = "test_digests.py::test_a_sink_s_digests_are_of_its_blocks"
+
+    def landed_digest(
+        self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+    ) -> bytes | None:
+        return None
+
+
+class BelievesOldDigests(Broken):
+    caught_by = "test_digests.py::test_a_sink_s_digest_is_of_one_epoch_and_one_run"
+
+    def landed_digest(
+        self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
+    ) -> bytes | None:
+        if (transfer := self.accepted.get(transfer_id)) is None:
+            return None
+        return super().landed_digest(transfer_id, transfer.epoch, rect, run)
+
+
+class WritesLate(Broken):
+    """Says that the blocks are whole before it copies them there."""
+
+    caught_by = "test_digests.py::test_nothing_is_written_after_landed"
+
+    def emit(self, event: Event) -> None:
+        late = None
+        if isinstance(event, Landed):
+            ids = list(self.accepted[event.transfer_id].block_ids)
+            late = self.context.view.cache[:, :, ids]
+        super().emit(event)
+        if late is not None:
+            self.context.view.cache[:, :, ids] = late
+
+
+class ForgetsTheLastDigest(Broken):
+    caught_by = "test_digests.py::test_a_source_s_digests_are_of_its_blocks"
+
+    def emit(self, event: Event) -> None:
+        super().emit(
+            replace(event, digests=event.digests[:-1]) if isinstance(event, Sent) else event
+        )
+
+
+class HashesEveryRun(Broken):
+    caught_by = "test_digests.py::test_runs_of_ready_have_no_digest"
+
+    def ready(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        self.ready_hashed(transfer_id, run, block_ids, last)
+
+
+class CutsTheSinkOtherwise(Broken):
+    caught_by = "test_digests.py::test_both_sides_cut_alike"
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Sent):
+            event = replace(event, digests=tuple(map(self.halved, event.digests)))
+        super().emit(event)
+
+    def halved(self, digest: RunDigest) -> RunDigest:
+        return replace(digest, run=BlockRun(digest.run.first, max(1, digest.run.count // 2)))
 
 
 # ---- what is left ----

@@ -18,6 +18,7 @@ from reread import RereadShm, RereadTCP
 
 KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
     "any": lambda view, transfer: True,
+    "indexer": lambda view, transfer: view.cache.shape[1] == 1,  # keys without values
     "latent": lambda view, transfer: view.cache.shape[1] == 1,
     "state": lambda view, transfer: view.cache.shape[4] == 1,  # one slot a block
     "window": lambda view, transfer: transfer.first_block > 0,  # where no prefix is cached

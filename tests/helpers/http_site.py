@@ -6,9 +6,8 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 from aiohttp import ClientResponse, ClientSession
 from prometheus_client import CollectorRegistry, Counter
 
@@ -17,6 +16,9 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.app_state import AppState
 from pdserve.router.http.app import make_app
 from pdserve.router.http.server import HTTPServer
+
+if TYPE_CHECKING:
+    import openai
 
 WINDOW = 100
 CHAT = [{"role": "user", "content": "hello"}]
@@ -59,6 +61,8 @@ class Site:
         return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
     def client(self) -> openai.AsyncOpenAI:
+        import openai  # takes as long as many tests
+
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
 
 

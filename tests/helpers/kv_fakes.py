@@ -28,6 +28,7 @@ from pdserve.kv_transfer.connector import (
     Landed,
     Progress,
     RankContext,
+    RunDigest,
     Sent,
     SinkTransfer,
     SourceTransfer,
@@ -38,7 +39,6 @@ from pdserve.kv_transfer.control.sink import KVSink
 from pdserve.kv_transfer.control.sink_client import SinkClient
 from pdserve.kv_transfer.control.source import KVSource, SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import Rect, Share, rank_rects
 from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector

@@ -1,5 +1,5 @@
-"""Small models with sliding windows, latents or states, and random weights, so that every token
-depends on all it sees: of what trained models see too much or too little hardly shows."""
+"""Small models with sliding windows, latents, indexers or states, and random weights, so that every
+token depends on all it sees: of what trained models see too much or too little hardly shows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import (
     BartConfig,
     BloomConfig,
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -76,6 +77,26 @@ LATENTS = {
         first_k_dense_replace=1,
     ),
 }
+INDEXED = {
+    "deepseek-v3.2": DeepseekV32Config(
+        **{**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3},
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        index_topk=24,
+        index_n_heads=16,
+        index_head_dim=16,
+    ),
+}
+"""Every query attends to 24 tokens, which an indexer chooses."""
 STATES = {
     "qwen3-next": Qwen3NextConfig(
         **SIZES,
@@ -176,7 +197,7 @@ def make_windowed(name: str, folder: Path) -> Path:
     torch.manual_seed(1)
     with torch.inference_mode(False), torch.no_grad():
         model = AutoModelForCausalLM.from_config(
-            (CONFIGS | LATENTS | STATES | THROUGH_TRANSFORMERS)[name], dtype=torch.float32
+            (CONFIGS | LATENTS | INDEXED | STATES | THROUGH_TRANSFORMERS)[name], dtype=torch.float32
         )
         model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -50,12 +50,8 @@ def make() -> Iterator[Callable[..., Rank]]:
     before = num_tasks(), num_sockets()
     with ranks() as made:
         yield lambda kind=NCCLConnector, **options: made(kind, **options)
-    wait_until(lambda: nothing_left(*before))
-
-
-def nothing_left(tasks: int, sockets: int) -> bool:
     gc.collect()  # Python 3.12 keeps a failed pair in the cycle of its error until then
-    return num_tasks() <= tasks and num_sockets() <= sockets
+    wait_until(lambda: num_tasks() <= before[0] and num_sockets() <= before[1])
 
 
 def num_tasks() -> int:

@@ -30,7 +30,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.connectors.base import channel as base_channel
 from pdserve.kv_transfer.connectors.base import pull
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes
+from pdserve.kv_transfer.connectors.base.channel import FrameHash
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.cuda_ipc import CudaIpcConnector, Greeting, Handle, OpenedCache
@@ -263,7 +263,7 @@ def test_a_cache_within_a_larger_storage() -> None:
     ours = torch.zeros(SHAPE)
     greeting = ipc_greeting(whole.untyped_storage(), offset=7)
     OpenedCache(greeting, whole.untyped_storage(), CacheView(ours, RECT)).copy(
-        RECT, [3], [4], LandingHashes({})
+        RECT, [3], [4], FrameHash({})
     )
     assert torch.equal(ours[:, :, 4], theirs[:, :, 3])
 

@@ -20,9 +20,8 @@ from cpu_ipc import CpuIpcConnector
 from kv_fakes import FINGERPRINT, FakeNode, Geometry, Pair
 from kv_faults import Place, spoil
 from pdserve.kv_transfer.commands import Reply, Verify, decode_command, encode_command
-from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.connector import BlockRun, RunDigest
 from pdserve.kv_transfer.control.ticket import Ticket
-from pdserve.kv_transfer.digest import RunDigest
 from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.rank.digester import Digester
 from thinned import only

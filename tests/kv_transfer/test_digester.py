@@ -13,13 +13,11 @@ from pdserve.kv_transfer.blocks import (
     BlockLayout,
     CacheBytes,
     RunsHash,
-    bands,
     byte_runs,
     copy_hashed,
     memory_of,
 )
-from pdserve.kv_transfer.connector import BlockRun, SinkTransfer
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.connector import BlockRun, RunDigest, SinkTransfer
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.native import code
 from pdserve.kv_transfer.rank import digester
@@ -100,9 +98,8 @@ def test_several_threads_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> 
     ids = tuple(random.Random(0).sample(range(64), 64))
     monkeypatch.setattr(digester, "usable_cores", lambda: 3)
     made = Digester(view, "f")
-    parts = bands(view.cache, view.rect)
-    assert len(parts) == 2 and sum(band.area for band in parts) == view.rect.area
-    wanted = [Hashed(ID, 1, band, BlockRun(0, 64), ids) for band in parts]
+    parts = view.rect.split_layers(2)
+    wanted = [Hashed(ID, 1, part, BlockRun(0, 64), ids) for part in parts]
     found = made.digests(wanted)
     assert found == [made.digest(*each) for each in wanted]
     sent = [RunDigest(0, *each) for each in zip(parts, [BlockRun(0, 64)] * 2, found, strict=True)]

@@ -20,6 +20,7 @@ from handoff.world import (
     DUPLICATE,
     LOST,
     RENEW,
+    STRAY,
     Setting,
 )
 from pdserve.kv_transfer.commands import Accept, Quiesce
@@ -52,6 +53,7 @@ SETTINGS = {
     "messages are lost": Setting(budget={LOST: 2}),
     "the network is cut": Setting(damaged=True, budget={CUT: 1}),
     "a window, or a state, beside all tokens": Setting(firsts=(0, 1), damaged=True),
+    "hashed as it moves": Setting(damaged=True, as_sent=True, reads_again=False),
 }
 DEEP = {
     **SETTINGS,
@@ -96,6 +98,8 @@ def test_three_events_out_of_turn_break_no_promise(name: str) -> None:
         Setting(asks=0, budget={BAD: 1}, firsts=(0, 1)),
         Setting(asks=0, budget={BAD: 1, RENEW: 1}),
         Setting(asks=0, budget={DUPLICATE: 1}),
+        Setting(asks=0, budget={BAD: 1}, firsts=(0, 1), as_sent=True, reads_again=False),
+        Setting(asks=0, budget={STRAY: 1}),
         Setting(damaged=True, budget={A_ENDS: 1}),
     ],
     ids=repr,
@@ -104,6 +108,16 @@ def test_what_can_succeed_succeeds(setting: Setting) -> None:
     """Damaged data is sent again; when A fails, B takes over, and A cannot get in its way."""
     report = explore(replace(setting, succeeds=True), choices=3, most_runs=250)
     assert report.outcomes == {"activated"}
+
+
+def test_a_stray_write_is_missed_after_the_hash_alone() -> None:
+    """A sink that hashes as data lands does not see what is written afterwards. One that reads
+    again does (above), and so do both what was spoilt before."""
+    with pytest.raises(Violation) as missed:
+        Explorer(Setting(reads_again=False, budget={STRAY: 1})).run(choices=1)
+    assert missed.value.promise is P.RIGHT_CONTENT
+    assert any("stray" in step for step in missed.value.trace)
+    explore(Setting(reads_again=False, budget={BAD: 1}), choices=2, most_runs=200)
 
 
 def test_every_cell_of_both_tables_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +327,24 @@ def says_old_digests_again(self: RunAnnouncer, ticket: Any) -> None:
     kept = list(self._digests)
     _submit(self, ticket)
     self._digests += kept
+
+
+@method(RunAnnouncer, "digests", P.RIGHT_CONTENT, Setting(damaged=True, as_sent=True))
+async def commits_before_digests_are_made(self: RunAnnouncer) -> Any:
+    return tuple(self._digests)
+
+
+@method(RunAnnouncer, "digests", P.RIGHT_CONTENT, replace(GROUPS, as_sent=True, budget={BAD: 1}))
+async def waits_for_the_digests_of_one_group(self: RunAnnouncer) -> Any:
+    await self._has_sent.wait()
+    return next(iter(self._sent.values()))
+
+
+@method(RunAnnouncer, "submit", P.SUCCESS, succeeds(as_sent=True, budget={BAD: 1}))
+def takes_what_was_sent_before_for_new(self: RunAnnouncer, ticket: Any) -> None:
+    kept = dict(self._sent) if hasattr(self, "_sent") else {}
+    _submit(self, ticket)
+    self._sent.update(kept)
 
 
 @method(RunAnnouncer, "submit", P.SUCCESS, succeeds(budget={BAD: 1}))

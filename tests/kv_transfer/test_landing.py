@@ -1,5 +1,6 @@
-"""A sink that alone writes into its blocks hashes as it writes: nothing is read again, and faults
-on the way are found. Blocks that others may write, or nobody hashed, are read."""
+"""A source hashes what is more than a little as it sends it, and a sink that alone writes into its
+blocks as it writes: nothing is read again, and faults on the way are found. Blocks that others may
+write, or nobody hashed, are read."""
 
 from __future__ import annotations
 
@@ -8,28 +9,32 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from compiled import use_compiled_code
-from kv_fakes import Geometry, Pair
+from kv_fakes import BLOCK_SIZE, HEAD_DIM, HEADS, Geometry, Pair
 from kv_faults import Place, spoil
 from pdserve.kv_transfer.blocks import ByteRuns
-from pdserve.kv_transfer.commands import Ready, decode_command
+from pdserve.kv_transfer.commands import Ready, Reply, decode_command
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base import channel
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes
+from pdserve.kv_transfer.connectors.base.channel import FrameHash
+from pdserve.kv_transfer.connectors.base.pull import PullMover
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.shm import MappedCache
+from pdserve.kv_transfer.frame import Frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
-from pdserve.kv_transfer.rank import digester
+from pdserve.kv_transfer.rank import digester, group_connector
 from transfers import pair
 from waiting import wait_until
 
 GEOMETRY = Geometry(layers=2, num_blocks=64)
 RUNS = (BlockRun(0, 3), BlockRun(3, 1), BlockRun(4, 5))
 SOURCE_IDS, SINK_IDS = (9, 3, 4, 5, 60, 1, 0, 2, 8), (4, 5, 6, 7, 1, 63, 40, 41, 9)
+SMALLEST_RUN = BLOCK_NBYTES = 2 * 4 * GEOMETRY.layers * HEADS * BLOCK_SIZE * HEAD_DIM
 REPEATED = 40  # transfers over a way with faults
 
 
@@ -66,13 +71,21 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.fixture(params=[0, SMALLEST_RUN, 1 << 30], ids=["as sent", "mixed", "at once"])
+def little(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of a run up to which the core hashes it at once."""
+    monkeypatch.setattr(group_connector, "SHORT_NBYTES", request.param)
+    return int(request.param)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("connector", ["shm", "tcp", "shm,tcp"])
-async def test_what_was_hashed_as_it_landed_is_not_read_again(
+async def test_what_was_hashed_as_it_moved_is_not_read_again(
     connector: str,
     tp: tuple[int, int],
     compiled: bool,
+    little: int,
     hashed: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -81,23 +94,33 @@ async def test_what_was_hashed_as_it_landed_is_not_read_again(
     async with pair(connector, *tp, geometry=GEOMETRY) as made:
         full = made.source_node.fill_random()
         compared = await hand_off(made)
-        assert compared == hashed["runs"] == len(RUNS) * max(tp)
+        assert compared == len(RUNS) * max(tp)
+        at_once = [run for run in RUNS if run.count * BLOCK_NBYTES // tp[0] <= little]
+        assert hashed["runs"] == len(at_once) * max(tp)
         check(made, full)
 
 
 @pytest.mark.parametrize(
-    "connector", ["reread:RereadTCP", "nccl", "shm,nccl", "reread:RereadShm,tcp"]
+    ("connector", "readers"),
+    [("reread:RereadTCP", 1), ("reread:RereadShm,tcp", 1), ("nccl", 2), ("shm,nccl", 2)],
 )
-async def test_what_others_may_write_is_read_again(connector: str, hashed: Counter[str]) -> None:
+async def test_what_others_may_write_is_read_again(
+    connector: str, readers: int, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sink; and by the source, if one of its connectors does not hash as it sends."""
+    monkeypatch.setattr(group_connector, "SHORT_NBYTES", 0)
     async with pair(connector, geometry=GEOMETRY) as made:
         full = made.source_node.fill_random()
         compared = await hand_off(made)
-        assert (compared, hashed["runs"]) == (len(RUNS), 2 * len(RUNS))
+        assert (compared, hashed["runs"]) == (len(RUNS), readers * len(RUNS))
         check(made, full)
 
 
-async def test_layers_on_streams_of_their_own_are_read_again(hashed: Counter[str]) -> None:
+async def test_layers_on_streams_of_their_own_are_read_again(
+    hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The source's digests are of other parts than frames."""
+    monkeypatch.setattr(group_connector, "SHORT_NBYTES", 0)
     options = {"tcp": {"streams": 2}}
     async with pair("tcp", geometry=GEOMETRY, options=options) as made:
         full = made.source_node.fill_random()
@@ -113,7 +136,7 @@ class Way:
         self.rng = random.Random(0)
         self.kinds: Counter[str] = Counter()
         self.due = False
-        self.answered: set[BlockRun] = set()  # the source has digests of them
+        self.digested: set[int] = set()  # first blocks of the runs of which the source has digests
 
     def now(self) -> bool:
         """Returns whether it is time: for every third frame, until one is spoilt."""
@@ -145,36 +168,42 @@ class Way:
 
     def over_shm(self, made: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """The source's blocks are others when they are read than when their digest was made."""
-        copy, call = MappedCache.copy, made.source.ranks.call
+        copy, call, make_hash = MappedCache.copy, made.source.ranks.call, PullMover.make_hash
         node = made.source_node
 
         async def noted(rank: int, message: bytes) -> bytes:
             reply = await call(rank, message)
             command = decode_command(message)[1]
-            if isinstance(command, Ready):
-                self.answered.add(command.run)
+            if isinstance(command, Ready) and msgspec.msgpack.decode(reply, type=Reply).digests:
+                self.digested.add(command.run.first)
             return reply
+
+        def note(mover: PullMover, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> None:
+            make_hash(mover, frame, block_ids, gate)
+            if mover.hash.made:
+                self.digested.add(SOURCE_IDS.index(block_ids[0]))
 
         def spoilt(
             peer: MappedCache,
             rect: Rect,
             source_ids: Sequence[int],
             sink_ids: Sequence[int],
-            hashes: LandingHashes,
+            hash_: FrameHash,
         ) -> None:
             if not self.now():
-                return copy(peer, rect, source_ids, sink_ids, hashes)
+                return copy(peer, rect, source_ids, sink_ids, hash_)
             first = SOURCE_IDS.index(source_ids[0])
-            wait_until(lambda: any(run.first == first for run in self.answered))
+            wait_until(lambda: first in self.digested)
             place = Place(CacheView(node.caches[0], node.rects[0]), rect, source_ids)
             right = place.read()
             wrong = right.copy()
             self.kinds[spoil(self.rng, wrong, right[::-1]).__name__] += 1
             place.write(wrong)
-            copy(peer, rect, source_ids, sink_ids, hashes)
+            copy(peer, rect, source_ids, sink_ids, hash_)
             return place.write(right)
 
         monkeypatch.setattr(made.source.ranks, "call", noted)
+        monkeypatch.setattr(PullMover, "make_hash", note)
         monkeypatch.setattr(MappedCache, "copy", spoilt)
 
 
@@ -184,6 +213,7 @@ class Way:
 async def test_a_fault_on_the_way_is_found_and_the_data_sent_again(
     connector: str,
     make: Callable[[Way, Pair, pytest.MonkeyPatch], None],
+    little: int,
     hashed: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,7 +221,7 @@ async def test_a_fault_on_the_way_is_found_and_the_data_sent_again(
     async with pair(connector, geometry=GEOMETRY) as made:
         make(way, made, monkeypatch)
         for number in range(REPEATED):
-            way.due, way.answered = True, set()
+            way.due, way.digested = True, set()
             made.sink_node.fill_random(seed=number)
             full = made.source_node.fill_random(seed=number + 1)
             await hand_off(made)
@@ -199,5 +229,6 @@ async def test_a_fault_on_the_way_is_found_and_the_data_sent_again(
         faults = way.kinds.total()
         assert 0 < faults == made.source.counts["repulled"]
         assert made.sink.counts["stopped/DIGEST_MISMATCH"] == faults
-        assert hashed["runs"] == (REPEATED + faults) * len(RUNS)  # no sink has read again
+        at_once = [run for run in RUNS if run.count * BLOCK_NBYTES <= little]
+        assert hashed["runs"] == (REPEATED + faults) * len(at_once)  # no sink has read again
     assert len(way.kinds) > 2

@@ -15,7 +15,7 @@ from fake_streams import FakeStreams, Watch
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors import cuda_ipc
 from pdserve.kv_transfer.connectors.base import channel, pull
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes
+from pdserve.kv_transfer.connectors.base.channel import FrameHash
 from pdserve.kv_transfer.connectors.nccl import connector as nccl
 from pdserve.kv_transfer.connectors.nccl.group import NcclPair
 from pdserve.kv_transfer.frame import Frame, FrameKind
@@ -101,7 +101,7 @@ def test_fake_streams_carry_all_that_is_pulled(
     monkeypatch.setattr(pull, "recv_frame", lambda _: Frame(FrameKind.TAKEN))
     with Watch(streams, ours.cache, theirs.cache):
         assert mover.send(frame(mover), IDS, Gate())
-        peer.copy(RECT, IDS, (0, 3, 4), LandingHashes({}))
+        peer.copy(RECT, IDS, (0, 3, 4), FrameHash({}))
     assert streams.touched == ["read", "write"]
     assert streams.queued[0][0] == "sync"
     streams.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from collections import Counter
@@ -24,6 +25,7 @@ from pdserve.common.rpc.server import GrpcServer
 from pdserve.decode_node.service import KVTransferService
 from pdserve.kv_transfer.commands import RankCalls, Ready, Reply, decode_command
 from pdserve.kv_transfer.connector import BlockRun
+from pdserve.kv_transfer.connectors.base.channel import Channel
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.control.announcer import RunAnnouncer
@@ -39,7 +41,7 @@ from pdserve.kv_transfer.control.sink_client import (
 )
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Piece, Rect, Share
-from pdserve.kv_transfer.rank import digester
+from pdserve.kv_transfer.rank import digester, group_connector
 from pdserve.kv_transfer.rank.digester import Digester
 from transfers import (
     SINK_IDS,
@@ -146,6 +148,21 @@ async def test_long_runs_are_cut() -> None:
         await handoff.commit("token")
         assert_landed(made, full)
         assert seen == [(0, 2, False), (2, 2, False), (4, 1, True)]
+
+
+async def test_a_source_whose_digests_never_come_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connector hashes as it sends and has stopped: nothing moves, so nobody renews."""
+    monkeypatch.setattr(group_connector, "SHORT_NBYTES", 0)
+    monkeypatch.setattr(Channel, "deliver", lambda *frame: stopped.wait(20.0))
+    stopped = threading.Event()
+    async with pair("tcp", lease_s=1.0) as made:
+        _, handoff = await start(made)
+        announce(handoff)
+        with pytest.raises(TransferError, match="LEASE_EXPIRED"):
+            await asyncio.wait_for(handoff.commit(0), 10.0)
+        stopped.set()
 
 
 # ---- what goes wrong ------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from pdserve.kv_transfer.commands import (
     Verify,
     encode_command,
 )
-from pdserve.kv_transfer.connector import BlockRun, SinkTransfer, SourceTransfer
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.connector import BlockRun, RunDigest, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.connectors.multi.connector import MultiConnector
 from pdserve.kv_transfer.layout import Piece, Rect
 from pdserve.kv_transfer.rank import group_connector
 from pdserve.kv_transfer.rank.group_connector import SHORT_NBYTES, SHORT_RUNS
@@ -93,13 +93,19 @@ def test_digests_of_an_epoch_that_is_over_are_not_compared() -> None:
         assert late.error.code == "UNKNOWN_TRANSFER"
 
 
-def test_a_source_announces_and_hashes_little_at_once() -> None:
+@pytest.mark.parametrize("as_sent", [True, False])
+def test_a_source_announces_and_hashes_little_at_once(
+    as_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Much is hashed by the connector, if it can, or on another thread."""
+    monkeypatch.setattr(MultiConnector, "hashes_as_it_sends", as_sent)
     many = SHORT_NBYTES // block_nbytes() + 1
     with rank(source=False) as sink, rank(source=True) as made:
         piece = Piece(0, 0, WHOLE)
         submit = Submit(SourceTransfer(ID, 1, ((piece, sink.groups[0].endpoint),)))
         assert answer(made, submit).error is None
-        assert answer(made, ready(many)) is None
+        at_once = answer(made, ready(many))
+        assert at_once == (Reply(hashed_as_sent=True) if as_sent else None)
         assert len(answer(made, ready(many - 1)).digests) == 1
         assert answer(made, ready(many, digest=False)).digests == ()
         made.handle(encode(Quiesce(ID)))

@@ -84,7 +84,12 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chu
 MIXED = ["linear_attention", "full_attention"] * 2
 TWICE = {"rope_type": "default", "rope_theta": 10000.0}
 BOTH = ["sliding_attention", "full_attention"]
+INDEXED = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16, "index_topk_freq": 1}
 CASES: dict[str, dict[str, Any]] = {
+    "axk2": INDEXED,
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": INDEXED,
+    "hy_v4": INDEXED,
     "cohere_compass_text": {
         "rope_parameters": {"sliding_attention": TWICE, "full_attention": TWICE}
     },
@@ -418,6 +423,8 @@ def _kv(spec: Any) -> str:
         return "latent"
     if any(group.state for group in spec.kv_groups):
         return "states"
+    if any(group.planes == 1 for group in spec.kv_groups):
+        return "indexed"
     return "windows" if any(group.window for group in spec.kv_groups) else "full"
 
 

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from openai.types.responses import Response as OpenAIResponse
-from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from fakes_pipeline import byte_level_folder
@@ -326,16 +324,18 @@ async def test_c11_anthropics_clients_know_their_requests(site: Site) -> None:
 
 async def test_c11_thoughts_are_as_openais_package_declares(tmp_path: Path) -> None:
     """Answers that no tiny model gives: `tests/clients` has the rest."""
+    from openai.types import responses as openai  # takes as long as many tests
+
     chat = ChatConfig(reasoning_parser="qwen3")
     async with serve(byte_level_folder(tmp_path), chat=chat) as site:
         site.generator.text = "<think>hm</think>hello"
-        declared: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+        declared: TypeAdapter[Any] = TypeAdapter(openai.ResponseStreamEvent)
         found = await events(site, RESPONSES, {"input": "hi"})
         for event in found:
             declared.validate_json(json.dumps(event), strict=True)
         assert "response.reasoning_text.delta" in [event["type"] for event in found]
         whole = await answer(site, RESPONSES, {"input": "hi"})
-        OpenAIResponse.model_validate_json(json.dumps(whole), strict=True)
+        openai.Response.model_validate_json(json.dumps(whole), strict=True)
         assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
 
 

@@ -60,11 +60,14 @@ def serving(generator: FakeGenerator, keys: str | None = KEY) -> AppState:
 
 
 def client_server(
-    generator: FakeGenerator, messages: Messages | None = None, keys: str | None = KEY
+    generator: FakeGenerator,
+    messages: Messages | None = None,
+    keys: str | None = KEY,
+    streams: int | None = None,
 ) -> GrpcServer:
     parts = serving(generator, keys)
     door = ClientDoor(parts.keys, messages or Messages(LIMIT), parts.metrics)
-    server = GrpcServer(door, LIMIT)
+    server = GrpcServer(door, LIMIT, max_streams=streams)
     descriptor = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     server.add(descriptor, add, InferenceServicer(parts))
@@ -324,6 +327,24 @@ async def test_bytes_of_clients_messages_are_bounded_until_they_are_requests(
         await eventually(lambda: generator.open == 9)  # more than were read at once: they let go
         assert messages._room.held == 0
         await asyncio.gather(*calls)
+
+
+async def test_a_burst_of_one_connection_stands_before_no_other(generator: FakeGenerator) -> None:
+    """A call that is held back in its client is behind the others' in the server's line."""
+    messages, apart = Messages(LIMIT, timeout=60), ("grpc.use_local_subchannel_pool", 1)
+    async with (
+        started(client_server(generator, messages, streams=4)) as port,
+        dialled(port, apart) as crowded,
+        dialled(port, apart) as other,
+    ):
+        burst = [crowded.stream_stream(MODEL)(metadata=BEARER, timeout=60) for _ in range(40)]
+        await eventually(lambda: messages._room.held == 4 * LIMIT)
+        for _ in range(3):  # whatever had come by then would have been seen before these
+            assert (await told(other, MODEL, b"", BEARER))[0] is grpc.StatusCode.OK
+            assert messages._room.held == 4 * LIMIT and not messages._room.waiting
+        for call in burst:
+            call.cancel()
+        await eventually(lambda: not messages._room.held)
 
 
 async def test_more_calls_than_may_wait_are_refused_in_words(

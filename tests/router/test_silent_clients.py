@@ -310,15 +310,15 @@ async def test_a_body_drop_by_drop_is_not_waited_for(
 class Wire(asyncio.Transport):
     """A transport whose client takes what the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "") -> None:
         super().__init__()
-        self.unsent, self.ended = 0, ""
+        self.unsent, self.ended, self.host = 0, "", host
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        return (self.host, 1) if name == "peername" else default
 
     def close(self) -> None:
         self.ended = "closed"
@@ -351,6 +351,26 @@ async def test_a_slow_reader_is_not_hung_up_on() -> None:
             assert clocked.look(29) == ""
         assert clocked.look(29) == ""
         assert clocked.look(1) == "aborted"
+
+
+def test_the_host_with_most_that_is_not_taken_loses_its_largest_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes a byte now and then, and is never late."""
+    monkeypatch.setattr(connection_module, "MAX_UNSENT", 1000)
+    crowd = Crowd(99, lambda: 0.0)
+    wires = {name: Wire(name[0]) for name in ("a1", "a2", "a3", "b1", "c1")}
+    for wire in wires.values():
+        Connection(asyncio.Protocol(), Limits(), crowd).connection_made(wire)
+    unsent = {"a1": 300, "a2": 250, "a3": 200, "b1": 400, "c1": 0}
+    for name, nbytes in unsent.items():
+        wires[name].unsent = nbytes
+    crowd.bound_unsent()  # 150 too many; `a` has 750
+    assert [name for name, wire in wires.items() if wire.ended] == ["a1"]
+    assert wires["a1"].ended == "aborted"
+    wires["a1"].unsent = 0
+    crowd.bound_unsent()
+    assert sum(bool(wire.ended) for wire in wires.values()) == 1
 
 
 async def test_in_a_crowd_idle_connections_have_less_time() -> None:

@@ -75,6 +75,7 @@ class Style:
     temperature: Temperature | None = None
     slopes: tuple[float, ...] | None = None
     """[heads]: a key adds `slope · its position` to its score (ALiBi)."""
+    chosen: Tensor | None = None  # [1, T, n]: what queries attend to, as `Answers.index` says
 
 
 class Answers(ABC):
@@ -90,6 +91,11 @@ class Answers(ABC):
     @abstractmethod
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:
         """Computes a layer with a delta net or Mamba-2; returns `[T, features]`."""
+
+    @abstractmethod
+    def index(self, layer: int, inputs: Any) -> Tensor:
+        """Returns which tokens each query of a layer attends to, by `indexers.IndexInputs`: their
+        places in the sequence, int64 `[1, T, n]`, -1 for none; n = 0: all."""
 
     @abstractmethod
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
@@ -134,6 +140,7 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     slopes: tuple[float, ...] | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface: `[1, heads, T, D]` → `[1, T, heads, Dv]`."""
@@ -146,7 +153,8 @@ def attend(
     else:
         mask = Mask(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    style = Style(scale, mask, softcap, s_aux, getattr(module, "temperature", None), slopes)
+    temperature = getattr(module, "temperature", None)
+    style = Style(scale, mask, softcap, s_aux, temperature, slopes, indices)
     return running().attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]
 
 
@@ -187,6 +195,8 @@ class StyledAttention(TorchAttention):
             queries = q[group.rows].view(len(group.rows), kv_heads, -1, dim)
             sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1)
             mask = self._biased(group.mask, group.length, style)
+            if (others := _others(style, group.rows, group.length, q.dtype)) is not None:
+                mask = others[:, None, None] if mask is None else mask + others[:, None, None]
             found = _attention(queries, keys, values, mask, style, sinks)
             out[group.rows] = found.reshape(len(group.rows), -1, dim)
         for chunk in context.chunks:
@@ -199,6 +209,8 @@ class StyledAttention(TorchAttention):
             mask = chunk.mask
             if mask is None:
                 mask = self._mask(torch.arange(chunk.length), chunk.length)
+            if (others := _others(style, rows, chunk.length, q.dtype)) is not None:
+                mask = mask + others
             if (biased := self._biased(None, chunk.length, style)) is not None:
                 mask = mask + biased[:, :, None]
             sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1, 1)
@@ -213,6 +225,17 @@ class StyledAttention(TorchAttention):
         slopes = torch.tensor(style.slopes, device=self.device).view(self.shape.num_kv_heads, -1, 1)
         bias = slopes * torch.arange(1 - length, 1, device=self.device)
         return bias if mask is None else mask + bias
+
+
+def _others(style: Style, rows: Any, length: int, dtype: torch.dtype) -> Tensor | None:
+    """Returns what is added to the scores of some rows' queries, `[Q, length]`: 0 for the tokens
+    that they have chosen, -inf for others. None: they attend to all."""
+    if style.chosen is None or not style.chosen.shape[2]:
+        return None
+    chosen = style.chosen[0, rows]
+    added = torch.full((len(chosen), length + 1), float("-inf"), dtype=dtype, device=chosen.device)
+    places = torch.where((chosen < 0) | (chosen >= length), length, chosen)
+    return added.scatter_(1, places, 0.0)[:, :length]
 
 
 def _attention(

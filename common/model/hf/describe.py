@@ -32,6 +32,7 @@ from pdserve.common.model.hf.adapt import adapt, layers_of
 from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, answering
 from pdserve.common.model.hf.delta_net import MODEL_TYPES
 from pdserve.common.model.hf.experts import experts_of
+from pdserve.common.model.hf.indexers import INDEXERS, IndexInputs
 from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
 from pdserve.common.model.hf.mixers import BESIDE, MIXERS, Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
@@ -75,7 +76,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class StateCall:
-    """How a layer with a state was computed."""
+    """How a layer with a state, or an indexer, was computed."""
 
     kv: LayerKV
 
@@ -98,6 +99,10 @@ class Recorder(Answers):
 
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:
         self._note(layer, LayerKV.of_state(inputs.units, inputs.numbers))
+        return inputs.output()
+
+    def index(self, layer: int, inputs: IndexInputs) -> Tensor:
+        self._note(layer, LayerKV(1, inputs.k.shape[2], planes=1))
         return inputs.output()
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
@@ -254,7 +259,9 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
         )
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         known = ("hybrid",) if config.model_type in BESIDE else ("conv", "linear_attention")
-        if layer_type in LAYERS and not (layer_type in known and _has_states(config)):
+        served = layer_type in known and _has_states(config)
+        served |= layer_type == "indexed_attention" and config.model_type in INDEXERS
+        if layer_type in LAYERS and not served:
             raise ConfigError(f"{name}: layer {layer} is {LAYERS[layer_type]}")
     try:
         model = build(config)
@@ -320,11 +327,16 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
 def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
     """Returns the linear layers within decoder layers, by name."""
     try:
-        layers, _ = decoder_layers(model, getattr(config, "num_hidden_layers", 0))
+        layers, _ = decoder_layers(model, _count(config))
     except ConfigError:  # none is known
         return {}
     found = linears_of(model)
     return {name: each for name, each in found.items() if name.startswith(f"{layers}.")}
+
+
+def _count(config: Any) -> int:
+    """Returns the number of decoder layers."""
+    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
 def _has_states(config: Any) -> bool:
@@ -335,14 +347,19 @@ def _checked(name: str, config: Any, recorder: Recorder) -> list[Call | StateCal
     """Returns the calls in order of layers; None: of layers that see one token alone. Raises
     ConfigError unless every other layer attends once, and in a way that the paged cache can
     answer."""
-    layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
-    if config.model_type in BESIDE:
-        layers *= 2
+    layers = _count(config)
+    each = 1 + (config.model_type in BESIDE or config.model_type in INDEXERS)
+    layers *= each
     if not recorder.calls:
         raise ConfigError(_NO_INTERFACE.format(name))
     kinds = getattr(config, "layer_types", None) or [""] * layers
     for layer in range(layers):
-        if layer not in recorder.calls and kinds[layer] not in KEEP_NOTHING:
+        optional = config.model_type in INDEXERS and layer % 2 == 0
+        if (
+            layer not in recorder.calls
+            and not optional
+            and kinds[layer // each] not in KEEP_NOTHING
+        ):
             raise ConfigError(
                 f"{name}: layer {layer} does not use transformers' attention interface"
             )
@@ -359,9 +376,14 @@ def _shared(calls: Sequence[Call | StateCall | None]) -> Iterator[LayerKV | int]
     """Yields what each layer keeps; the first layer that has its keys, if that is another one; its
     own number, if it keeps nothing."""
     owners: dict[int, int] = {}
+    indexer: int | None = None
     for layer, call in enumerate(calls):
+        if isinstance(call, StateCall) and not call.kv.state:
+            indexer = layer
         if call is None:
-            yield layer
+            after = calls[layer + 1] if layer + 1 < len(calls) else None
+            shares = isinstance(after, Call) and after.style.chosen is not None
+            yield indexer if shares and indexer is not None else layer
             continue
         keys = call.k if isinstance(call, Call) else call
         owner = owners.setdefault(id(keys), layer)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from transformers.utils import logging as hf_logging
 
-from pdserve.common.config.node import ModelConfig
-from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.printable import some_of
-from pdserve.common.distributed.all2all import Replicated
-from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import (
     AttentionBackend,
     AttentionContext,
@@ -29,40 +21,31 @@ from pdserve.common.model.attention import (
     StepBackend,
 )
 from pdserve.common.model.attention_native import NativeAttention, can_attend
-from pdserve.common.model.decoder import Decoder, places, sum_blocks
+from pdserve.common.model.decoder import Decoder, places
 from pdserve.common.model.delta_net import DeltaBackend, StateInputs, scan
-from pdserve.common.model.dequantize import model_view
-from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.hf.adapt import adapt
 from pdserve.common.model.hf.attention import (
-    NAME,
     Answers,
     Style,
     StyledAttention,
 )
-from pdserve.common.model.hf.describe import first_line, model_class, read_config
-from pdserve.common.model.hf.layout import Heads, Layout, choose_layout, tie
+from pdserve.common.model.hf.describe import first_line
+from pdserve.common.model.hf.indexers import IndexBackend, IndexInputs
+from pdserve.common.model.hf.layout import Heads, Layout
 from pdserve.common.model.hf.linears import linears_of, part_of
-from pdserve.common.model.hf.loading import Prepare, partial_class
 from pdserve.common.model.hf.mixers import Mixer
-from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.packed import bytes_of
 from pdserve.common.model.hf.parallel import Cut
-from pdserve.common.model.hf.pipeline import check_stage
 from pdserve.common.model.hf.probe import difference, probe
 from pdserve.common.model.hf.quantize import needs_graph, round_products, tables_of
 from pdserve.common.model.hf.steps import ClassSteps, GraphSteps, Recorded, Steps
-from pdserve.common.model.hf.trace import RecordedRanks
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.layers import LoRA
-from pdserve.common.model.loader import check_dummy
 from pdserve.common.model.rotary import Angles
 from pdserve.common.model.sharding import MatrixPart, Sharding
 from pdserve.common.model.stages import Stage
 
 logger = logging.getLogger(__name__)
-
-_BUILDING = threading.Lock()  # transformers changes its own classes while it makes a model
 
 
 class Differs(Exception):
@@ -90,10 +73,14 @@ class TransformersModel(Decoder):
         adapt(model)
         self._places = places(spec.kv_groups, self.stage)
         self._steps: Steps = ClassSteps(model, linears)
-        self.attentions: list[StepBackend] = [
-            DeltaBackend(sharding.kernels) if kv.state else self._styled(kv)
-            for kv in spec.kv_groups
-        ]
+        self.attentions: list[StepBackend] = [self._backend(kv, sharding) for kv in spec.kv_groups]
+
+    def _backend(self, kv: KVGroup, sharding: Sharding) -> StepBackend:
+        if kv.state:
+            return DeltaBackend(sharding.kernels)
+        if kv.planes == 1:
+            return IndexBackend(self._shape(kv), self.device, self.dtype)
+        return self._styled(kv)
 
     def record(self) -> None:
         """Replaces the class's code by a graph with our kernels, if it can be recorded. All ranks
@@ -146,7 +133,7 @@ class TransformersModel(Decoder):
         backends: list[StepBackend] = []
         plain: set[int] = set()
         for number, kv in enumerate(self.spec.kv_groups):
-            if kv.state:
+            if kv.state or kv.planes == 1:
                 backends.append(self.attentions[number])
                 continue
             layers = [layer for layer in calls if self.place(layer)[0] == number]
@@ -164,7 +151,7 @@ class TransformersModel(Decoder):
         """Returns the shape of a backend that attends as the layer asks; None if none does."""
         style: Style = node.target.style  # type: ignore[union-attr]
         sizes = {each.meta["shape"][3] for each in node.args[:3]}  # type: ignore[union-attr]
-        asked = style.softcap, style.sinks, style.temperature, style.slopes
+        asked = style.softcap, style.sinks, style.temperature, style.slopes, style.chosen
         odd = any(each is not None for each in asked)
         if odd or sizes != {kv.head_dim} or self.layout.heads[layer] != Heads():
             return None
@@ -281,6 +268,12 @@ class _Step(Answers):
         shared = end - start < self._model.spec.kv_groups[group].num_kv_heads
         return ranks.all_gather(out, dim=1) if shared else out
 
+    def index(self, layer: int, inputs: IndexInputs) -> Tensor:
+        group, place, _ = self._model.place(layer)
+        backend = self._model.attentions[group]
+        assert isinstance(backend, IndexBackend)
+        return backend.choose(inputs, self._caches[group][place], self._contexts[group])
+
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
         group, index, _ = self._model.place(mixer.layer)
         rows, out = hidden[0], torch.empty_like(hidden[0])
@@ -291,110 +284,3 @@ class _Step(Answers):
 
         scan(rule, out, self._caches[group][index][0, :, :, 0], self._contexts[group])
         return out[None]
-
-
-def load_transformers_model(
-    spec: ModelSpec,
-    config: ModelConfig,
-    sharding: Sharding,
-    stage: Stage,
-    folder: ModelFolder | None = None,
-) -> TransformersModel:
-    """Loads this rank's part of the model, of `config` or `folder`, onto the sharding's device.
-
-    Raises:
-        ConfigError: the model cannot be split so, or the folder's tensors do not match the class;
-            the message lists differences.
-    """
-    assert config.model is not None
-    spec = spec.quantized(config.quantization)
-    if config.load_format == "dummy":
-        check_dummy(spec)
-    folder = folder or ModelFolder(config.model)
-    with _BUILDING:
-        model = _load(spec, config, sharding, stage, folder)
-    try:
-        model.record()
-    except Differs as error:
-        if model.rounds:
-            raise needs_graph(spec.architecture, str(error)) from error
-        if type(folder) is not ModelFolder:  # others read, and wait for no one
-            raise ConfigError(
-                f"the graph of {spec.architecture} is of no use ({error}), and --load-broadcast "
-                "reads weights once: leave it out"
-            ) from error
-        logger.warning("%s runs by its class's own code: %s", spec.architecture, error)
-        with _BUILDING:
-            model = _load(spec, config, sharding, stage, folder)
-    return model
-
-
-def _load(
-    spec: ModelSpec, config: ModelConfig, sharding: Sharding, stage: Stage, folder: ModelFolder
-) -> TransformersModel:
-    check_stage(spec.architecture, spec.layer_kv, stage)
-    with folder.files() as path:
-        hf_config = read_config(path, config.overrides)
-    ranks, spread = sharding.group, sharding.all2all.group.size
-    if spread > 1 and not isinstance(sharding.all2all, Replicated):
-        raise ConfigError(
-            f"--all2all-backend: {spec.architecture} runs through transformers, where tokens reach "
-            "the ranks of their experts by replicated alone"
-        )
-    layout = choose_layout(spec, hf_config, ranks.size, stage, spread)
-
-    def prepare(model: Any) -> dict[str, Cut]:
-        model.cuts = layout.apply(model, RecordedRanks(ranks), stage)
-        return dict(model.cuts)
-
-    kind = model_class(hf_config)
-    list_attentions(hf_config)
-    packing = replace(
-        sharding,
-        group=GroupCoordinator(),
-        quantization=spec.quantization,
-        blocks=sum_blocks(spec),
-    )
-    if config.load_format == "dummy":
-        torch.manual_seed(config.seed)
-        made = kind._from_config(hf_config, attn_implementation=NAME, dtype=sharding.dtype)
-        prepare(made)
-        tie(made)
-    else:
-        made = _read(kind, prepare, folder, spec, hf_config, packing)
-    return TransformersModel(spec, made.to(sharding.device).eval(), sharding, stage, layout)
-
-
-def _read(
-    kind: Any,
-    prepare: Prepare,
-    folder: ModelFolder,
-    spec: ModelSpec,
-    hf_config: Any,
-    sharding: Sharding,
-) -> Any:
-    hf_logging.disable_progress_bar()
-    with folder.weights(partial(model_view, spec)) as weights:
-        try:
-            model, info = partial_class(kind, prepare, weights, sharding).from_pretrained(
-                None,
-                config=hf_config,
-                state_dict=dict(weights.tensors),  # parts of which are read when they are needed
-                dtype=sharding.dtype,
-                attn_implementation=NAME,
-                ignore_mismatched_sizes=True,  # they are refused below, all at once
-                output_loading_info=True,
-            )
-        except PdserveError:
-            raise
-        except Exception as error:  # of a file or a tensor
-            why = first_line(error)
-            raise ConfigError(f"the weights in {folder.path} cannot be loaded: {why}") from error
-    problems = [
-        f"{what}: {some_of(sorted(map(str, info[key])))}"
-        for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
-        if info.get(key)
-    ]
-    if problems:
-        raise ConfigError(f"weights do not fit {kind.__name__}; tensors {'; '.join(problems)}")
-    return model

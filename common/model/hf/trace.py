@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.delta_net import StateInputs
 from pdserve.common.model.hf.attention import Answers, Style
+from pdserve.common.model.hf.indexers import IndexInputs
 
 COUNTS = (5, 11)  # tokens of the two runs
 META = torch.device("meta")
@@ -48,9 +49,10 @@ class Attend:
     takes_step = True
 
     def __call__(
-        self, step: Answers, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> Tensor:
-        return step.attend(self.layer, q, k, v, replace(self.style, sinks=sinks))
+        self, step: Answers, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+        chosen: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        return step.attend(self.layer, q, k, v, replace(self.style, sinks=sinks, chosen=chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,18 @@ class Recur:
     def __call__(self, step: Answers, *tensors: Tensor) -> Tensor:
         given = dict(zip(self.names, tensors, strict=True))
         return step.recur(self.layer, replace(self.inputs, **given))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The choice of a layer's indexer, as a graph calls it."""
+
+    layer: int
+    inputs: IndexInputs = field(compare=False)  # with what is no tensor
+    takes_step = True
+
+    def __call__(self, step: Answers, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        return step.index(self.layer, replace(self.inputs, q=q, k=k, weights=weights))
 
 
 Named = Mapping[int, tuple[str, Tensor]]
@@ -195,7 +209,7 @@ class RecordedAnswers(Answers):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         with torch._C.DisableTorchFunction():
             like = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
-        args = (q, k, v, style.sinks)
+        args = (q, k, v, style.sinks, style.chosen)
         return self._recorder.call(Attend(layer, style), args, like, effect=True)
 
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:
@@ -206,6 +220,12 @@ class RecordedAnswers(Answers):
         tensors = {name: each for name, each in values.items() if isinstance(each, Tensor)}
         call = Recur(layer, tuple(tensors), inputs)
         return self._recorder.call(call, tuple(tensors.values()), like, effect=True)
+
+    def index(self, layer: int, inputs: IndexInputs) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            like = inputs.output()
+        args = (inputs.q, inputs.k, inputs.weights)
+        return self._recorder.call(Index(layer, inputs), args, like, effect=True)
 
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
         raise Untraceable(f"layer {mixer.layer} has a state")

@@ -109,7 +109,7 @@ def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
     """
     openmp = _loaded_openmp()
     linked = () if openmp is None else (openmp,)
-    made_of = native.Library("kernels", Path(__file__).parent, FLAGS, linked, (torch.__version__,))
+    made_of = native.Library("kernels", Path(__file__).parent, FLAGS, linked)
     return native.load_library(made_of, cache_dir)
 
 

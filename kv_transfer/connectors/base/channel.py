@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -24,12 +24,16 @@ from pdserve.kv_transfer.blocks import (
     RunsHash,
     byte_runs,
     gather,
+    hash_blocks,
     memory_of,
     piece_nbytes,
+    plane_runs,
     scatter,
 )
+from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
 from pdserve.kv_transfer.connectors.base.sockets import scratch
+from pdserve.kv_transfer.digest import hash_prefix
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
@@ -47,11 +51,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class LandingHashes:
-    """Takes the hashes of a frame's bands, which a mover makes as it writes them."""
+class FrameHash:
+    """Takes the hash of a frame, which a mover makes as it sends or writes it."""
 
-    prefixes: Mapping[Rect, bytes]  # of each band, in canonical order; empty: none are wanted
-    made: dict[Rect, bytes] = field(default_factory=dict)
+    prefix: bytes | None  # None: it is not wanted
+    made: bytes | None = None
+
+
+NO_HASH = FrameHash(None)
+
+
+def wanted_hash(fingerprint: str, frame: Frame) -> FrameHash:
+    run = BlockRun(frame.first, frame.count)
+    return FrameHash(hash_prefix(fingerprint, frame.transfer_id, frame.epoch, frame.rect, run))
 
 
 class Mover(ABC):
@@ -71,7 +83,7 @@ class Mover(ABC):
         self._pipe = pipe
         # For the present frame:
         self.on_counted: Callable[[], None] = lambda: None
-        self.hashes = LandingHashes({})
+        self.hash = NO_HASH
 
     def payload_nbytes(self, rect: Rect, count: int) -> int:
         """Returns the payload's size for `count` blocks of a piece."""
@@ -84,16 +96,29 @@ class Mover(ABC):
         if frame.count > 1 and frame.nbytes > FRAME_NBYTES:  # staging memory is bounded
             raise bad_frame(f"{frame.nbytes} bytes in a frame, more than {FRAME_NBYTES}")
 
+    @cached_property
+    def bytes(self) -> CacheBytes:
+        return CacheBytes.of(memory_of(self._view.cache), BlockLayout.of(self._view))
+
+    def make_hash(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> None:
+        """Hashes blocks of a CPU cache if the frame's `hash` is wanted."""
+        if self.hash.prefix is None:
+            return
+        with gate.passage() as admitted:
+            if admitted:
+                runs = plane_runs(self._view, frame.rect, block_ids)
+                self.hash.made = hash_blocks(self.hash.prefix, self.bytes, runs)
+
     @abstractmethod
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Source: sends the payload. Returns whether the blocks were held until the sink had all
-        their bytes."""
+        """Source: sends the payload and makes the `hash` if it is wanted. Returns whether the
+        blocks were held until the sink had all their bytes."""
 
     @abstractmethod
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         """Sink: receives the payload. Returns whether all bytes are in the blocks. It may call
         `on_counted` if it knows that the source held the blocks meanwhile: then the bytes count
-        without the source's CONFIRM. It may make the `hashes` that are wanted."""
+        without the source's CONFIRM. It may make the `hash` if it is wanted."""
 
     def drain(self, frame: Frame) -> None:
         """Sink: receives a payload and drops it, in bounded memory."""
@@ -147,25 +172,24 @@ class PipeMover(Mover):
 
 
 class HashingPipeMover(PipeMover):
-    """Hashes what it receives into a CPU cache, part by part, if the frame's hashes are wanted. The
-    pipe must not care into how many receives a send is cut."""
+    """Hashes a frame that it sends from a CPU cache right before, on the same thread, and one that
+    it receives part by part, if the hash is wanted. The pipe must not care into how many receives a
+    send is cut."""
 
-    @cached_property
-    def _bytes(self) -> CacheBytes:
-        return CacheBytes.of(self._memory, BlockLayout.of(self._view))
+    def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        self.make_hash(frame, block_ids, gate)
+        return super().send(frame, block_ids, gate)
 
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        if not self._on_host or not self.hashes.prefixes:
+        if not self._on_host or self.hash.prefix is None:
             return super().recv(frame, block_ids, gate)
-        whole = True
-        for band, prefix in self.hashes.prefixes.items():
-            runs = byte_runs(self._view, band, block_ids)
-            made = RunsHash(prefix, self._bytes, int(runs.lengths.sum()))
-            for part in runs.parts(HOT_NBYTES):
-                whole &= self._pipe.recv_blocks(self._memory, part, gate)
-                if whole:
-                    made.update(part)
-            self.hashes.made[band] = made.digest()
+
+        made, whole = RunsHash(self.hash.prefix, self.bytes, frame.nbytes), True
+        for part in byte_runs(self._view, frame.rect, block_ids).parts(HOT_NBYTES):
+            whole &= self._pipe.recv_blocks(self._memory, part, gate)
+            if whole:
+                made.update(part)
+        self.hash.made = made.digest()
         return whole
 
 
@@ -214,10 +238,18 @@ class Channel:
         """Tells the sink that a piece will come on this connection."""
         send_frame(self._pipe, frame)
 
-    def deliver(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> int:
-        """Sends blocks; returns the bytes that count, 0 if the gate is closed."""
+    def deliver(
+        self,
+        frame: Frame,
+        block_ids: tuple[int, ...],
+        gate: Gate,
+        hash_: FrameHash = NO_HASH,
+    ) -> int:
+        """Sends blocks, and makes the hash that is wanted; returns the bytes that count, 0 if the
+        gate is closed."""
         if not gate.is_open:
             return 0
+        self._mover.hash = hash_
         nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
         frame = replace(frame, kind=self._mover.kind, nbytes=nbytes)
         joined = self._mover.in_pipe and nbytes <= JOINED_NBYTES

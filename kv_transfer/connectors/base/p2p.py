@@ -19,7 +19,6 @@ from typing import Any
 
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
 from pdserve.common.core.throttle import LogThrottle
-from pdserve.kv_transfer.blocks import bands
 from pdserve.kv_transfer.connector import (
     BlockRun,
     KVConnector,
@@ -28,11 +27,13 @@ from pdserve.kv_transfer.connector import (
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.base.channel import (
+    NO_HASH,
     Channel,
+    FrameHash,
     Heartbeat,
-    LandingHashes,
     Mover,
     as_transfer_error,
+    wanted_hash,
 )
 from pdserve.kv_transfer.connectors.base.handshake import (
     check_fingerprint,
@@ -52,7 +53,6 @@ from pdserve.kv_transfer.connectors.base.proof import (
 from pdserve.kv_transfer.connectors.base.receiver import InboundTransfer, Receiver
 from pdserve.kv_transfer.connectors.base.sender import Sender
 from pdserve.kv_transfer.connectors.base.server import PipeServer
-from pdserve.kv_transfer.digest import hash_prefix
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
@@ -72,7 +72,7 @@ class P2PConnector(KVConnector):
                 "choose another --kv-connector (tcp can)"
             )
         self.receiver = Receiver(context.view, context.emit)
-        self.sender = Sender(self.dial, context.emit, context.view.cache)
+        self.sender = Sender(self.dial, context)
         self._server: PipeServer | None = None
         self._refusals = LogThrottle(logger)
         self._starting = threading.Lock()
@@ -122,6 +122,18 @@ class P2PConnector(KVConnector):
         self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
     ) -> None:
         self.sender.ready(transfer_id, run, block_ids, last)
+
+    @property
+    def hashes_as_it_sends(self) -> bool:
+        """Returns False where layers have streams of their own: small runs, which the core hashes,
+        would be cut into other parts."""
+        on_host = self.context.view.cache.device.type == "cpu"
+        return self.capabilities.source_hashes and on_host and self.sender.streams == 1
+
+    def ready_hashed(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        self.sender.ready(transfer_id, run, block_ids, last, hashed=True)
 
     def dial(self, endpoint: bytes) -> Channel:
         """Connects and introduces itself. Raises OSError or TransferError."""
@@ -229,12 +241,12 @@ class P2PConnector(KVConnector):
             mover.drain(frame)
         else:
             mover.check(frame)
-            mover.hashes = hashes = self._wanted_hashes(frame, inbound)
+            mover.hash = hash_ = self._landing_hash(frame, inbound)
 
             def settle() -> None:
                 nonlocal settled
                 settled = True
-                self._settle(frame, inbound, hashes, held=True)
+                self._settle(frame, inbound, hash_, held=True)
 
             mover.on_counted = settle
             moved = mover.recv(frame, inbound.block_ids(frame), inbound.gate)
@@ -243,23 +255,18 @@ class P2PConnector(KVConnector):
         if confirm.kind is not FrameKind.CONFIRM or confirm.nbytes:
             raise bad_frame(f"{confirm.kind.name} where CONFIRM was due")
         if inbound is not None and not settled:
-            self._settle(frame, inbound, mover.hashes, held=confirm.count == 1)
+            self._settle(frame, inbound, mover.hash, held=confirm.count == 1)
 
-    def _wanted_hashes(self, frame: Frame, inbound: InboundTransfer) -> LandingHashes:
+    def _landing_hash(self, frame: Frame, inbound: InboundTransfer) -> FrameHash:
         if not (inbound.transfer.digests and self.capabilities.sink_writes):
-            return LandingHashes({})
-        view, fingerprint = self.context.view, self.context.fingerprint
-        ids, run = (frame.transfer_id, frame.epoch), BlockRun(frame.first, frame.count)
-        cut = bands(view.cache, frame.rect)
-        return LandingHashes({band: hash_prefix(fingerprint, *ids, band, run) for band in cut})
+            return NO_HASH
+        return wanted_hash(self.context.fingerprint, frame)
 
-    def _settle(
-        self, frame: Frame, inbound: InboundTransfer, hashes: LandingHashes, held: bool
-    ) -> None:
+    def _settle(self, frame: Frame, inbound: InboundTransfer, hash_: FrameHash, held: bool) -> None:
         """Counts the frame, unless its transfer was cancelled meanwhile."""
         with inbound.gate.passage() as admitted:
             if admitted and held:
-                self.receiver.landed(inbound, frame, hashes.made)
+                self.receiver.landed(inbound, frame, hash_.made)
             elif admitted:
                 self.receiver.fail(frame.transfer_id, _expired())
 

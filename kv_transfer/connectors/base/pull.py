@@ -1,8 +1,8 @@
-"""The base of connectors for one host, whose sink reads the source's memory with one copy.
+"""The base of connectors for one host: the sink reads the source's memory with one copy.
 
-The source connects over a Unix socket, sends what opens its memory, and then offers runs. It
+The source connects over a Unix socket, sends a handle of its memory, and then offers runs. It
 confirms each run after the sink has read it: if it freed the blocks meanwhile, the read does not
-count. A connector says how memory is shared (`introduce`), opened (`open`) and copied
+count. A connector defines how memory is shared (`introduce`), opened (`open`) and copied
 (`PeerCache.copy`).
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.connector import RankContext
-from pdserve.kv_transfer.connectors.base.channel import LandingHashes, Mover, OwnStream
+from pdserve.kv_transfer.connectors.base.channel import FrameHash, Mover, OwnStream
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.proof import Keys
@@ -66,9 +66,9 @@ class PeerCache(ABC):
         rect: Rect,
         source_ids: Sequence[int],
         sink_ids: Sequence[int],
-        hashes: LandingHashes,
+        hash_: FrameHash,
     ) -> None:
-        """Copies the source's blocks into this rank's, and may make the `hashes` that are wanted.
+        """Copies the source's blocks into this rank's, and may make the hash that is wanted.
         All arguments are checked."""
 
     def held(self, transfer_id: bytes, epoch: int) -> bool:
@@ -150,11 +150,13 @@ class PullMover(Mover):
         return 4 * count
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        """Offers blocks. The sink may still read when the gate closes; then the read does not
-        count."""
+        """Offers blocks, and makes the hash of a CPU cache that is wanted while the sink copies:
+        both read the same bytes at the same time, and the memory once. The sink may still
+        read when the gate closes; then the read does not count."""
         with self._stream.active():
-            self._stream.synchronize()  # the device has computed what is offered
+            self._stream.synchronize()  # the device has computed the offered blocks
         self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
+        self.make_hash(frame, block_ids, gate)
         taken = recv_frame(self._pipe)
         if taken.kind is not FrameKind.TAKEN or taken.nbytes:
             raise bad_frame(f"{taken.kind.name} where TAKEN was due", Blame.DECODE)
@@ -166,7 +168,7 @@ class PullMover(Mover):
         self._peer.check(frame.rect, source_ids)
         with gate.passage() as admitted:
             if admitted:
-                self._peer.copy(frame.rect, source_ids, block_ids, self.hashes)
+                self._peer.copy(frame.rect, source_ids, block_ids, self.hash)
         if admitted and self._peer.held(frame.transfer_id, frame.epoch):
             self.on_counted()
         send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN))

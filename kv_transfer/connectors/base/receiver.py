@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.common.core.errors import TransferError
@@ -146,14 +146,15 @@ class Receiver:
                 f"{transfer.first_block}…{end - 1}"
             )
 
-    def landed(self, inbound: InboundTransfer, frame: Frame, hashes: Mapping[Rect, bytes]) -> None:
-        """Counts a frame whose blocks are in place, notes the hashes of its bands, if they were
-        made, and emits Progress or Landed."""
+    def landed(self, inbound: InboundTransfer, frame: Frame, made: bytes | None) -> None:
+        """Counts a frame whose blocks are in place, notes its hash, if it was made, and emits
+        Progress or Landed."""
         run = BlockRun(frame.first, frame.count)
         nbytes = piece_nbytes(self._view.cache, frame.rect, frame.count)
         transfer = inbound.transfer
         with self._lock:
-            inbound.digests.update(((band, run), made) for band, made in hashes.items())
+            if made is not None:
+                inbound.digests[frame.rect, run] = made
             inbound.missing -= nbytes
             done = inbound.missing == 0 and not inbound.over
             inbound.over = inbound.over or done
@@ -183,8 +184,8 @@ class Receiver:
         self._emit(Failed.of(transfer_id, inbound.transfer.epoch, error))
 
     def moving(self, peer: object) -> None:
-        """Emits Progress for all transfers of a connection on which bytes arrive: those that wait
-        for their turn are alive, too."""
+        """Emits Progress for all transfers of a connection on which bytes arrive: transfers that
+        wait for their turn are alive, too."""
         with self._lock:
             waiting = [
                 each.transfer

@@ -14,23 +14,25 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.connector import (
     BlockRun,
-    Event,
     Failed,
     Progress,
+    RankContext,
+    RunDigest,
     Sent,
     SourceTransfer,
 )
 from pdserve.kv_transfer.connectors.base.channel import (
     FRAME_NBYTES,
+    NO_HASH,
     Channel,
+    FrameHash,
     Heartbeat,
     as_transfer_error,
     parts,
+    wanted_hash,
 )
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
@@ -49,9 +51,10 @@ class OutboundTransfer:
 
     transfer: SourceTransfer
     targets: tuple[tuple[Piece, StreamKey], ...]  # each part with its destination
-    pending: int  # parts whose last run is not delivered
+    pending: int  # parts without a delivered last run
     gate: Gate = field(default_factory=Gate)
     nbytes: int = 0
+    digests: list[RunDigest] = field(default_factory=list)
     started: float = 0.0
     over: bool = False  # sent or failed: the event was emitted
     next_block: int = 0  # blocks before it were announced
@@ -77,6 +80,7 @@ class SendTask:
     run: BlockRun = NO_BLOCKS
     block_ids: tuple[int, ...] = ()
     last: bool = False
+    hashed: bool = False  # as it is sent
 
     def frame(self, kind: FrameKind) -> Frame:
         transfer, run = self.outbound.transfer, self.run
@@ -88,12 +92,10 @@ class SendTask:
 class Sender:
     """Owns all transfers and workers of one source rank. It is thread-safe."""
 
-    def __init__(
-        self, dial: Callable[[bytes], Channel], emit: Callable[[Event], None], cache: torch.Tensor
-    ) -> None:
+    def __init__(self, dial: Callable[[bytes], Channel], context: RankContext) -> None:
         self._dial = dial
-        self._emit = emit
-        self._cache = cache
+        self._context = context
+        self._emit = context.emit
         self._lock = threading.Lock()
         self._outbound: dict[bytes, OutboundTransfer] = {}
         self._workers: dict[StreamKey, SendWorker] = {}
@@ -115,7 +117,12 @@ class Sender:
                 self._put(target, SendTask(outbound, piece))
 
     def ready(
-        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+        self,
+        transfer_id: bytes,
+        run: BlockRun,
+        block_ids: tuple[int, ...],
+        last: bool,
+        hashed: bool = False,
     ) -> None:
         with self._lock:
             outbound = self._outbound.get(transfer_id)
@@ -123,7 +130,7 @@ class Sender:
                 return
             outbound.started = outbound.started or time.monotonic()
             for piece, target in outbound.targets:
-                for task in self._cut(SendTask(outbound, piece, run, block_ids, last)):
+                for task in self._cut(SendTask(outbound, piece, run, block_ids, last, hashed)):
                     self._put(target, task)
             if not outbound.targets and last:
                 outbound.over = True
@@ -132,8 +139,8 @@ class Sender:
 
     def _cut(self, whole: SendTask) -> Iterator[SendTask]:
         """Cuts a run into frames that do not take long."""
-        run = whole.run
-        cuts = list(parts(self._cache, whole.piece.rect, run.count, FRAME_NBYTES)) or [slice(0, 0)]
+        run, cache = whole.run, self._context.view.cache
+        cuts = list(parts(cache, whole.piece.rect, run.count, FRAME_NBYTES)) or [slice(0, 0)]
         for cut in cuts:
             yield replace(
                 whole,
@@ -154,17 +161,26 @@ class Sender:
             if not each.over:
                 self._emit(Progress(each.transfer.transfer_id, each.transfer.epoch, 0))
 
-    def delivered(self, task: SendTask, nbytes: int) -> None:
-        outbound, transfer = task.outbound, task.outbound.transfer
+    def wanted_hash(self, task: SendTask) -> FrameHash:
+        if not task.hashed:
+            return NO_HASH
+        return wanted_hash(self._context.fingerprint, task.frame(FrameKind.DATA))
+
+    def delivered(self, task: SendTask, nbytes: int, made: bytes | None = None) -> None:
+        """Counts what was delivered; `made` is its hash, if that was wanted."""
+        outbound, transfer, piece = task.outbound, task.outbound.transfer, task.piece
         with self._lock:
             outbound.nbytes += nbytes
+            if made is not None:
+                outbound.digests.append(RunDigest(piece.sink, piece.rect, task.run, made))
             outbound.pending -= task.last
             done = outbound.pending == 0 and not outbound.over
             outbound.over = outbound.over or done
         self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
         if done:
             seconds = time.monotonic() - outbound.started
-            self._emit(Sent(transfer.transfer_id, transfer.epoch, outbound.nbytes, seconds))
+            ids, digests = (transfer.transfer_id, transfer.epoch), tuple(outbound.digests)
+            self._emit(Sent(*ids, outbound.nbytes, seconds, digests))
 
     def fail(self, outbound: OutboundTransfer, error: TransferError) -> None:
         """Fails one transfer, unless it is over."""
@@ -325,16 +341,16 @@ class SendWorker:
         self._sender.moving(self._live | self.queue.transfers())
 
     def _deliver(self, task: SendTask) -> None:
-        outbound, nbytes = task.outbound, 0
+        outbound, nbytes, hash_ = task.outbound, 0, self._sender.wanted_hash(task)
         if self._channel is None or outbound not in self._live:
             raise ConnectionError("the connection was lost before")
         if task.run.count:
             nbytes = self._channel.deliver(
-                task.frame(FrameKind.DATA), task.block_ids, outbound.gate
+                task.frame(FrameKind.DATA), task.block_ids, outbound.gate, hash_
             )
         if task.last:
             self._live.discard(outbound)
-        self._sender.delivered(task, nbytes)
+        self._sender.delivered(task, nbytes, hash_.made)
 
     def _lose(self, error: TransferError) -> None:
         """Closes the connection; all its transfers fail."""

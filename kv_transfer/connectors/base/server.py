@@ -13,7 +13,7 @@ from pdserve.common.core.throttle import LogThrottle
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener
 
 MAX_PIPES = 1024  # of admitted sources at a time; each has a thread
-MAX_STRANGERS = 64  # pipes whose greeting is not complete, at a time; each has a thread
+MAX_STRANGERS = 64  # pipes without a complete greeting, at a time; each has a thread
 LISTEN_PAUSE_S = 0.1  # after an accept that failed, most likely for lack of descriptors
 
 logger = logging.getLogger(__name__)

@@ -43,6 +43,7 @@ from pdserve.kv_transfer.connector import (
 from pdserve.kv_transfer.connectors.base.channel import as_transfer_error
 from pdserve.kv_transfer.connectors.multi.routes import (
     AVOID_S,
+    AnnouncedRun,
     Endpoints,
     RecentFailures,
     SinkRoute,
@@ -107,7 +108,7 @@ class MultiConnector(KVConnector):
     def landed_digest(
         self, transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun
     ) -> bytes | None:
-        """Returns what a child made, if the others leave the blocks alone afterwards."""
+        """Returns the hash of one child, if no other child can write into the blocks afterwards."""
         children = self.children.values()
         if not all(child.capabilities.sink_writes for child in children):
             return None
@@ -161,18 +162,31 @@ class MultiConnector(KVConnector):
         child = self.children[name]
         child.submit(route.as_seen_by(name))
         for run in route.runs:
-            child.ready(route.transfer.transfer_id, *run)
+            run.announce(child, route.transfer.transfer_id)
+
+    @property
+    def hashes_as_it_sends(self) -> bool:
+        """Returns whether every child does: any may take over."""
+        return all(child.hashes_as_it_sends for child in self.children.values())
 
     def ready(
         self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
     ) -> None:
+        self._announce(transfer_id, AnnouncedRun(run, block_ids, last, hashed=False))
+
+    def ready_hashed(
+        self, transfer_id: bytes, run: BlockRun, block_ids: tuple[int, ...], last: bool
+    ) -> None:
+        self._announce(transfer_id, AnnouncedRun(run, block_ids, last, hashed=True))
+
+    def _announce(self, transfer_id: bytes, run: AnnouncedRun) -> None:
         with self._order:
             route = self._outbound.get(transfer_id)
             if route is None:
                 return
-            route.runs.append((run, block_ids, last))
+            route.runs.append(run)
             if (name := route.active) is not None:
-                self.children[name].ready(transfer_id, run, block_ids, last)
+                run.announce(self.children[name], transfer_id)
 
     def _filter_outbound(self, name: str, route: SourceRoute, event: Event) -> Event | None:
         moved = isinstance(event, Progress) and event.nbytes > 0

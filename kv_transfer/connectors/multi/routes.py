@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +19,7 @@ from pdserve.kv_transfer.connector import (
     BlockRun,
     Event,
     Failed,
+    KVConnector,
     Landed,
     Progress,
     SinkTransfer,
@@ -75,6 +77,19 @@ class SinkRoute:
                 return True
 
 
+class AnnouncedRun(NamedTuple):
+    """Keeps what the core said of a run, for a child that takes over."""
+
+    run: BlockRun
+    block_ids: tuple[int, ...]
+    last: bool
+    hashed: bool
+
+    def announce(self, child: KVConnector, transfer_id: bytes) -> None:
+        ready = child.ready_hashed if self.hashed else child.ready
+        ready(transfer_id, self.run, self.block_ids, self.last)
+
+
 @dataclass(slots=True, eq=False)
 class SourceRoute:
     """Tracks the child that delivers a submitted transfer, and those that may take over."""
@@ -83,7 +98,7 @@ class SourceRoute:
     peers: dict[bytes, Endpoints]  # the sink ranks, by their endpoints in the ticket
     untried: list[str]  # children, the best first
     active: str | None = None  # the child that delivers; None during and after a failover
-    runs: list[tuple[BlockRun, tuple[int, ...], bool]] = field(default_factory=list)  # announced
+    runs: list[AnnouncedRun] = field(default_factory=list)
     moved: bool = False  # some bytes were delivered: no other child may take over
     failover: Future[None] | None = None  # to the next child
 

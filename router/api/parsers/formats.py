@@ -1,7 +1,7 @@
-"""The formats in which families of models write tool calls, each as the markers that it uses.
+"""The formats of tool calls by model family, each defined by its markers.
 
-Their names are vLLM's (`BUILTIN` in `tool_parser`). A format is what the family's chat template
-renders for calls of earlier turns.
+Names are vLLM's (`BUILTIN` in `tool_parser`). A format is the one in which the family's chat
+template renders calls of earlier turns.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class MiniMaxParser(TaggedCallParser):
 
 
 class DeepSeekV32Parser(TaggedCallParser):
-    """`<｜DSML｜invoke name="…">`, whose parameters say whether they are text: DeepSeek V3.2."""
+    """`<｜DSML｜invoke name="…">`, with parameters that say if they are text: DeepSeek V3.2."""
 
     call_marker = "<｜DSML｜function_calls>"
     begin_call = "<｜DSML｜invoke name="

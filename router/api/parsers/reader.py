@@ -1,9 +1,9 @@
-"""A reader of text that comes in pieces; parsers are written as if all of it were there.
+"""A reader of text that comes in pieces; parsers are written as if the text were complete.
 
-A parser is a generator. It reads through a `Reader`, whose reads wait for more text by a `yield`,
-so that the parser does not notice where the text is cut. Text goes to a sink at once; less than a
-marker is held back. Each character is read a few times at most: nothing here is quadratic, and
-depth is counted, without recursion.
+A parser is a generator. It reads through a `Reader`, which waits for more text by a `yield`, so the
+parser does not notice where the text is cut. Text goes to a sink at once; less than a marker is
+held back. Each character is read a few times at most: nothing here is quadratic, and depth is
+counted, without recursion.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half a character
 
 
 class Reader:
-    """The text that is not read yet. `kept` gives back what was read since `keep`, to parsers that
-    find out late that it is no call."""
+    """The unread text. `kept` gives back the text read since `keep`, for parsers that find out late
+    that it is no call."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -51,7 +51,7 @@ class Reader:
         self._kept = list(before)
 
     def kept(self) -> str:
-        """Returns what was read since `keep` and forgets it."""
+        """Returns the text read since `keep` and forgets it."""
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 

@@ -55,7 +55,8 @@ class SectionParser(ToolParser):
         yield from self.reader.space()
 
     def _end_section(self, called: bool) -> Step[None]:
-        """Drops the marker and the space after a section of calls; what is no call is content."""
+        """Drops the marker and the space after a section of calls; text that is no call is
+        content."""
         left = self.reader.kept()
         if not called or left.strip():
             self.content(left)
@@ -119,15 +120,14 @@ class NamedCallParser(SectionParser):
             yield from self.reader.literal(marker)
 
     def name_and_id(self, written: str) -> tuple[str, str | None]:
-        """Reads what the model wrote in the name's place as a name and, if it has one, the call's
-        id."""
+        """Splits the text in the name's place into a name and, if there is one, the call's id."""
         return written, None
 
 
 class TaggedCallParser(SectionParser):
     """A call is name AFTER_NAME, then KEY[0] key KEY[1] VALUE[0] value VALUE[1] for each argument.
 
-    Arguments are text; which of them are JSON, the tools' schemas say. Those of text are streamed.
+    Arguments are text; the tools' schemas say which are JSON. Text arguments are streamed.
     """
 
     after_name: ClassVar[str] = ""

@@ -2,9 +2,9 @@
 
     text ── push ──▶ parse, a generator ──▶ Content · CallStart · CallArguments ──▶ deltas
 
-A call is streamed: it starts as soon as its name is known and its arguments begin. Text that looked
-like a call and is none becomes content. Arguments are passed on as the model wrote them: if their
-JSON breaks off, so do they.
+A call is streamed: it starts as soon as its name is known and its arguments begin. Text that only
+looked like a call becomes content. Arguments are passed on as the model wrote them, even if their
+JSON breaks off.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ToolParser(Parser):
         first: int = 0,
     ) -> None:
         """`names` are the tools' names. If not `parallel`, calls after the first are dropped.
-        `first`: how many calls the conversation has already; formats that number their ids go on
+        `first`: the number of calls in the conversation so far; formats with numbered ids continue
         from there."""
         super().__init__()
         self.names = frozenset(names)
@@ -123,8 +123,8 @@ class ToolParser(Parser):
         return self._parallel or self.num_calls == 1
 
     def list_of_calls(self) -> Step[bool]:
-        """Reads a list of calls after its bracket; returns false if it has none. `reader.kept()`
-        has what is no call."""
+        """Reads a list of calls after its bracket; returns false if there is none. `reader.kept()`
+        then has the text."""
         reader, first = self.reader, self.num_calls
         while True:
             yield from reader.space()
@@ -141,8 +141,8 @@ class ToolParser(Parser):
     def call(self, *, known: bool = False) -> Step[bool]:
         """Reads `{"name": …, "arguments": {…}}` (or `parameters`), keys in any order.
 
-        Returns false if there is no call, not even one that breaks off after its arguments have
-        begun; `reader.kept()` has what was read then.
+        Returns false if there is no call, not even one that breaks off inside its arguments;
+        `reader.kept()` then has the text.
 
         Args:
             known: the call must have the name of one of the tools, and arguments.

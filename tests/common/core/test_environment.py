@@ -79,7 +79,7 @@ async def test_processes_that_work_for_another_inherit_no_secrets(tmp_path: Path
         rank.kill()
         peer.kill()
         await rank.wait()
-    check(native._run(["env"]))
+    check(native._run(["env"], 0, str(tmp_path)))
 
 
 def test_what_is_loaded_is_not_looked_through() -> None:

@@ -44,10 +44,10 @@ ODD = 700  # numbers of a chunk: a few rows, and a last one of fewer
 def tensors_of(model: Any) -> dict[str, Tensor]:
     if hasattr(model, "shards"):
         return {f"{n} {shard.name}": shard.target for n, shard in enumerate(model.shards())}
-    from pdserve.common.model.hf.model import probe  # to import it takes seconds
+    from pdserve.common.model.hf.probe import probe  # to import it takes seconds
 
     with torch.inference_mode():  # of a graph, which has its weights in its calls: what they make
-        return {str(n): each for n, each in enumerate(probe(model))}
+        return {str(n): each for n, each in enumerate(probe(model, model.group))}
 
 
 def _load(state: ParallelState, folder: ModelFolder, config: ModelConfig) -> dict[str, Tensor]:

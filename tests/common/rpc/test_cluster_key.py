@@ -514,6 +514,39 @@ async def test_a_stream_of_heartbeats_has_one_token() -> None:
         assert known.load.healthy == LOAD.healthy
 
 
+class Talks(pb_grpc.RegistryServicer):
+    """A service whose calls are long and go both ways: it speaks first, counts what it hears, and
+    says something of its own between two messages."""
+
+    async def Heartbeats(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        yield pb.HeartbeatResponse(heartbeat_interval_s=0)
+        heard = 0
+        async for _ in requests:
+            heard += 1
+            yield pb.HeartbeatResponse(heartbeat_interval_s=heard)
+            yield pb.HeartbeatResponse(known=True)
+
+
+async def test_a_long_call_goes_both_ways_behind_authentication() -> None:
+    server = GrpcServer(credentials("router", KEY).interceptor())
+    contract = pb.DESCRIPTOR.services_by_name["Registry"]
+    server.add(contract, pb_grpc.add_RegistryServicer_to_server, Talks())
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start()
+    channels = credentials("decode", KEY).channels()
+    call = pb_grpc.RegistryStub(channels.get(address)).Heartbeats()
+    async with asyncio.timeout(60):
+        assert (await call.read()).heartbeat_interval_s == 0
+        for number in (1, 2, 3):
+            await call.write(pb.HeartbeatRequest(node_id="d"))
+            assert (await call.read()).heartbeat_interval_s == number
+            assert (await call.read()).known
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+    await channels.close()
+    await server.stop(0)
+
+
 async def test_a_stream_of_heartbeats_takes_no_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive, "SILENCE", 0.5)
     async with registry_server(None) as (_, address):

@@ -150,6 +150,19 @@ def test_any_ids_give_the_decoded_text(byte_level: Tokenizer, skip: bool) -> Non
         assert "".join(detokenize(byte_level, ids, skip)) == byte_level.decode(ids, skip)
 
 
+def test_whole_characters_are_not_decoded_again(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte-level token of whole characters is its text alone; halves of one need each other."""
+    (a,), smile = byte_level.encode("a"), list(byte_level.encode("🙂"))
+    byte_level.text_alone(a)
+    detokenizer = Detokenizer(byte_level)
+    with monkeypatch.context() as patch:
+        patch.setattr(byte_level, "decode", None)
+        assert [detokenizer.push(a) for _ in range(4)] == ["a"] * 4
+    assert "".join(detokenizer.push(each) for each in [*smile, a]) == "🙂a"
+
+
 @pytest.mark.parametrize("wrong", range(12))
 def test_a_character_behind_bytes_that_are_none_is_whole(byte_level: Tokenizer, wrong: int) -> None:
     """However many of its bytes are there when what precedes them is given up."""

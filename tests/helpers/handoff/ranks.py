@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from handoff.promises import Promise, broken
-from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.digest import RunDigest
+from pdserve.kv_transfer.connector import BlockRun, RunDigest
 from pdserve.kv_transfer.layout import Rect
 
 NUM_BLOCKS = 2
@@ -51,8 +50,10 @@ class SinkRank:
 
     place: Place
     wanted: int  # blocks
+    reads_again: bool = True
     accepted: int = 0  # epoch; 0: none
     content: Write | None = None
+    hashed: Write | None = None  # as it landed
     landed: bool = False
 
     def accept(self, epoch: int) -> None:
@@ -68,11 +69,12 @@ class SinkRank:
             broken(Promise.NO_STALE_WRITE, f"{write} into {self.place} in epoch {epoch}")
         if given:
             broken(Promise.NO_LATE_WRITE, f"{write} into {self.place}, blocks {given}")
-        self.content, self.landed = write, True
+        self.content, self.hashed, self.landed = write, write, True
 
     def wrong(self, digests: tuple[RunDigest, ...]) -> tuple[RunDigest, ...]:
         """Returns those of what the source says it sent that differ from what is here."""
-        mine = self.content and self.content.digest(self.place)
+        hashed = self.content if self.reads_again else self.hashed
+        mine = hashed and hashed.digest(self.place)
         return tuple(each for each in digests if each != mine)
 
 
@@ -85,5 +87,5 @@ class SourceRank:
     epoch: int = 0
     reading: bool = False  # it may read the blocks
 
-    def ready(self) -> tuple[RunDigest, ...]:
+    def hashes(self) -> tuple[RunDigest, ...]:
         return tuple(Write(self.name, self.epoch).digest(place) for place in self.sinks)

@@ -27,7 +27,7 @@ from pdserve.kv_transfer.commands import (
     decode_command,
     encode_event,
 )
-from pdserve.kv_transfer.connector import BlockRun, Failed, Landed
+from pdserve.kv_transfer.connector import BlockRun, Failed, Landed, Sent
 from pdserve.kv_transfer.control.protocol import SinkState
 from pdserve.kv_transfer.control.recv_transfer import GroupBlocks
 from pdserve.kv_transfer.control.sink import KVSink
@@ -38,6 +38,7 @@ from pdserve.kv_transfer.layout import Rect, Share
 # What a budget limits: damaged data; parties that die; messages that come twice, are lost, or all
 # of them from then on; renewals; and ends that somebody chooses or that come early.
 BAD, CRASH, DUPLICATE, LOST, CUT, RENEW = "bad", "crash", "duplicate", "lost", "cut", "renew"
+STRAY = "stray"  # writes into what has landed
 D_ENDS, A_ENDS, B_ENDS = "D ends", "A ends", "B ends"
 ANYBODY_ENDS = {D_ENDS: 1, A_ENDS: 1, B_ENDS: 1}
 
@@ -58,6 +59,8 @@ class Setting:
     asks: int = 1  # times the router asks for another epoch
     budget: dict[str, int] = field(default_factory=lambda: ANYBODY_ENDS)
     succeeds: bool = False  # within the budget, the waiter must get the blocks in the end
+    as_sent: bool = False  # source ranks hash as they send
+    reads_again: bool = True  # sink ranks do, for their digests; else they hash as it lands
 
 
 @dataclass(eq=False)
@@ -135,7 +138,7 @@ class World:
         self.firsts = [NUM_BLOCKS] * len(setting.firsts) if setting.empty else setting.firsts
         places = [(rank, *each) for rank in range(setting.ranks) for each in enumerate(self.firsts)]
         self.ranks = [
-            SinkRank(Place(number, *each), NUM_BLOCKS - each[-1])
+            SinkRank(Place(number, *each), NUM_BLOCKS - each[-1], setting.reads_again)
             for number, each in enumerate(places)
         ]
         self.source_ranks = {
@@ -462,7 +465,17 @@ class World:
         place = rank.place
         event = encode_event(place.group, Landed(transfer_id, rank.accepted, 8))
         label = f"D hears that {place} has all of epoch {rank.accepted}"
-        self.pending.append(Option(label, lambda: self.sink.on_event(place.rank, event), "D"))
+
+        def hear() -> None:
+            self.sink.on_event(place.rank, event)
+
+        def stray() -> None:
+            rank.content = rank.content and rank.content._replace(good=False)
+            hear()
+
+        heard = Option(label, hear, "D")
+        heard.variants = (Option(f"{label}, which a stray write spoils", stray, "D", STRAY),)
+        self.pending.append(heard)
 
     def _sink_fails(self) -> None:
         assert self.ticket
@@ -554,10 +567,12 @@ class World:
                     rank.epoch, rank.reading = transfer.epoch, True
                     if self.outcomes[name].done():
                         self._broken(Promise.FREED_WHILE_READ, f"{name} submits")
-                case Ready():
-                    reply = Reply(digests=rank.ready())
+                case Ready(transfer_id):
+                    as_sent = self.setting.as_sent
+                    reply = Reply(hashed_as_sent=as_sent, digests=() if as_sent else rank.hashes())
                     if rank.reading:
                         self._send(rank)
+                        self._sent(rank, group, transfer_id)
                 case Quiesce():
                     rank.reading = False
             _answer(answer, reply)
@@ -581,6 +596,13 @@ class World:
             spoilt = self.setting.damaged and rank.epoch == 1
             options[0].variants = (options[1],)
             self.pending.append(replace(options[1], cost="") if spoilt else options[0])
+
+    def _sent(self, rank: SourceRank, group: int, transfer_id: bytes) -> None:
+        made = rank.hashes() if self.setting.as_sent else ()
+        event = encode_event(group, Sent(transfer_id, rank.epoch, 8, 0.0, made))
+        source, what = self.sources[rank.name], f" of group {group}" if group else ""
+        label = f"{rank.name} hears that its rank has sent all{what} of epoch {rank.epoch}"
+        self.pending.append(Option(label, lambda: source.on_event(0, event), rank.name))
 
     def _arrives(self, number: int, write: Write) -> Callable[[], None]:
         def arrive() -> None:

@@ -1,0 +1,142 @@
+"""Connectors that hash KV as it moves, on whose way it is spoilt: after it was sent and before the
+sink hashes it. A ledger is kept of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from corrupt_connector import KINDS
+from kv_faults import Data, Place, spoil
+from pdserve.kv_transfer.blocks import ByteRuns, hash_blocks, plane_runs
+from pdserve.kv_transfer.connector import RankContext, SinkTransfer
+from pdserve.kv_transfer.connectors.base.channel import FrameHash, HashingPipeMover, Mover
+from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
+from pdserve.kv_transfer.connectors.base.pull import PullMover
+from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
+from pdserve.kv_transfer.connectors.shm import Greeting, MappedCache, ShmConnector
+from pdserve.kv_transfer.connectors.tcp import TCPConnector
+from pdserve.kv_transfer.frame import Frame
+from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.layout import Rect
+from pdserve.kv_transfer.pipe import KVPipe
+from pdserve.kv_transfer.rank import group_connector
+
+group_connector.SHORT_NBYTES = 0  # small models' runs, too, are hashed as they are sent
+
+
+class SpoiltOnTheWay(P2PConnector):
+    """Mixed into a connector. Options are those of `corrupt_connector.Corrupt`. At most one frame
+    of an epoch is spoilt."""
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        options = dict(config)
+        self._probability = float(options.pop("probability"))
+        self._is_kind = KINDS[options.pop("kind", "any")]
+        self._rng = random.Random(options.pop("seed"))
+        self._ledger = os.open(options.pop("ledger"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._due: set[tuple[bytes, int]] = set()
+        self._lock = threading.Lock()
+        super().__init__(context, options)
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        if transfer.block_ids and self._is_kind(self.context.view, transfer):
+            with self._lock:
+                if self._rng.random() < self._probability:
+                    self._due.add((transfer.transfer_id, transfer.epoch))
+        super().accept(transfer)
+
+    def place(self, frame: Frame, block_ids: Sequence[int]) -> Place | None:
+        """Returns where a frame goes that shall be spoilt."""
+        with self._lock:
+            if (key := (frame.transfer_id, frame.epoch)) not in self._due:
+                return None
+            self._due.discard(key)
+            return Place(self.context.view, frame.rect, block_ids)
+
+    def spoil(self, place: Place, before: Data) -> None:
+        data = place.read()
+        with self._lock:
+            fault = spoil(self._rng, data, before)
+        place.write(data)
+        os.write(self._ledger, f"{fault.__name__}\n".encode())
+
+    def close(self, deadline: float) -> None:
+        super().close(deadline)
+        os.close(self._ledger)
+
+
+class SpoilingPipeMover(HashingPipeMover):
+    """The kernel writes something else into the blocks than was sent."""
+
+    def __init__(self, connector: SpoiltOnTheWay, pipe: SocketPipe) -> None:
+        super().__init__(connector.context.view, pipe)
+        self._connector = connector
+        self._receive = pipe.recv_blocks
+        pipe.recv_blocks = self._spoilt  # type: ignore[method-assign]
+        self._place: Place | None = None
+
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        self._place = self._connector.place(frame, block_ids)
+        return super().recv(frame, block_ids, gate)
+
+    def _spoilt(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+        place, self._place = self._place, None
+        before = None if place is None else place.read()
+        moved = self._receive(memory, runs, gate)
+        if moved and place is not None and before is not None:
+            self._connector.spoil(place, before)
+        return moved
+
+
+class SpoiltTCP(SpoiltOnTheWay, TCPConnector):
+    def mover(self, pipe: KVPipe) -> Mover:
+        assert isinstance(pipe, SocketPipe)
+        return SpoilingPipeMover(self, pipe)
+
+
+class SpoilingCache(MappedCache):
+    """The loop that copies loads, and so stores and hashes, something else than is there."""
+
+    connector: SpoiltOnTheWay
+    frame: Frame
+
+    def copy(
+        self,
+        rect: Rect,
+        source_ids: Sequence[int],
+        sink_ids: Sequence[int],
+        hash_: FrameHash,
+    ) -> None:
+        place = self.connector.place(self.frame, sink_ids)
+        before = None if place is None else place.read()
+        super().copy(rect, source_ids, sink_ids, hash_)
+        if place is not None and before is not None:
+            self.connector.spoil(place, before)
+            if hash_.prefix is not None:
+                runs = plane_runs(self.connector.context.view, rect, sink_ids)
+                hash_.made = hash_blocks(hash_.prefix, self._ours, runs)
+
+
+class SpoilingPullMover(PullMover):
+    def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        assert isinstance(self._peer, SpoilingCache)
+        self._peer.frame = frame
+        return super().recv(frame, block_ids, gate)
+
+
+class SpoiltShm(SpoiltOnTheWay, ShmConnector):
+    def open(self, pipe: SocketPipe, greeting: Greeting) -> MappedCache:
+        opened = super().open(pipe, greeting)
+        opened.__class__ = SpoilingCache
+        assert isinstance(opened, SpoilingCache)
+        opened.connector = self
+        return opened
+
+    def welcome(self, pipe: KVPipe, hello: bytes) -> Mover:
+        made = super().welcome(pipe, hello)
+        made.__class__ = SpoilingPullMover
+        return made
