@@ -23,7 +23,7 @@ HELM_TOOLS ?= build/helm
 
 BIN := $(VENV)/bin
 COMPILED := PYTHONDONTWRITEBYTECODE=
-ALL_TESTS = $(COMPILED) PDSERVE_FUZZ_EXAMPLES=2000 $(BIN)/pytest -n $(JOBS) -m ""
+ALL_TESTS = $(COMPILED) FUZZ_EXAMPLES=2000 $(BIN)/pytest -n $(JOBS) -m ""
 CODE := common router prefill_node decode_node kv_transfer pdserve benchmarks tests/helpers
 STAMP := $(VENV)/.installed
 PIP := -m pip --quiet --disable-pip-version-check

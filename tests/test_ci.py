@@ -56,6 +56,11 @@ def test_the_nightly_workflow_runs_every_part_of_test_all() -> None:
     assert {*parts[1].split()} <= made
 
 
+def test_make_sets_no_variable_that_pdserve_would_refuse() -> None:
+    """A cluster that a test starts takes PDSERVE_… for an option."""
+    assert not re.findall(r"\bPDSERVE_\w+=", (ROOT / "Makefile").read_text())
+
+
 def test_continuous_integration_runs_on_every_python_that_the_package_takes() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     project = (ROOT / "pyproject.toml").read_text()

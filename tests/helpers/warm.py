@@ -170,8 +170,15 @@ class WarmCluster(Fleet, Service):
             self.hold(what).unlink()
 
     def wait_nodes(self) -> None:
-        """Until every node that was started and not ended is ready."""
-        self.wait_for(self.all_ready, START_TIMEOUT)
+        """Until every node that was started and not ended is ready. A process that ends by itself
+        fails the test at once."""
+
+        def ready() -> bool:
+            ended = self.pids.keys() - self.running()
+            assert not ended, f"{sorted(ended)} ended\n{self.log()[-6000:]}"
+            return self.all_ready()
+
+        self.wait_for(ready, START_TIMEOUT)
 
     def busy(self, role: str) -> str:
         """The node of a role with a request of the router on it."""
