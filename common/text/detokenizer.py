@@ -33,7 +33,6 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._joins_bytes = tokenizer.joins_bytes
         self._silent = tokenizer.special if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []  # context, then pending
         self._context = 0  # tokens of the window whose text was returned
@@ -43,7 +42,7 @@ class Detokenizer:
         """Returns the text that this token completes; "" while a character is incomplete."""
         if token_id in self._silent:
             return ""
-        if self._joins_bytes and (text := self._push_whole(token_id)):
+        if self._tokenizer.joins_bytes and (text := self._push_whole(token_id)):
             return text
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window, False)
