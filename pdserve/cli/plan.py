@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,9 @@ def _read_model(config: ModelConfig) -> PlannedModel:
 def _show(console: Console, plans: Sequence[RolePlan], topology: Topology | None) -> None:
     if plans:
         table = Table("", *(plan.role for plan in plans))
-        for cells in zip(*map(_rows, plans), strict=True):
-            table.add_row(cells[0][0], *(value for _, value in cells))
+        columns = [dict(_rows(plan)) for plan in plans]
+        for name in dict.fromkeys(chain(*sorted(columns, key=len, reverse=True))):
+            table.add_row(name, *(column.get(name, "none") for column in columns))
         console.print(table)
         console.print(FOOTNOTES)
         if any(plan.rank.loading for plan in plans):

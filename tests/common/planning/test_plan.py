@@ -24,7 +24,8 @@ from fake_card import FakeCard
 from paths import ROOT
 from pdserve.cli import topology
 from pdserve.cli.main import main
-from pdserve.cli.plan import plan, setup
+from pdserve.cli.plan import _show, plan, setup
+from pdserve.client.terminal import console_of
 from pdserve.common.config.cluster import PlanConfig
 from pdserve.common.config.node import EngineConfig
 from pdserve.common.core.errors import ConfigError
@@ -465,6 +466,14 @@ def test_the_table(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     widths = 3 * 5120 + 3 * 3584 + 5120 + 2560 + 2 * 5120 + 2 * 13824 + 5120 + 6912
     expected = 2 * (4 * 64 * 48 * widths + 2048 * (5120 + 3 * 64))
     assert rows["− LoRA adapters"] == f"{expected / GIB:.2f} GiB"
+
+
+def test_a_row_of_one_role_alone(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefill, decode = plan(PlanConfig(model=str(qwen), gpu_memory="80GiB"))
+    beside = replace(decode, rank=replace(decode.rank, adapters=1 << 30))
+    _show(console_of(), [prefill, beside], None)
+    table = [cells_of(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["− LoRA adapters", "none", "1.00 GiB"] in table
 
 
 def cells_of(line: str) -> list[str]:
