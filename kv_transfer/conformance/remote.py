@@ -119,7 +119,7 @@ class RemoteEnd(End):
         last: bool,
         hashed: bool = False,
     ) -> None:
-        """Ignores `hashed`: no check asks a rank in another process for digests."""
+        assert not hashed, "`ready_hashed` is checked in this process only"
         self.process.order(Ready(transfer_id, run, ids, last))
 
     def stop(self) -> None:
