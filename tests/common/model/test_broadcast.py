@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gguf_files import tiny_folder, write_gguf
 from paths import MODELS
-from pdserve.common.config.node import EngineConfig, ModelConfig
+from pdserve.common.config.engine import EngineConfig, ModelConfig
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.model_spec import ModelSpec
