@@ -302,7 +302,7 @@ class FakeCluster:
             receiver.take = count
             return job(node, request, receiver)
 
-        self.pipeline.streams.job = counted  # type: ignore[method-assign]
+        self.pipeline.streams.job = counted  # type: ignore[method-assign,assignment]
 
     async def start(self, *names: str) -> None:
         for name in names:
