@@ -34,7 +34,7 @@ from pdserve.common.model.hf.delta_net import MODEL_TYPES
 from pdserve.common.model.hf.experts import experts_of
 from pdserve.common.model.hf.indexers import INDEXERS, IndexInputs
 from pdserve.common.model.hf.linears import let_adapt, linears_of, size_of
-from pdserve.common.model.hf.mixers import BESIDE, MIXERS, Mixer
+from pdserve.common.model.hf.mixers import ALONE, BESIDE, MIXERS, Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.pipeline import decoder_layers
 from pdserve.common.model.hf.positions import takes_positions
@@ -232,17 +232,19 @@ def run_outline(model: Any) -> Recorder:
     with answering(recorder):
         base(
             input_ids=tokens,
-            attention_mask=_masks(model.config) or torch.ones_like(tokens),
+            attention_mask=_masks(model.config, tokens),
             use_cache=False,
             **told,
         )
     return recorder
 
 
-def _masks(config: Any) -> dict[str, Mask | None]:
+def _masks(config: Any, tokens: Tensor) -> Any:
     """Returns masks by the type of layer, for classes that would look at the values of a mask."""
+    if config.model_type in ALONE:
+        return None
     if not _has_states(config):
-        return {}
+        return torch.ones_like(tokens)
     window = getattr(config, "sliding_window", None)
     masks = {"full_attention": Mask(), "sliding_attention": Mask(window)}
     return {**masks, "linear_attention": None, "conv": None}
@@ -287,16 +289,14 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     quantization, stored = _formats(folder, overrides)
     outline = Outline.from_folder(folder, overrides)
     attends = next((call for call in calls if isinstance(call, Call)), None)
-    if attends is None:
-        raise ConfigError(f"{name} has no layer with attention, which is not supported")
     return ModelSpec(
         architecture=name,
         family=str(config.model_type),
         hidden_size=model.get_input_embeddings().weight.shape[1],
         num_layers=len(calls),
-        num_heads=attends.q.shape[1],
-        num_kv_heads=attends.kv.num_kv_heads,
-        head_dim=attends.kv.head_dim,
+        num_heads=0 if attends is None else attends.q.shape[1],
+        num_kv_heads=0 if attends is None else attends.kv.num_kv_heads,
+        head_dim=0 if attends is None else attends.kv.head_dim,
         intermediate_size=_intermediate_size(config),
         vocab_size=outline.vocab_size,
         max_position_embeddings=outline.max_position_embeddings,

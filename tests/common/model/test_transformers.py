@@ -54,6 +54,8 @@ EVERY_TIME = (
     "gpt_oss",  # sinks
     "lfm2",  # short convolutions
     "llama4_text",  # chunks
+    "mamba",  # no attention
+    "mamba2",
     "mistral",
     "mistral3",  # natively, without its tower
     "nemotron_h",  # Mamba-2, and layers that keep nothing
