@@ -194,7 +194,7 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
         ],
     )
     said = (
-        "RwkvForCausalLM takes no positions: it counts the tokens of one sequence",
+        "RwkvForCausalLM takes no positions",
         "--quantization int8: Lfm2ForCausalLM has layers with a state",
         "architecture Gemma3ForCausalLM is not supported",
     )

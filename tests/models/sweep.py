@@ -185,6 +185,9 @@ CASES: dict[str, dict[str, Any]] = {
     "xglm": {"attention_heads": 4, "num_layers": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
+for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    CASES[name] = {"rope_parameters": rope, "use_sliding_window": False}
 CASES["gemma4_unified_text"] = CASES["gemma4_text"]
 CASES["inkling2_loop_text"] = CASES["inkling2_text"]
 """Sizes that a class needs beyond `SIZES`."""
