@@ -139,13 +139,13 @@ class ModelConfig:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The changes to config.json of all options; the short forms win over --hf-overrides."""
+        """The changes to config.json by all options; the short forms win over --hf-overrides."""
         rope = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta}
         return overridden(self.hf_overrides, {key: value for key, value in rope.items() if value})
 
     def context(self, models: int) -> int:
-        """Returns the context window in tokens of a model that has `models`; with auto, the most
-        that it may be."""
+        """Returns the context window in tokens of a model whose own is `models`; with auto the
+        upper limit."""
         given = self.max_model_len
         return models if given is None or given == AUTO else given
 

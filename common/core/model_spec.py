@@ -54,19 +54,19 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
     quantization: Quantization | None = None  # of weights in memory
-    stored: StoredWeights | None = None  # of weights that are dequantized while they are loaded
+    stored: StoredWeights | None = None  # format of weights that the loader dequantizes
     latent: LatentSpec | None = None
     num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
-    towers: bool = False  # whether the checkpoint has others beside this text model
+    towers: bool = False  # whether the checkpoint also has image or audio towers
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
-    num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
-    num_experts: int = 0  # in a layer of a model of transformers
+    num_parameters: int = 0  # only with "transformers"; native: from the sizes
+    num_experts: int = 0  # per layer, only with "transformers"
     linears: tuple[tuple[str, int, int], ...] = ()
-    """Names, outputs and inputs of the linear layers of a model of transformers."""
-    own_states: bool = False  # whether transformers' own code computes layers with a state
+    """(name, outputs, inputs) of each linear layer, only with "transformers"."""
+    own_states: bool = False  # whether transformers' own code computes recurrent layers
     layer_kv: tuple[LayerKV | int, ...] = ()
-    """Says what each layer of a model of transformers keeps; a number: it attends to that layer's
-    KV. Native ones differ in their windows alone."""
+    """The KV of each layer, only with "transformers"; an integer: the layer attends to that layer's
+    KV. Layers of native models differ only in their windows."""
 
     @classmethod
     def from_folder(
@@ -164,21 +164,21 @@ class ModelSpec:
         return replace(self, quantization=QUANTIZATIONS[name])
 
     def _check_rounded(self, name: str) -> None:
-        """Raises ConfigError if the class of transformers cannot run with rounded weights."""
+        """Raises ConfigError if transformers' class cannot run with quantized weights."""
         if name != "int8":
             raise ConfigError(
-                f"--quantization {name}: {self.architecture} runs through transformers, where the "
-                "only one is int8"
+                f"--quantization {name}: {self.architecture} runs through transformers, for which "
+                "only int8 is supported"
             )
         if not self.linears:
             raise ConfigError(
-                f"--quantization {name}: pdserve knows no linear layers of {self.architecture}, "
-                "which runs through transformers: leave it out"
+                f"--quantization {name}: found no linear layers of {self.architecture}, which runs "
+                "through transformers: leave the option out"
             )
         if self.own_states:
             raise ConfigError(
-                f"--quantization {name}: {self.architecture} has layers with a state, which "
-                "transformers' own code computes, with unquantized weights alone: leave it out"
+                f"--quantization {name}: {self.architecture} has recurrent layers, which "
+                "transformers' own code computes from unquantized weights: leave the option out"
             )
 
     def check_max_model_len(self, max_model_len: int) -> None:
@@ -189,7 +189,7 @@ class ModelSpec:
         if self.rope.kind in LENGTH_DEPENDENT:
             raise ConfigError(
                 f"{exceeds}original context of {self.max_position_embeddings} tokens: beyond it "
-                f"rope type {self.rope.kind!r} turns all keys anew, also those in the cache, which "
+                f"rope type {self.rope.kind!r} rotates all keys again, cached ones too, which "
                 "pdserve does not do"
             )
         raise ConfigError(f"{exceeds}{self.max_position_embeddings} positions")
@@ -210,13 +210,13 @@ class ModelSpec:
                 raise ConfigError(
                     f"{flag} neither divides the model's {heads} KV heads nor is a multiple of them"
                 )
-        native = self.impl == "native"  # of others each layer is checked when it is split
+        native = self.impl == "native"  # others check each layer when they split it
         if native and self.has_dense_layers and self.intermediate_size % size:
             raise ConfigError(f"{flag} does not divide intermediate_size {self.intermediate_size}")
 
     def validate_expert_parallel(self, tp: int, ep: int) -> None:
         """Raises ConfigError if the model's experts cannot be spread over `ep` of the `tp` ranks of
-        a stage, or `ep` > 1 and it has none."""
+        a stage, or if `ep` > 1 and it has no experts."""
         if self.moe is not None:
             self.moe.validate(tp, ep)
         elif ep > 1 and self.num_experts:
@@ -230,14 +230,14 @@ class ModelSpec:
             raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
 
     def check_kv_cache_dtype(self, kv_cache_dtype: str) -> None:
-        """Raises ConfigError if the model's KV cannot be kept so (--kv-cache-dtype)."""
+        """Raises ConfigError if the model does not support the --kv-cache-dtype."""
         if kv_cache_dtype == KV_AUTO:
             return
         self._check_native(f"--kv-cache-dtype {kv_cache_dtype}")
         if self.latent is not None:
             raise ConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype}: {self.architecture} keeps latents, of which "
-                "there are no 8-bit ones: leave it out"
+                f"--kv-cache-dtype {kv_cache_dtype}: {self.architecture} caches latents (MLA), "
+                "which have no 8-bit format: leave the option out"
             )
 
     def _check_native(self, flag: str) -> None:
@@ -269,7 +269,8 @@ class ModelSpec:
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config with `overrides` merged into it; nested objects merge key by key. Rotary
-    settings may be given in either of their places, wherever the config has its own.
+    settings in `overrides` may be in either place (`rope_parameters`, `rope_scaling`), independent
+    of where the config has its own.
 
     Raises:
         ConfigError: `rope_scaling` or `rope_parameters` is not an object.
@@ -299,7 +300,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ConfigError if the file is not a JSON object, or larger than any that is one's."""
+    """Returns a JSON object. Raises ConfigError if the file is another or above MAX_JSON bytes."""
     try:
         if path.stat().st_size > MAX_JSON:
             raise ConfigError(f"{path} has more than {MAX_JSON} bytes")
@@ -321,7 +322,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"the folder {folder} does not exist{_neighbours(folder)}")
     if not (folder / "config.json").is_file():
         if "gguf" in str(folder).lower() or any(folder.glob("*.[gG][gG][uU][fF]")):
-            raise ConfigError(f"{folder} has no config.json, but GGUF: name one file of it")
+            raise ConfigError(f"{folder} has GGUF files and no config.json: name one of the files")
         raise ConfigError(f"{folder} has no config.json: it is not a checkpoint folder")
 
 

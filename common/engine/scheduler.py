@@ -130,8 +130,8 @@ class Scheduler:
         self.num_failed += 1
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence is over: its blocks are free. Whoever calls makes sure that no step and no
-        transfer touches them any more. Calling it again does nothing."""
+        """Frees the blocks of a sequence that has ended. The caller ensures that no step and no
+        transfer uses them any more. Calling it again does nothing."""
         if sequence.status is Status.DONE:
             return
         self.hold(sequence)

@@ -117,7 +117,7 @@ class RankBudget:
 
     @property
     def loaded(self) -> int:
-        """The peak before there are steps and a KV cache."""
+        """The peak while weights are loaded, before steps and KV cache."""
         return self.weights + self.loading + self.overhead
 
 
