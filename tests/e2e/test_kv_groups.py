@@ -192,7 +192,7 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
     )
     said = (
         "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
-        "--quantization int8: Lfm2ForCausalLM has layers with a state",
+        "--quantization int8: Lfm2ForCausalLM has recurrent layers",
         "architecture Gemma3ForCausalLM is not supported",
     )
     for (code, text), expected in zip(ended, said, strict=True):
