@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.lora import LoRAConfig
-from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.shared import (
     PORT,
     AuthConfig,

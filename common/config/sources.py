@@ -18,7 +18,8 @@ import configargparse
 import yaml
 
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import BothNodeConfig, ModelConfig, WorkerNodeConfig
+from pdserve.common.config.engine import ModelConfig
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.config.options import (
     PREFIX,
     Config,

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.core.checkpoint_config import check_folder, overridden, read_json
 from pdserve.common.core.config_values import CONFIG, MAX_INT, check_values
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import (
-    ModelSpec,
-    check_folder,
-    dtype_of,
-    eos_of,
-    overridden,
-    read_json,
-)
+from pdserve.common.core.model_spec import ModelSpec, dtype_of, eos_of
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
 _CONTEXT = (

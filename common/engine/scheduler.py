@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from time import monotonic
 
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.fair_queue import ClientSlots, next_round, prompt_slots, share_budget

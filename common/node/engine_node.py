@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
-from pdserve.common.config.node import AUTO, WorkerNodeConfig
+from pdserve.common.config.engine import AUTO
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.block_hash import HASHER
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.model_spec import ModelSpec

@@ -13,7 +13,7 @@ from time import monotonic
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.common.config.node import ParallelConfig
+from pdserve.common.config.engine import ParallelConfig
 from pdserve.common.core.core_table import lent_seconds
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.messages import Peaks

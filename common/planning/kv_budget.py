@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from operator import mul
 
-from pdserve.common.config.node import AUTO, EngineConfig
+from pdserve.common.config.engine import AUTO, EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
 from pdserve.common.core.kv_groups import STATES_HELD, KVGroup

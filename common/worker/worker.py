@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from pdserve.common.config.node import CacheConfig, EngineConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import host_errors_as_config_errors, is_loopback, usable_cores
