@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.cli.host_share import share_host, visible_gpus
-from pdserve.common.config.node import EngineConfig, ParallelConfig
+from pdserve.common.config.engine import EngineConfig, ParallelConfig
 from pdserve.common.config.options import changed
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.config.sources import parse
