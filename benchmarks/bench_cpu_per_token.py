@@ -6,9 +6,9 @@ it hardly counts.
 
 Each policy has a cluster of its own (`pdserve up`, one prefill and one decode node) and closed-loop
 clients that stream; several policies take turns. Each number of clients is measured with short and
-with long answers: CPU = requests × a + tokens × b has then one solution, `a` in ms a request and `b`
-in µs a token. `all` is everything divided by the tokens of the long answers. The last table compares
-that between policies, by the least and the median of all rounds. CPU time is the kernel's
+with long answers: CPU = requests × a + tokens × b has then one solution, `a` in ms a request and
+`b` in µs a token. `all` is everything divided by the tokens of the long answers. The last table
+compares that between policies, by the least and the median of all rounds. CPU time is the kernel's
 (`/proc/PID/task/*/stat`), by process and by thread; the clients' is not in it. Clients and cluster
 share the host: its tokens/s are no throughput.
 """
