@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What a layout did, and all that its prediction needs."""
+    """The answers of a layout, with all that its prediction needs."""
 
     layout: str
     cores: int
