@@ -16,6 +16,7 @@ import reference
 from callers import fresh_prompt
 from cluster import METRIC, MODEL_NAME
 from paths import MODELS
+from thinned import slow
 from warm import WarmCluster, run_roles
 
 MODEL = "llama-gqa"
@@ -141,7 +142,7 @@ def test_cost_keeps_conversations_and_sessions_where_they_began() -> None:
         assert said['pdserve_placement_policy_failures_total role="prefill"'] == 0
 
 
-@pytest.mark.parametrize("policy", ["prefix-aware", "cost"])
+@pytest.mark.parametrize("policy", [slow("prefix-aware"), "cost"])
 def test_the_next_turn_of_a_chat_is_computed_where_the_answer_was(policy: str) -> None:
     router = {"decode_policy": policy, "local_prefill_threshold": 4 * SIZE}
     with WarmCluster(MODEL, prefill=1, decode=2, router=router) as cluster:
