@@ -484,7 +484,7 @@ def test_an_answer_may_be_cut_short(url: str) -> None:
         assert terminal.wait() == 0
 
 
-def test_chat_through_pipes(llm: LLM, url: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_chat_through_pipes(llm: LLM, url: str) -> None:
     """Standard output is the answer; a server that refuses is a line and exit code 1."""
     flags = ["--url", url, "--temperature=0", "--max-tokens=12"]
     text = CHAT[0]["content"]
@@ -494,12 +494,12 @@ def test_chat_through_pipes(llm: LLM, url: str, capfd: pytest.CaptureFixture[str
     )
     assert (ended.stdout.decode(), ended.stderr) == (answer + "\n", b"")
     system = [{"role": "system", "content": "Be brief."}, *CHAT]
-    quick = ["chat", *flags, "--system", "Be brief.", "-q", text]
-    assert main(quick) == 0
-    assert capfd.readouterr().out == llm.chat(system, GREEDY)[0].outputs[0].text + "\n"
-    assert main([*quick, "--model", "another"]) == 1
-    out, error = capfd.readouterr()
-    assert out == "" and error.startswith("pdserve chat: error: The model `another` does not exist")
+    quick = [PROGRAM, "chat", *flags, "--system", "Be brief.", "-q", text]
+    ended = subprocess.run(quick, capture_output=True, check=True)
+    assert ended.stdout.decode() == llm.chat(system, GREEDY)[0].outputs[0].text + "\n"
+    ended = subprocess.run([*quick, "--model", "another"], capture_output=True)
+    assert ended.returncode == 1 and ended.stdout == b""
+    assert ended.stderr.startswith(b"pdserve chat: error: The model `another` does not exist")
 
 
 def test_top(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,8 +95,8 @@ def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (STATES["lfm2"], "Lfm2ForCausalLM has layers with a state"),
-        (tiny(FalconConfig), "pdserve knows no linear layers of FalconForCausalLM"),
+        (STATES["lfm2"], "Lfm2ForCausalLM has recurrent layers"),
+        (tiny(FalconConfig), "found no linear layers of FalconForCausalLM"),
     ],
     ids=["states", "layers"],
 )
