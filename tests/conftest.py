@@ -33,7 +33,7 @@ WAITING = (
 )
 # The others, from those on that take longest; what is in neither list fills up what is left.
 LONGEST = (
-    *("test_exact", "test_ray", "test_chaos", "test_conformance", "test_transformers"),
+    *("test_exact", "test_chaos", "test_conformance", "test_transformers"),
     *("test_up", "test_offline", "test_kv_groups", "test_adapters", "test_rollout"),
     *("test_policies", "test_bench_placement", "test_preprocess_workers", "test_explorer"),
     *("test_speculative",),

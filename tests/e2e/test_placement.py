@@ -110,6 +110,7 @@ def test_a_node_that_died_is_forgotten_and_another_takes_over(cluster: WarmClust
     assert other != home and cached == len(longest)
 
 
+@pytest.mark.slow
 def test_many_with_one_beginning_are_shared_by_the_nodes(cluster: WarmCluster) -> None:
     cluster.wait_nodes()
     before, shared = prefilled(cluster), fresh_prompt(4 * SIZE)
@@ -168,6 +169,7 @@ def knows(cluster: WarmCluster, count: float) -> bool:
     return known_blocks(cluster, "decode") >= count
 
 
+@pytest.mark.slow
 def test_nodes_of_both_roles_keep_their_conversations() -> None:
     router = {"decode_policy": "prefix-aware"}
     with WarmCluster(MODEL, prefill=0, decode=0, router=router) as cluster:
