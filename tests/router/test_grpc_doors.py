@@ -347,6 +347,15 @@ async def test_a_burst_of_one_connection_stands_before_no_other(generator: FakeG
         await eventually(lambda: not messages._room.held)
 
 
+async def test_calls_that_a_client_holds_back_are_not_refused(generator: FakeGenerator) -> None:
+    """A client that has as many calls at once as it may starts another when it hears of an end,
+    which is before the server's event loop has let go of the ended call."""
+    text = inference_pb2.GenerateRequest(text="h").SerializeToString()
+    async with started(client_server(generator, streams=2)) as port, dialled(port) as channel:
+        calls = [told(channel, GENERATE, text, BEARER) for _ in range(60)]
+        assert Counter(await asyncio.gather(*calls)) == {(grpc.StatusCode.OK, ""): 60}
+
+
 async def test_more_calls_than_may_wait_are_refused_in_words(
     generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +409,7 @@ def says(error: Any, kind: Any) -> bool:
 
 # ---- crowds ---------------------------------------------------------------------------------
 
-CALLS = 4000
+CALLS, STREAMS = 4000, 448  # of one connection; those of them at once, as by default
 
 
 @pytest.fixture
@@ -418,7 +427,7 @@ def crowded(generator: FakeGenerator) -> Iterator[int]:
 
     async def serve() -> None:
         generator.generate = some  # type: ignore[method-assign, assignment]
-        async with started(client_server(generator)) as port:
+        async with started(client_server(generator, streams=STREAMS)) as port:
             ports.put(port)
             while not over.is_set():
                 time.sleep(0.1)  # noqa: ASYNC251
@@ -502,7 +511,7 @@ def sooner(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
 @pytest.mark.parametrize("said", [b"", PREFACE[:9], PREFACE, PREFACE + SETTINGS])
 async def test_a_silent_connection_is_closed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that speaks HTTP/2 and then says nothing."""
-    assert rpc_server.SILENCE_MS <= 5000
+    assert rpc_server.SILENCE_MS <= 20_000
     sooner(monkeypatch, server_handshake_timeout_ms=200, http2__settings_timeout=200)
     async with started(node_server()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
