@@ -1,4 +1,5 @@
-"""Models with towers (of images, audio) whose text model is served alone. Standard library only."""
+"""Multimodal models (with towers for images or audio) of which the text model alone is served.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _TYPES = """
     video_llama_3 vipllava
 """
 WITH_TOWERS = frozenset(_TYPES.split())
-"""Their model types. `tests/models/sweep.py` found that the text model says what the whole model
-says; PaliGemma's, for example, does not, because its prompts attend to tokens after them."""
+"""Their model types. `tests/models/sweep.py` checks that for text the text model alone gives what
+the whole model gives. PaliGemma is not among them: its prompts attend to later tokens."""
 
 _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -33,8 +34,8 @@ _TEXT_NAME = re.compile(
 
 
 def text_name(name: str) -> str | None:
-    """Returns the name that a module or tensor of the text model within another model has in a
-    checkpoint of its own; None for others."""
+    """Returns the name that a module or tensor of a nested text model has in a text-only
+    checkpoint; None for other modules and tensors."""
     found = _TEXT_NAME.fullmatch(name)
     return None if found is None else found["head"] or f"model.{found['rest']}"
 
@@ -46,8 +47,8 @@ def has_towers(config: Mapping[str, Any]) -> bool:
 
 
 def native_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the text model's config where it lies within another; else the config itself. What
-    it does not state of end tokens, dtype, ties and quantization is the whole model's."""
+    """Returns the nested text model's config, or `config` itself if none is nested. End tokens,
+    dtype, tied embeddings and quantization that it omits are taken from the outer config."""
     if not has_towers(config):
         return config
     text = dict(config["text_config"])

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
 from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
@@ -123,7 +123,7 @@ class KVCache:
     def allocate(
         cls, shapes: Sequence[CacheShape], device: torch.device, spare: int = 0
     ) -> KVCache:
-        """On a GPU each tensor has `spare` blocks more than its shape, which are no sequence's."""
+        """On a GPU each tensor has `spare` extra blocks, which no sequence uses."""
         if device.type == "cpu":
             return _allocate_shared(shapes)
         caches = []
@@ -282,7 +282,7 @@ def _activations_of_graphs(
     device: torch.device,
     link: StageLink,
 ) -> int:
-    """Returns the bytes that the largest graph computes in; they are all graphs' until the end."""
+    """Returns the bytes of the largest graph's activations, which all graphs share and keep."""
     cache = KVCache.allocate(shapes, device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

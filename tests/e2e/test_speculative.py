@@ -162,7 +162,7 @@ def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any])
             (),
             "draft model /nowhere: the folder /nowhere does not exist",
         ),
-        (DRAFT, ("--pipeline-parallel-size", "2"), "method ngram works with stages"),
+        (DRAFT, ("--pipeline-parallel-size", "2"), "use method ngram"),
         (DRAFT, ("--tensor-parallel-size", "3"), "3"),
         ({**NGRAM, "method": "eagle"}, (), "method must be one of ngram, draft_model"),
     ],

@@ -15,16 +15,15 @@ import grpc
 import torch
 
 from paths import MODELS
-from pdserve.common.config.lora import LoRAConfig
-from pdserve.common.config.node import (
+from pdserve.common.config.engine import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
-    NodeConfig,
     ParallelConfig,
     SchedulerConfig,
-    WorkerNodeConfig,
 )
+from pdserve.common.config.lora import LoRAConfig
+from pdserve.common.config.node import NodeConfig, WorkerNodeConfig
 from pdserve.common.core.errors import Blame
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.core.sampling import SamplingParams

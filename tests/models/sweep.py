@@ -445,7 +445,7 @@ def logits(
     import torch
 
     from crowd import Crowd
-    from pdserve.common.config.node import ModelConfig
+    from pdserve.common.config.engine import ModelConfig
     from pdserve.common.distributed.all2all import Replicated
     from pdserve.common.distributed.group import GroupCoordinator
     from pdserve.common.model.attention import AttentionBatch
@@ -540,7 +540,7 @@ def _name_as_on_the_hub(folder: Path) -> None:
 
 
 def _first(error: Exception) -> str:
-    from pdserve.common.model.hf.describe import first_line
+    from pdserve.common.model.hf.class_config import first_line
 
     return first_line(error)
 

@@ -1,4 +1,4 @@
-"""Has a class of transformers leave to the step what its own code does for one sequence alone."""
+"""Adapts a transformers class to steps: replaces its code that assumes a single sequence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pdserve.common.model.hf.positions import take_positions
 
 
 def adapt(model: Any) -> bool:
-    """Changes a model whose weights are loaded, or that has none. Returns whether it needs no
-    positions but those that it is told."""
+    """Adapts a model, with or without loaded weights. Returns whether it needs no positions other
+    than the ones that it is given."""
     take_temperatures(model)
     take_delta_nets(model)
     take_mixers(model)

@@ -22,7 +22,7 @@ from test_executor import eventually
 
 from benchmarks.fleet import free_port
 from echo_worker import config
-from pdserve.common.config.node import ParallelConfig
+from pdserve.common.config.engine import ParallelConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.environment import (

@@ -11,7 +11,7 @@ import pytest
 
 from checksum_ranks import StepsAlone
 from one_group import one_group
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.errors import InvalidRequest, NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob
 from pdserve.common.core.sampling import SampledToken, SamplingParams

@@ -22,13 +22,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.cli.main import main
 from pdserve.cli.models import known_models
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import _TEXT_DEFAULTS, read_outline
 from pdserve.common.core.kv_groups import LayerKV
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import Decoder
-from pdserve.common.model.hf.describe import read_config
+from pdserve.common.model.hf.class_config import read_config
 from pdserve.common.model.hf.layout import choose_layout
 from pdserve.common.model.hf.model import TransformersModel
 from pdserve.common.model.hf.parallel import OutlineRanks
