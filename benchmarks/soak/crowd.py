@@ -28,6 +28,7 @@ BURST = 4000  # calls at once
 SILENCE = 60  # seconds without an answer to any call, after which the rest hangs
 HUNG = "hung"
 UNEXPLAINED = "without a reason"  # a call that ended by gRPC's word alone: a failure
+CUT_SHORT = "Internal error from Core"  # grpc.aio's own INTERNAL, in place of the server's status
 GONE = "the router had gone"  # and this is one, unless it was killed
 ROOT = Path(__file__).parents[2]
 
@@ -129,6 +130,8 @@ def refusal(error: grpc.aio.AioRpcError) -> str:
     """Returns what a call was told that did not end well."""
     if "pdserve-error-code" in {key for key, _ in error.trailing_metadata() or ()}:
         return error.code().name
+    if error.details() == CUT_SHORT:
+        return "ended during a write"
     return GONE if error.code() is grpc.StatusCode.UNAVAILABLE else UNEXPLAINED
 
 

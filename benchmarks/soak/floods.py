@@ -122,9 +122,7 @@ async def _flood(fleet: Fleet, address: str, method: str, size: int, most: int) 
     message = b"\xfa\x7f" + _varint(size) + bytes(size)
 
     async def one(channel: grpc.aio.Channel) -> str:
-        # Not as a stream of messages: grpc.aio says INTERNAL of a call that ends during a write,
-        # whatever its status is.
-        call = channel.unary_stream(method)(message, timeout=PATIENCE)
+        call = channel.stream_stream(method)(iter([message]), timeout=PATIENCE)
         is_told = await call.read() is not grpc.aio.EOF
         return "told" if is_told else (await call.code()).name
 

@@ -18,7 +18,7 @@ import aiohttp
 import grpc
 
 from benchmarks.fleet import HOSTILE, Fleet
-from benchmarks.soak.crowd import HUNG, UNEXPLAINED, refusal
+from benchmarks.soak.crowd import HUNG, refusal
 from benchmarks.soak.faults import Fault, Faults, Kind
 from benchmarks.soak.poisoned import TOKEN
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -93,9 +93,7 @@ async def answer(attack: Awaitable[str]) -> str:
     except TimeoutError:
         return HUNG
     except grpc.aio.AioRpcError as error:
-        words = refusal(error)
-        is_fit = words == error.code().name or error.code() not in UNFIT
-        return error.code().name if is_fit else UNEXPLAINED
+        return refusal(error) if error.code() in UNFIT else error.code().name
     except (aiohttp.ClientError, OSError):
         return "closed"
 

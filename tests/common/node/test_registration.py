@@ -177,7 +177,7 @@ async def test_a_stream_that_ends_during_a_write_is_opened_anew(
     async with serving(HOSTS[0]) as (router, port), node(f"{HOSTS[0]}:{port}"):
         await eventually(lambda: router.beats > 1)
         with monkeypatch.context() as patched:
-            patched.setattr(grpc.aio.StreamStreamCall, "write", write)
+            patched.setattr("grpc.aio._call.StreamStreamCall.write", write)
             await eventually(lambda: len({*ended}) > 1)
         before = router.beats
         await eventually(lambda: router.beats > before and router.load.routers == 1)
