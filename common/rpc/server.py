@@ -95,17 +95,20 @@ class GrpcServer:
         trace: grpc.aio.ServerInterceptor | None = None,
         shares_port: bool = False,
         max_streams: int | None = None,
+        patient: bool = False,
     ) -> None:
         """Without `auth` everyone may call. `max_message`: bytes. `shares_port`: other processes of
         this user may listen at its port, too, and the kernel spreads connections over all.
-        `max_streams`: calls of a connection at once; its client holds the others back."""
+        `max_streams`: calls of a connection at once; its client holds the others back. `patient`: a
+        peer that does not answer a ping has 20 s instead of 5 s: its machine may be full."""
         auth = auth or AuthInterceptor()
         # If an option occurs twice, gRPC uses the first.
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
         crowd = ("grpc.max_allowed_incoming_connections", max_connections())
         shared = [("grpc.so_reuseport", 1)] if shares_port else []
         streams = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
-        options = [*limit, crowd, *shared, *streams, *_OPTIONS]
+        pings = [("grpc.http2.ping_timeout_ms", SILENCE_MS)] if patient else []
+        options = [*limit, crowd, *shared, *streams, *pings, *_OPTIONS]
         self._shares_port = shares_port
         interceptors = [auth, *filter(None, [trace])]
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
