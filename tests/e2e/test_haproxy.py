@@ -202,6 +202,7 @@ def replace(
 
     asyncio.run(run())
     assert cluster.crashed() == [] and old.isdisjoint(cluster.pids.values())
+    assert "Traceback" not in cluster.log()
     cluster.wait_idle()
 
 
