@@ -2,6 +2,7 @@
 
     python benchmarks/bench_router.py [--workers 1,2] [--nodes 1000] [--seconds 8] [--json FILE]
     python benchmarks/bench_router.py --against PATH [--rounds 4] [--workers ""] [--nodes 0]
+    python benchmarks/bench_router.py --policies least-load,cost [--workers ""] [--nodes 0]
     python benchmarks/bench_router.py --peers-python PATH [--plot FILE] [--workers ""] [--nodes 0]
 
 `tokens`: closed-loop clients that stream, 8 + 8 nodes, `--router-workers` 1, 2 … Tokens a second
@@ -11,6 +12,8 @@ router's alone (all its processes), and what a worker on a core of its own could
 `against`: the same load on the router of another checkout, in turns with this one, each with nodes
 of its own: CPU time a request. `events a token` says whether a busy host
 made a client get several tokens at once, which costs the router less.
+
+`policies`: the same load on a router of each placement policy, in turns.
 
 `peers`: the same load on smg and vllm-router, where the environment of that Python has them (`pip
 install smg vllm-router`, outside this repository), in turns with this router, and on the servers
@@ -129,6 +132,16 @@ def against(code: Path, rounds: int, *shape: Any) -> dict[str, list[dict[str, An
     """The rounds of both checkouts, which take turns."""
     with _cluster(code) as before, _cluster() as after:
         return _in_turns({"before": before, "after": after}, rounds, *shape)
+
+
+def policies(names: Sequence[str], rounds: int, *shape: Any) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of routers that differ in how they place requests."""
+    with ExitStack() as stack:
+        all_ = {
+            name: stack.enter_context(_cluster(prefill_policy=name, decode_policy=name))
+            for name in names
+        }
+        return _in_turns(all_, rounds, *shape)
 
 
 def peers(python: Path, rounds: int, *shape: Any) -> dict[str, list[dict[str, Any]]]:
@@ -286,9 +299,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1000, help="of the fleet; 0: no fleet")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--against", type=Path, help="another checkout: compare with its router")
+    parser.add_argument("--policies", help="compare placement policies: NAME,NAME")
     parser.add_argument("--peers-python", type=Path, help="a Python that has smg and vllm-router")
     parser.add_argument("--plot", type=Path, help="of --peers-python")
-    parser.add_argument("--rounds", type=int, default=4, help="of --against and --peers-python")
+    parser.add_argument("--rounds", type=int, default=4, help="of those that take turns")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"host_cores": os.cpu_count()}
@@ -296,6 +310,8 @@ def main() -> None:
     shape = args.clients, args.seconds
     if args.against is not None:
         result["against"] = against(args.against.resolve(), args.rounds, *shape)
+    if args.policies:
+        result["policies"] = policies(args.policies.split(","), args.rounds, *shape)
     if args.peers_python is not None:
         result["peers"] = peers(args.peers_python.absolute(), args.rounds, *shape)
         if args.plot:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 def report(result: dict[str, Any]) -> None:
     console = Console(width=120)
-    for name in ("against", "peers"):
+    for name in ("against", "policies", "peers"):
         if name in result:
             console.print(_compared(result, name))
     if result["tokens"]:
