@@ -63,7 +63,7 @@ class Walk:
         config = SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_TOKENS,
-            async_scheduling=guessing == "ahead",
+            async_scheduling=guessing == "async",
         )
         guesses = speculator(guessing, self.drafts)
         self.scheduler = Scheduler(self.pool, config, (EOS,), stages, guesses, max_model_len=WINDOW)
@@ -219,7 +219,7 @@ class Walk:
 
 @pytest.mark.parametrize(
     ("stages", "guessing"),
-    [(1, ""), (3, ""), (1, "ngram"), (2, "ngram"), (1, "draft"), (1, "ahead")],
+    [(1, ""), (3, ""), (1, "ngram"), (2, "ngram"), (1, "draft"), (1, "async")],
 )
 @pytest.mark.parametrize(
     ("kept", "seed"),
@@ -232,7 +232,7 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
     await _walk(stages, guessing, kept, seed)
 
 
-@pytest.mark.parametrize(("stages", "guessing"), [(1, ""), (3, ""), (1, "ahead")])
+@pytest.mark.parametrize(("stages", "guessing"), [(1, ""), (3, ""), (1, "async")])
 @pytest.mark.parametrize(
     ("kept", "seed"), [((None, "state"), 0), ((None, "state"), 1), ((None, 7, "state"), 0)], ids=str
 )
@@ -259,4 +259,4 @@ async def _walk(stages: int, guessing: str, kept: tuple[int | str | None, ...], 
     if (speculator := walk.scheduler.speculator) is not None:
         assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens
     assert walk.drafts.num_free == walk.drafts.num_blocks
-    assert (walk.ranks.num_drawn > 20) == (guessing == "ahead")
+    assert (walk.ranks.num_drawn > 20) == (guessing == "async")
