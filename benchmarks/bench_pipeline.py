@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pdserve.common.config.node import (
+from pdserve.common.config.engine import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.router.cluster.policies import BUILT_IN, load_policy
 from pdserve.simulate.calibration import linear

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.kv_pool import KVPool

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.step import Cell
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.device import choose_kernels

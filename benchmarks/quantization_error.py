@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import kv_row
 from pdserve.common.core.model_spec import ModelSpec

@@ -29,7 +29,8 @@ from pdserve.cli.main import BENCHES
 from pdserve.cli.main import COMMANDS as PROGRAMS
 from pdserve.cli.models import known_models, shown
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import BothNodeConfig, SchedulerConfig, WorkerNodeConfig
+from pdserve.common.config.engine import SchedulerConfig
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.config.options import Option, options
 from pdserve.common.config.router import RouterConfig, RoutingConfig
 from pdserve.common.core.kv_groups import KVGroup

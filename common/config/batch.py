@@ -13,7 +13,7 @@ from pdserve.common.core.errors import ConfigError
 class BatchConfig:
     """Batch
 
-    The files, and who answers: a running server, or a cluster started for this run.
+    The input and output files, and the server: a running one, or a cluster started for this run.
     """
 
     input_file: str | None = option(
@@ -32,7 +32,7 @@ class BatchConfig:
         "below)",
     )
     max_concurrency: int | None = option(
-        None, "requests in flight (default: what fills the cluster; with --url 64)", minimum=1
+        None, "requests in flight (default: as many as fill the cluster; with --url 64)", minimum=1
     )
     timeout: float = option(3600.0, "seconds for one answer", minimum=0.001)
     json: bool = option(False, "print the run's summary as JSON")

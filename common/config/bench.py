@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.common.config.compilation import CompilationConfig
-from pdserve.common.config.node import CacheConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.engine import CacheConfig, ModelConfig, ParallelConfig
 from pdserve.common.config.shared import option, same_option
 from pdserve.common.config.speculation import MAX_DRAFTS
 from pdserve.common.core.errors import ConfigError

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.common.config.kv_events import KVEventsOptions
-from pdserve.common.config.lora import LoRAConfig
-from pdserve.common.config.node import (
+from pdserve.common.config.engine import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    TransferConfig,
 )
+from pdserve.common.config.kv_events import KVEventsOptions
+from pdserve.common.config.lora import LoRAConfig
+from pdserve.common.config.node import TransferConfig
 from pdserve.common.config.router import ChatConfig, RoutingConfig, ServerConfig
 from pdserve.common.config.shared import (
     AuthConfig,

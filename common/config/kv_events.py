@@ -40,8 +40,8 @@ class KVEventsOptions:
         return parsed if parsed.enable_kv_cache_events and parsed.publisher == "zmq" else None
 
     def moved(self, count: int) -> KVEventsOptions:
-        """Returns the option of a node before which so many replicas have endpoints of their own
-        on this host."""
+        """Returns the option with ports moved up by `count`, for a node on a host where `count`
+        replicas of earlier nodes use the ports below."""
         if self.kv_events is None:
             return self
         endpoint, replay = self.kv_events.of_replica(count)
@@ -58,7 +58,7 @@ class KVEventsConfig:
     endpoint: str = "tcp://*:5557"  # bound if it has a `*` or is ipc, else connected to
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000  # batches that are kept for replay
-    hwm: int = 100_000  # batches that wait for a slow subscriber; then it misses some
+    hwm: int = 100_000  # batches queued for a slow subscriber; further ones are dropped
     max_queue_size: int = 100_000  # without effect: batches wait in no other queue
     topic: str = ""
 

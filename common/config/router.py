@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.lora import LoRAConfig
-from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.shared import (
     PORT,
     AuthConfig,
@@ -190,7 +190,7 @@ class ChatConfig:
 
     @property
     def reasoning(self) -> str | None:
-        """The family of the model's reasoning; Harmony's calls come with its reasoning."""
+        """The reasoning parser's name; for Harmony's tool calls it is Harmony's."""
         harmony = HARMONY if self.tool_call_parser == HARMONY_TOOLS else None
         return self.reasoning_parser or harmony
 
@@ -293,7 +293,7 @@ class RoutingConfig:
 
     @property
     def prefill_work(self) -> float | None:
-        """The seconds of prefill that nodes have in hand; None: any."""
+        """The limit on prefill work queued on nodes, in seconds; None: no limit."""
         quarter = self.slo_ttft / 4 if self.slo_ttft else None
         return quarter if self.prefill_backlog is None else self.prefill_backlog
 

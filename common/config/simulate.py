@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.common.config.node import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pdserve.common.config.engine import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.shared import option, same_option
 

@@ -18,7 +18,8 @@ import configargparse
 import yaml
 
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import BothNodeConfig, ModelConfig, WorkerNodeConfig
+from pdserve.common.config.engine import ModelConfig
+from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
 from pdserve.common.config.options import (
     PREFIX,
     Config,
@@ -223,9 +224,9 @@ def _check_environment(
 
 
 def resolve_model(config: ModelConfig, weights: bool = True) -> ModelConfig:
-    """Returns the config with the folder of its model, which is made ready; without `weights` a
-    model by name is downloaded without them. A role is complete without the
-    package that unpacks models or fetches them, so that is named here and not imported.
+    """Returns the config with `model` replaced by a folder, after unpacking or downloading it;
+    without `weights` a model on the Hub is downloaded without them. The package that does this is
+    named here and not imported, because a role also runs without it.
 
     Raises:
         ConfigError: there is no such model, or it cannot be made ready.

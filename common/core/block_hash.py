@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 BlockHash = bytes  # 16 bytes
 DIGEST = 16  # bytes
 
-# Tuned for this machine, GCC 12 makes code for Zen 5 that is four times as slow.
+# Generic tuning: with -mtune=native, GCC 12's code for Zen 5 is four times as slow.
 _LIBRARY = Library("block-hash", Path(__file__).parent / "native_hash", ("-mtune=generic",))
 
 
 class BlockHasher:
-    """Chains hashes, by a library that is built for this machine once `load` was called; without it
-    by hashlib, which gives the same at a fourth of the speed."""
+    """Computes chained block hashes: with a compiled library once `load` has returned, until then
+    with hashlib, which returns the same hashes at a quarter of the speed."""
 
     def __init__(self) -> None:
         self._native: Any = None
@@ -41,8 +41,8 @@ class BlockHasher:
         return self._native is not None
 
     def load(self) -> None:
-        """Builds the library, unless there is one, and takes it: seconds, so call it in a
-        thread."""
+        """Loads the compiled library, building it first if the cache lacks it. A build takes
+        seconds, so call this on a thread."""
         try:
             found = load_library(_LIBRARY).chain_hashes
         except BuildError as error:
@@ -50,12 +50,12 @@ class BlockHasher:
             return
         size, text = ctypes.c_size_t, ctypes.c_char_p
         found.argtypes, found.restype = [text, size, size, text, size, text], None
-        if sys.byteorder == "little":  # as it writes digests
+        if sys.byteorder == "little":  # the byte order in which the library writes digests
             self._native = found
 
     def chain(self, tokens: bytes, block_nbytes: int, parent: BlockHash) -> bytes:
-        """Returns the digests of all full blocks of `tokens`, one behind the other. `parent`: that
-        of the block before, or of the root, which may be empty."""
+        """Returns the digests of all full blocks of `tokens`, concatenated. `parent`: the digest of
+        the block before the first one, or of the root, which may be empty."""
         count = len(tokens) // block_nbytes
         if self._native is not None:
             digests = bytes(DIGEST * count)
@@ -70,7 +70,7 @@ class BlockHasher:
 
 
 HASHER = BlockHasher()
-"""This process's."""
+"""The hasher that this process uses."""
 
 
 def hash_blocks(

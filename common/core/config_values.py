@@ -11,15 +11,15 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.printable import printable
 
 MAX_INT = 2**31 - 1
-MAX_LAYERS = 1024  # which take seconds to be described
-MAX_EXPERTS = 4096  # of a layer
-MAX_NUMBER = 1e12  # of what scales
+MAX_LAYERS = 1024  # describing that many takes seconds
+MAX_EXPERTS = 4096  # per layer
+MAX_NUMBER = 1e12  # largest scaling factor
 MAX_SHOWN = 60  # characters of a wrong value
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The rule that a value must fit, and the words that say it."""
+    """The type and bounds of a value, and their description for error messages."""
 
     says: str
     fits: Callable[[Any], bool]
@@ -62,7 +62,7 @@ CONFIG = {
     "quantization_config": OBJECT,
     "eos_token_id": TOKENS,
 }
-"""What all roles read of any model."""
+"""Keys that every role reads, of any architecture."""
 
 _SIZES = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
@@ -94,7 +94,7 @@ NATIVE = {
     "mlp_layer_types": NAMES,
     "mlp_only_layers": NUMBERS,
 }
-"""What native models read beside their rope."""
+"""Keys that native models read, besides the rotary settings."""
 
 LATENT_ROPE = {"factor": POSITIVE, "mscale_all_dim": POSITIVE}
 QUANTIZATION = {
@@ -111,7 +111,7 @@ GROUP = {"weights": OBJECT, "targets": NAMES}  # of `config_groups`
 def check_values(
     config: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "config.json"
 ) -> None:
-    """Raises ConfigError if a value is not of its kind. What is null may be missing."""
+    """Raises ConfigError if a key's value is not of its kind. Null counts as absent."""
     for key, kind in kinds.items():
         value = config.get(key)
         if value is not None and not kind.fits(value):
@@ -120,7 +120,7 @@ def check_values(
 
 
 def check_pattern(pattern: str, where: str) -> None:
-    """Raises ConfigError if it is not a regular expression."""
+    """Raises ConfigError if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError) as error:

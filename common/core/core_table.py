@@ -1,5 +1,6 @@
-"""The table of cores that the ranks of a host share: a file with an entry of 64 bytes per core. Who
-locks the first byte of an entry owns the core, until it closes the file or ends."""
+"""The table of cores that the ranks of a host share: a file with an entry of 64 bytes per core. A
+process owns a core while it holds a lock on the first byte of its entry: until it closes the file
+or ends."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 
 
 def lent_seconds(file: Path) -> list[float]:
-    """Returns for how long each core of a table has been used by others than its owner."""
+    """Returns, per core of the table, the seconds for which ranks of other nodes have used it."""
     return [nanoseconds / 1e9 for (nanoseconds,) in _LENT.iter_unpack(file.read_bytes())]
 
 
 def sized(fd: int, cores: int) -> int:
-    """Returns the number of entries; gives a new file `cores`.
+    """Returns the number of entries of the open table; a new file gets `cores` entries.
 
     Raises:
         ConfigError: the file is no table of cores.
-        OSError: the disk is full, or it is no file.
+        OSError: the disk is full, or `fd` is not a regular file.
     """
     fcntl.flock(fd, fcntl.LOCK_EX)
     try:
@@ -46,10 +47,10 @@ class CoresTaken(Exception):
 
 
 def lock_entries(fd: int, count: int, wanted: int) -> list[int]:
-    """Locks and returns the first `wanted` of `count` entries that nobody has.
+    """Locks the first `wanted` of `count` entries without an owner; returns their indices.
 
     Raises:
-        CoresTaken: there are fewer; the caller closes `fd`, which unlocks them.
+        CoresTaken: fewer have no owner; the caller closes `fd`, which drops the locks.
     """
     own: list[int] = []
     for entry in range(count):
@@ -61,7 +62,7 @@ def lock_entries(fd: int, count: int, wanted: int) -> list[int]:
 
 
 def _lock(fd: int, start: int) -> bool:
-    """Locks one byte for this descriptor, as long as it is open. Returns False if it is locked."""
+    """Locks one byte for this descriptor, until it is closed; returns False if it is taken."""
     wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)

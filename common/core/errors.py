@@ -9,7 +9,7 @@
     │   ├── ModelNotFound        404
     │   ├── RequestNotFound      404
     │   ├── Conflict             409  the same request is being served
-    │   ├── Gone                 410  what the request goes on with is no more
+    │   ├── Gone                 410  the answer that the request would continue no longer exists
     │   ├── RequestTooLarge      413
     │   └── KeyReused            422  another request has its Idempotency-Key
     ├── Overloaded           429  queues are full; carries `retry_after` (seconds)
@@ -37,7 +37,7 @@ class Blame(StrEnum):
 
     CLIENT = "client"
     ROUTER = "router"
-    OPERATOR = "operator"  # whoever configured the process
+    OPERATOR = "operator"  # the person who configured the process
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"  # a node of both roles

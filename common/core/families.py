@@ -29,7 +29,7 @@ class Family:
     windowed: bool = False  # whether `sliding_window` applies
     window_in_use: bool = False  # the default of `use_sliding_window`
     default_window: int | None = None  # the default of `sliding_window`
-    # Whether a layer has the window where `layer_types` is absent, by `max_window_layers`.
+    # (layer, `max_window_layers`) → whether the layer has the window, without `layer_types`.
     windowed_layer: Callable[[int, int], bool] = lambda layer, most: True
     moe: MoEFamily | None = None
     latent: bool = False  # whether attention is over latents (MLA)

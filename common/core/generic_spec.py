@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.core.checkpoint_config import check_folder, overridden, read_json
 from pdserve.common.core.config_values import CONFIG, MAX_INT, check_values
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import (
-    ModelSpec,
-    check_folder,
-    dtype_of,
-    eos_of,
-    overridden,
-    read_json,
-)
+from pdserve.common.core.model_spec import ModelSpec, dtype_of, eos_of
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, ORIGINAL, rope_settings
 
 _CONTEXT = (
@@ -28,8 +22,12 @@ _CONTEXT = (
     "max_target_positions",
     "model_max_length",
 )
-_DEFAULT_CONTEXT = {"bloom": 2048, "falcon": 2048}
-"""Positions of model types whose configs on the Hub may state none."""
+_DEFAULT_CONTEXT = {
+    "bloom": 2048,
+    "falcon": 2048,
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), 32768),  # states have no limit
+}
+"""Context window of model types whose config may omit it."""
 _NUMBERED_FROM_PADDING = {
     "camembert",
     "data2vec-text",
@@ -39,7 +37,7 @@ _NUMBERED_FROM_PADDING = {
     "xlm-roberta-xl",
     "xmod",
 }
-"""Model types whose first token has the position after the padding token's id."""
+"""Model types that number positions from the padding token's id + 1."""
 _TEXT_DEFAULTS = {
     "gemma3_text": (262208, 131072),
     "gemma4_text": (262144, 131072),
@@ -50,13 +48,13 @@ _TEXT_DEFAULTS = {
     "qwen3_5_moe_text": (248320, 32768),
     "qwen3_5_text": (248320, 32768),
 }
-"""Vocabulary and positions that transformers takes where the text model within a config that has
-towers too does not state them, as Gemma 3's do not."""
+"""Default vocabulary size and context window of text models nested in a multimodal config that may
+omit them, such as Gemma 3's. The values are transformers' defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The properties that a decoder's config states whatever its architecture."""
+    """The properties of a decoder that every architecture's config states."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -65,7 +63,7 @@ class Outline:
 
     @classmethod
     def from_folder(cls, folder: Path, overrides: Mapping[str, Any]) -> Outline:
-        """Reads it with `overrides` merged in. Raises ConfigError if a file or key is missing."""
+        """Reads config.json with `overrides` merged in. Raises ConfigError if a key is missing."""
         check_folder(folder)
         config = overridden(read_json(folder / "config.json"), overrides)
         check_values(config, CONFIG)
@@ -81,7 +79,7 @@ class Outline:
         )
 
     def check_max_model_len(self, max_model_len: int) -> None:
-        """Raises ConfigError if the model has not so many positions."""
+        """Raises ConfigError if the model has fewer positions."""
         if max_model_len > self.max_position_embeddings:
             raise ConfigError(
                 f"--max-model-len {max_model_len} exceeds the model's "
@@ -90,10 +88,10 @@ class Outline:
 
 
 def read_outline(folder: Path, impl: str, overrides: Mapping[str, Any]) -> Outline | ModelSpec:
-    """Returns the native model's spec if `impl` allows and it is one, else its outline.
+    """Returns a ModelSpec if there is native code and `impl` allows it, else an Outline.
 
     Raises:
-        ConfigError: with `native`, the model is not supported; else as `Outline.from_folder`.
+        ConfigError: `impl` is "native" and there is none; else as `Outline.from_folder`.
     """
     if impl == "transformers":
         return Outline.from_folder(folder, overrides)
@@ -116,8 +114,8 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _exact_context(config: Mapping[str, Any]) -> int:
-    """Returns the positions within which a token's rotation does not depend on how long the longest
-    sequence of its step is."""
+    """Returns the context window within which a token's rotation does not depend on the longest
+    sequence of its step."""
     stated = {"n_ctx": _DEFAULT_CONTEXT.get(str(config.get("model_type"))), **config}
     longest, settings = _first_int(stated, *_CONTEXT), rope_settings(config)
     by_layer_type = [each for each in settings.values() if isinstance(each, Mapping)]

@@ -10,7 +10,7 @@ from typing import Any
 INDEX_FILE = "gguf.json"
 LINK = "model.gguf"
 
-# Weights, bytes of a block of neighbours that share scales; for the types that are read.
+# Supported ggml type → (weights, bytes) of a block of consecutive weights that share scales.
 _BLOCKS = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -27,23 +27,23 @@ _BLOCKS = {
     "Q6_K": (256, 210),
 }
 PACKED_BITS = {"Q8_0": 8, "Q4_0": 4}
-"""Types that stay packed in memory: a scale for 32 numbers of so many bits."""
+"""Types that stay packed in memory → bits per weight; 32 weights share a scale."""
 
 
 def block_of(kind: str) -> tuple[int, int] | None:
-    """Returns the weights and bytes of a block; None for a type that is not read."""
+    """Returns (weights, bytes) of a block of the ggml type; None if it is not supported."""
     return _BLOCKS.get(kind)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """Where a tensor lies, and how it is stored."""
+    """The place and storage format of a tensor in the file."""
 
     kind: str  # ggml's name of the type
     shape: tuple[int, ...]
     offset: int  # bytes from the beginning of the file
     paired_heads: int | None = None
-    """The number of heads if their rotary rows are stored pair by pair (0, D/2, 1, D/2 + 1, …)."""
+    """The number of heads, if their rotary rows are interleaved (0, D/2, 1, D/2 + 1, …)."""
     packed: bool = False  # whether it stays packed in memory
 
     @property

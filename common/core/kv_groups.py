@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STATE_WINDOW = 2
-"""A state depends on its token and on the state before, as if a query saw two tokens."""
+"""The window of a recurrent state in tokens: its own token, and the one of the state before."""
 STATES_HELD = 4
-"""Blocks of a state that a sequence holds at most while a chunk of it is computed: two that the
-chunk may read or leave for others, and the two that it writes. With more chunks in flight, as in a
-pipeline, it may hold two more for each until they are computed."""
+"""Most state blocks that a sequence holds while a chunk is computed: two that the chunk may read or
+leave for other sequences, and two that it writes. With more chunks in flight, as in a pipeline, it
+may hold two more per chunk until they are computed."""
 
 KV_AUTO = "auto"
 KV_CACHE_DTYPES = (KV_AUTO, "fp8_e4m3", "int8")
 """Values of --kv-cache-dtype; auto: the dtype of computation."""
-_SCALE_BYTES = 4  # a float32 behind the 8-bit numbers of each row
+_SCALE_BYTES = 4  # a float32 scale after the 8-bit elements of each row
 
 
 def kv_row(head_dim: int, dtype: str, kv_cache_dtype: str) -> tuple[int, str]:
-    """Returns the numbers and the dtype of a row of the cache: a token's key or value of a head."""
+    """Returns (elements, dtype) of a cache row: one token's key or value of one head."""
     if kv_cache_dtype == KV_AUTO:
         return head_dim, dtype
     return head_dim + _SCALE_BYTES, "uint8"
@@ -28,7 +28,7 @@ def kv_row(head_dim: int, dtype: str, kv_cache_dtype: str) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Says what one layer keeps of a token, and for how long: as in `KVGroup`."""
+    """The KV that a layer keeps per token, and for how long; fields as in `KVGroup`."""
 
     num_kv_heads: int
     head_dim: int
@@ -39,12 +39,12 @@ class LayerKV:
 
     @classmethod
     def of_state(cls, num_heads: int, numbers: int) -> LayerKV:
-        """Returns what a layer with a recurrent state keeps: `numbers` of float32 per head."""
+        """Returns the KV of a layer with a recurrent state: `numbers` float32 elements a head."""
         return cls(num_heads, numbers, window=STATE_WINDOW, planes=1, state=True)
 
     @property
     def rank(self) -> tuple[bool, bool, int, int, int, bool, int]:
-        """The place of its group: full attention first, then windows from long to short, then
+        """The sort key of its group: full attention first, then windows from long to short, then
         states."""
         size = -self.num_kv_heads, -self.head_dim
         windowed = self.window is not None, -(self.window or 0)
@@ -55,14 +55,14 @@ class LayerKV:
 class KVGroup:
     """Layers whose KV has one shape and one lifetime, so that one block table serves all of them.
 
-    `layers` are numbers in the model, ascending. A token has `num_kv_heads` times `planes` vectors
-    of `head_dim` in each of them: a key and a value, or one latent. A query attends to `window`
-    tokens, itself included; None: to all tokens before it too. `chunked`: instead of the last
-    `window` tokens, to those of its own chunk of so many (Llama 4).
+    `layers`: indices of model layers, ascending. In each of them a token has `num_kv_heads` ×
+    `planes` vectors of `head_dim` elements: a key and a value (2 planes), or a latent (1 plane). A
+    query attends to the last `window` tokens, including its own; None: to all earlier tokens.
+    `chunked`: instead to the tokens of its own chunk of `window` tokens (Llama 4).
 
-    `state`: a block holds no tokens but the layer's recurrent state after the last one that is
-    computed of the block: `head_dim` float32 numbers per head. Only blocks where a chunk ends, and
-    the one before, hold any (`KVPool.extend`).
+    `state`: a block holds no tokens but the layer's recurrent state after the last computed token
+    of the block: `head_dim` float32 elements per head. Only the block in which a chunk ends, and
+    the block before it, hold a state (`KVPool.extend`).
     """
 
     layers: tuple[int, ...]
@@ -81,11 +81,11 @@ class KVGroup:
         return f"{kind} of {self.window} tokens" if self.window else "full attention"
 
     def page(self, block_size: int) -> tuple[int, int]:
-        """Returns (slots, numbers in each) of a block, per layer, plane and head."""
+        """Returns (slots, elements per slot) of a block, per layer, plane and head."""
         return (1, self.head_dim) if self.state else (block_size, self.head_dim)
 
     def row(self, dtype: str, kv_cache_dtype: str) -> tuple[int, str]:
-        """Returns the numbers and the dtype of a slot of the cache, of one head: see `kv_row`."""
+        """Returns (elements, dtype) of a cache slot of one head: see `kv_row`."""
         if self.state:
             return self.head_dim, "float32"
         return kv_row(self.head_dim, dtype, kv_cache_dtype)
@@ -107,14 +107,14 @@ class KVGroup:
         return head_range(self.num_kv_heads, rank, size)
 
     def first_kept(self, num_tokens: int, block_size: int) -> int:
-        """Returns the index of the first block that is kept of `num_tokens` tokens: the first one
-        that the query after the full blocks before the last token reads. So another sequence of
-        these tokens, which computes at least the last one, finds the blocks before it cached."""
+        """Returns the index of the first block that a sequence of `num_tokens` tokens keeps: the
+        first one that is read by the query after the full blocks before the last token. A later
+        sequence with these tokens computes at least the last one, so it finds all it reads."""
         return self.first_block(max(0, num_tokens - 1) // block_size * block_size, block_size)
 
     def most_blocks(self, num_tokens: int, in_flight: int, block_size: int) -> int:
-        """Returns the most blocks that a sequence of `num_tokens` tokens holds at once, of which
-        `in_flight` are computed at a time."""
+        """Returns the most blocks that a sequence of `num_tokens` tokens holds at a time, if steps
+        compute up to `in_flight` of them at a time."""
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
@@ -136,7 +136,7 @@ def head_range(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
 def kv_groups(
     layer_windows: tuple[int | None, ...], num_kv_heads: int, head_dim: int, planes: int = 2
 ) -> tuple[KVGroup, ...]:
-    """Returns the groups of a model whose layers differ in their windows alone."""
+    """Returns the groups of a model whose layers differ only in their windows."""
     return grouped(
         [LayerKV(num_kv_heads, head_dim, window, planes=planes) for window in layer_windows]
     )
@@ -144,9 +144,9 @@ def kv_groups(
 
 def grouped(layers: Sequence[LayerKV | int]) -> tuple[KVGroup, ...]:
     """Returns the groups of a model, full attention first, then windows from long to short, then
-    states. They follow from the model alone, so that nodes of every layout number them alike. A
-    layer that is a number keeps nothing: it attends to that layer's KV, or if that is its own
-    number to none."""
+    states. The order depends on the model alone, so nodes of every parallel layout number groups
+    alike. An integer in `layers` is a layer that attends to the KV of the layer with that index; if
+    it is its own index, it keeps no KV."""
     kinds = {each for each in layers if isinstance(each, LayerKV)}
     return tuple(
         KVGroup(

@@ -15,9 +15,9 @@ from pdserve.common.core.moe_spec import required_int
 class LatentSpec:
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434).
 
-    A layer keeps one latent of `size` numbers a token, from which all heads' keys and values follow
-    by a matrix: `kv_rank` numbers, and `rope_dim` that are rotated and shared by all heads. A key
-    has `nope_dim` numbers of its own, then those.
+    A layer caches one latent of `size` elements per token: `kv_rank` elements, from which a matrix
+    computes the keys and values of all heads, and `rope_dim` rotated ones that all heads share. The
+    key of a head is `nope_dim` elements of its own, followed by the shared ones.
     """
 
     query_rank: int | None  # of the queries' own latent; None: they are projected directly
@@ -25,8 +25,8 @@ class LatentSpec:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    interleaved: bool  # whether rotated pairs are neighbours, instead of halves
-    scale: float  # of the scores
+    interleaved: bool  # whether rotated pairs are adjacent, instead of D/2 apart
+    scale: float  # softmax scale
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], rope: Mapping[str, Any]) -> LatentSpec:
@@ -48,7 +48,7 @@ class LatentSpec:
 
     @property
     def size(self) -> int:
-        """The numbers that a layer keeps of a token."""
+        """The elements that a layer caches per token."""
         return self.kv_rank + self.rope_dim
 
     @property
@@ -57,8 +57,8 @@ class LatentSpec:
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """Returns the factor that YaRN (arXiv:2309.00071) puts on queries and on keys each, where the
-    model takes it with the scores instead of with the rotation."""
+    """Returns YaRN's factor (arXiv:2309.00071) for queries and for keys, where the model applies it
+    to the scores instead of to the rotation."""
     check_values(rope, LATENT_ROPE)
     all_dims, factor = rope.get("mscale_all_dim") or 0, float(rope.get("factor") or 1.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

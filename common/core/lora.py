@@ -21,7 +21,7 @@ from pdserve.common.core.towers import text_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 2**20  # bytes
-MAX_WEIGHTS = 2**32  # bytes, where it is not known what the model has
+MAX_WEIGHTS = 2**32  # bytes, for models whose layer sizes are unknown
 MAX_SHOWN = 100  # characters of a file's content that an error quotes
 _LENGTH = struct.Struct("<Q")  # the length of a safetensors header, which precedes it
 _MAX_HEADER = 2**24  # bytes
@@ -34,7 +34,7 @@ _KNOWN = frozenset({
     "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout",
     "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern",
     "megatron_core", "runtime_config", "eva_config", "loftq_config", "qalora_group_size",
-    "fan_in_fan_out",  # how the model's own weights lie, not the adapter's
+    "fan_in_fan_out",  # layout of the base model's weights, not of the adapter's
 })  # fmt: skip
 # Values of init_lora_weights that leave the base model's weights unchanged.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -47,13 +47,13 @@ class AdapterFile:
     digest: str  # 32 hex digits over rank, scale and weights: its identity
     rank: int
     scale: float  # factor of B·A
-    modules: Mapping[str, str]  # modules of the model that it changes, and their names in the file
+    modules: Mapping[str, str]  # changed module of the model → its name in the file
     weights: bytes = field(repr=False)  # the safetensors file
 
     @staticmethod
     def tensor_names(module: str) -> tuple[str, str]:
-        """Returns the names of A `[rank, inputs]` and B `[outputs, rank]` of a module, which is
-        named as the file does."""
+        """Returns the names of the tensors A `[rank, inputs]` and B `[outputs, rank]`; `module` is
+        the module's name in the file."""
         return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
@@ -96,8 +96,8 @@ def _attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def read_adapter(folder: str | Path, spec: ModelSpec | None, max_rank: int) -> AdapterFile:
-    """Reads an adapter of the model `spec`, None: one that is not described here, whose sizes the
-    nodes check; checks the header before it reads the weights.
+    """Reads an adapter for the model `spec`; with None the layer sizes are unknown here, and the
+    nodes check them. Checks the header before it reads the weights.
 
     Raises:
         ConfigError: the adapter is invalid or not supported.
@@ -231,8 +231,8 @@ def _check_tensors(header: Mapping[str, Any], spec: ModelSpec | None, rank: int)
 
 
 def _names_in(header: Mapping[str, Any], spec: ModelSpec | None) -> dict[str, str]:
-    """Returns module of the model → its name in the file. That may be the one of a text model
-    within a model with towers, of which the adapter was made."""
+    """Returns module of the model → its name in the file, which is that of a nested text model if
+    the adapter was trained on a multimodal model."""
     known = () if spec is None else adapted_shapes(spec)
     names: dict[str, str] = {}
     for tensor in header:
@@ -243,7 +243,7 @@ def _names_in(header: Mapping[str, Any], spec: ModelSpec | None) -> dict[str, st
 
 
 def _stated_shapes(header: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Returns module → (outputs, inputs) as pairs of tensors state them."""
+    """Returns module → (outputs, inputs) from the shapes of A and B."""
     found = {}
     for name in header:
         module = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")

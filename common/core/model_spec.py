@@ -5,13 +5,12 @@ The format is Hugging Face transformers'.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.core.checkpoint_config import check_folder, overridden, read_json
 from pdserve.common.core.config_values import CONFIG, NATIVE, TOKENS, check_values
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES, Family
@@ -23,8 +22,6 @@ from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, RopeSpec, rope_setti
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
 from pdserve.common.core.towers import has_towers, native_text
 
-MAX_JSON = 2**28  # bytes of a file; the largest are vocabularies
-MAX_SHOWN = 20  # folder names that an error suggests
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -54,19 +51,19 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     moe: MoESpec | None = None
     quantization: Quantization | None = None  # of weights in memory
-    stored: StoredWeights | None = None  # of weights that are dequantized while they are loaded
+    stored: StoredWeights | None = None  # format of weights that the loader dequantizes
     latent: LatentSpec | None = None
     num_extra_layers: int = 0  # after the others, for multi-token prediction; not used
-    towers: bool = False  # whether the checkpoint has others beside this text model
+    towers: bool = False  # whether the checkpoint also has image or audio towers
     impl: str = "native"  # or "transformers": its classes compute it (`common/model/hf`)
-    num_parameters: int = 0  # of a model of transformers; native ones follow from the sizes
-    num_experts: int = 0  # in a layer of a model of transformers
+    num_parameters: int = 0  # only with "transformers"; native: from the sizes
+    num_experts: int = 0  # per layer, only with "transformers"
     linears: tuple[tuple[str, int, int], ...] = ()
-    """Names, outputs and inputs of the linear layers of a model of transformers."""
-    own_states: bool = False  # whether transformers' own code computes layers with a state
+    """(name, outputs, inputs) of each linear layer, only with "transformers"."""
+    own_states: bool = False  # whether transformers' own code computes recurrent layers
     layer_kv: tuple[LayerKV | int, ...] = ()
-    """Says what each layer of a model of transformers keeps; a number: it attends to that layer's
-    KV. Native ones differ in their windows alone."""
+    """The KV of each layer, only with "transformers"; an integer: the layer attends to that layer's
+    KV. Layers of native models differ only in their windows."""
 
     @classmethod
     def from_folder(
@@ -164,21 +161,21 @@ class ModelSpec:
         return replace(self, quantization=QUANTIZATIONS[name])
 
     def _check_rounded(self, name: str) -> None:
-        """Raises ConfigError if the class of transformers cannot run with rounded weights."""
+        """Raises ConfigError if transformers' class cannot run with quantized weights."""
         if name != "int8":
             raise ConfigError(
-                f"--quantization {name}: {self.architecture} runs through transformers, where the "
-                "only one is int8"
+                f"--quantization {name}: {self.architecture} runs through transformers, for which "
+                "only int8 is supported"
             )
         if not self.linears:
             raise ConfigError(
-                f"--quantization {name}: pdserve knows no linear layers of {self.architecture}, "
-                "which runs through transformers: leave it out"
+                f"--quantization {name}: found no linear layers of {self.architecture}, which runs "
+                "through transformers: leave the option out"
             )
         if self.own_states:
             raise ConfigError(
-                f"--quantization {name}: {self.architecture} has layers with a state, which "
-                "transformers' own code computes, with unquantized weights alone: leave it out"
+                f"--quantization {name}: {self.architecture} has recurrent layers, which "
+                "transformers' own code computes from unquantized weights: leave the option out"
             )
 
     def check_max_model_len(self, max_model_len: int) -> None:
@@ -189,7 +186,7 @@ class ModelSpec:
         if self.rope.kind in LENGTH_DEPENDENT:
             raise ConfigError(
                 f"{exceeds}original context of {self.max_position_embeddings} tokens: beyond it "
-                f"rope type {self.rope.kind!r} turns all keys anew, also those in the cache, which "
+                f"rope type {self.rope.kind!r} rotates all keys again, cached ones too, which "
                 "pdserve does not do"
             )
         raise ConfigError(f"{exceeds}{self.max_position_embeddings} positions")
@@ -210,13 +207,13 @@ class ModelSpec:
                 raise ConfigError(
                     f"{flag} neither divides the model's {heads} KV heads nor is a multiple of them"
                 )
-        native = self.impl == "native"  # of others each layer is checked when it is split
+        native = self.impl == "native"  # others check each layer when they split it
         if native and self.has_dense_layers and self.intermediate_size % size:
             raise ConfigError(f"{flag} does not divide intermediate_size {self.intermediate_size}")
 
     def validate_expert_parallel(self, tp: int, ep: int) -> None:
         """Raises ConfigError if the model's experts cannot be spread over `ep` of the `tp` ranks of
-        a stage, or `ep` > 1 and it has none."""
+        a stage, or if `ep` > 1 and it has no experts."""
         if self.moe is not None:
             self.moe.validate(tp, ep)
         elif ep > 1 and self.num_experts:
@@ -230,14 +227,14 @@ class ModelSpec:
             raise ConfigError(f"--expert-parallel-size {ep}: {self.architecture} has no experts")
 
     def check_kv_cache_dtype(self, kv_cache_dtype: str) -> None:
-        """Raises ConfigError if the model's KV cannot be kept so (--kv-cache-dtype)."""
+        """Raises ConfigError if the model does not support the --kv-cache-dtype."""
         if kv_cache_dtype == KV_AUTO:
             return
         self._check_native(f"--kv-cache-dtype {kv_cache_dtype}")
         if self.latent is not None:
             raise ConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype}: {self.architecture} keeps latents, of which "
-                "there are no 8-bit ones: leave it out"
+                f"--kv-cache-dtype {kv_cache_dtype}: {self.architecture} caches latents (MLA), "
+                "which have no 8-bit format: leave the option out"
             )
 
     def _check_native(self, flag: str) -> None:
@@ -265,86 +262,6 @@ class ModelSpec:
     def kv_head_range(self, rank: int, size: int) -> tuple[int, int]:
         """Returns the KV heads `start, end` of a rank of a native model: see `head_range`."""
         return head_range(self.num_kv_heads, rank, size)
-
-
-def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with `overrides` merged into it; nested objects merge key by key. Rotary
-    settings may be given in either of their places, wherever the config has its own.
-
-    Raises:
-        ConfigError: `rope_scaling` or `rope_parameters` is not an object.
-    """
-    given = dict(overrides)
-    if any(given.get(place, {}) is None for place in ("rope_scaling", "rope_parameters")):
-        raise ConfigError('rotary scaling is turned off by {"rope_type": "default"}, not by null')
-    rope = rope_settings(given)
-    rope.pop("type", None)  # "rope_type" says the same
-    if rope["rope_theta"] is None:
-        del rope["rope_theta"]
-    for place in ("rope_scaling", "rope_parameters", "rope_theta"):
-        given.pop(place, None)
-    if rope:
-        given["rope_parameters"] = rope
-    return _merged(config, given)
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in changes.items():
-        old = result.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = _merged(old, value)
-        result[key] = value
-    return result
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises ConfigError if the file is not a JSON object, or larger than any that is one's."""
-    try:
-        if path.stat().st_size > MAX_JSON:
-            raise ConfigError(f"{path} has more than {MAX_JSON} bytes")
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
-
-
-def check_folder(folder: Path) -> None:
-    """Raises ConfigError unless the folder has the files of a checkpoint."""
-    if folder.is_file():
-        if folder.suffix.lower() == ".gguf":
-            raise ConfigError(f"{folder} is a GGUF file, which only --model of a role takes")
-        raise ConfigError(f"{folder} is a file, not a checkpoint folder")
-    if not folder.is_dir():
-        raise ConfigError(f"the folder {folder} does not exist{_neighbours(folder)}")
-    if not (folder / "config.json").is_file():
-        if "gguf" in str(folder).lower() or any(folder.glob("*.[gG][gG][uU][fF]")):
-            raise ConfigError(f"{folder} has no config.json, but GGUF: name one file of it")
-        raise ConfigError(f"{folder} has no config.json: it is not a checkpoint folder")
-
-
-def _neighbours(folder: Path) -> str:
-    """Returns suggestions for a mistyped path: similar names beside its first missing part, else
-    the checkpoints there."""
-    missing = folder
-    while not missing.parent.is_dir():
-        missing = missing.parent
-    beside = {each.name.lower(): each.name for each in _folders(missing.parent)}
-    near = get_close_matches(missing.name.lower(), beside, MAX_SHOWN)
-    names = [beside[name] for name in near] or [
-        name for name in sorted(beside.values()) if (missing.parent / name / "config.json").exists()
-    ]
-    lacks = "" if missing == folder else f"; {missing.parent} lacks {missing.name}"
-    return lacks + (f"; {missing.parent} has: {', '.join(names[:MAX_SHOWN])}" if names else "")
-
-
-def _folders(parent: Path) -> list[Path]:
-    try:
-        return sorted(each for each in parent.glob("[!.]*") if each.is_dir())
-    except OSError:  # no permission to list it
-        return []
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:

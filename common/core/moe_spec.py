@@ -58,8 +58,8 @@ GLM4_MOE = replace(DEEPSEEK_V3, first_layers_dense=1)
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Group-limited routing (DeepSeek-V2, arXiv:2405.04434): experts are chosen only within the
-    `top` of `count` equal groups whose best `best` experts have the highest sum of scores."""
+    """Group-limited routing (DeepSeek-V2, arXiv:2405.04434): the experts of a token come from `top`
+    of `count` equal groups, those whose `best` best experts have the highest sum of scores."""
 
     count: int
     top: int
@@ -78,7 +78,7 @@ class MoESpec:
     norm_topk_prob: bool  # whether a token's `top_k` weights are scaled to sum to one
     sparse_layers: tuple[int, ...]  # the other layers have one dense MLP
     groups: ExpertGroups | None = None
-    weight_scale: float = 1.0  # of the routed experts' sum
+    weight_scale: float = 1.0  # factor of the routed experts' sum
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], family: MoEFamily) -> MoESpec:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 MAX_PEER_TEXT = 2000  # characters of a peer's message that a client gets
-MAX_NAME = 200  # characters of one
+MAX_NAME = 200  # characters of a name
 MAX_LISTED = 5  # names of tensors that an error lists
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 

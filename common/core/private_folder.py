@@ -1,9 +1,9 @@
 """Opens a folder that only this user can change, for files that this process executes.
 
 The path is opened component by component, each relative to the one before and checked after it is
-open, so that nothing can be exchanged between check and use. Whoever can replace a component can
-replace all below it, so every component and symbolic link is checked (as OpenSSH checks the path of
-a user's keys).
+open, so that nothing can be exchanged between check and use. A user who can replace a component can
+replace everything below it, so every component and symbolic link is checked (as OpenSSH checks the
+path of a user's keys).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_private(path: Path) -> int:
             return fd
 
         root = folder = keep(os.open("/", _OPEN))
-        trusted = frozenset({0, os.geteuid(), os.fstat(root).st_uid})  # who has / has everything
+        trusted = frozenset({0, os.geteuid(), os.fstat(root).st_uid})  # the owner of /
         seen, links, parts = "/", 0, deque(path.absolute().parts[1:])
         _check(os.fstat(root), seen, trusted)
         while parts:

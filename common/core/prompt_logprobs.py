@@ -39,7 +39,7 @@ class PromptLogprobs:
             *(4 * count,) * 2,
             *(4 * count * num_top,) * 2,
         ]:
-            raise ValueError(f"they are not {num_top} for each of {count} tokens")
+            raise ValueError(f"there are not {num_top} alternatives for each of {count} tokens")
         if max(memoryview(self.top_token_ids).cast("I"), default=0) >= vocab_size:
             raise ValueError("a token is outside the vocabulary")
 
@@ -80,7 +80,7 @@ class PromptLogprobs:
 
 
 def join(parts: Sequence[PromptLogprobs], num_top: int) -> PromptLogprobs:
-    """Joins consecutive parts; without parts, returns that of a prompt of one token."""
+    """Joins consecutive parts; without parts, returns the empty one of a one-token prompt."""
     return PromptLogprobs(
         start=parts[0].start if parts else 1,
         num_top=num_top,

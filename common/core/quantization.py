@@ -23,9 +23,9 @@ SUPPORTED = (
     "(pack-quantized of 4 or 8 bits, float-quantized, int-quantized), MXFP4, or "
     "--quantization int8 with an unquantized one"
 )
-GROUP_INDEX_BYTES = 4  # which group an input is of, where a checkpoint says so
+GROUP_INDEX_BYTES = 4  # the group of an input, in checkpoints with `g_idx`
 MAX_SHOWN = 200  # characters of a value that is not supported
-REGEX = "re:"  # begins a path that is a regular expression, from the module's first letter on
+REGEX = "re:"  # prefix of a path that is a regular expression, matched at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Quantization:
     except that `int8` also covers the head and an embedding tied to it.
 
     `int8` quantizes weights while they are loaded, with a scale per output channel and no zero
-    points. In the others, every `group_size` inputs of an output channel share a scale and a zero
-    point; `symmetric` files store no zero points, and all are `zero_offset`.
+    points. With the other methods, every `group_size` inputs of an output channel share a scale and
+    a zero point; `symmetric` files store no zero points: all of them equal `zero_offset`.
     """
 
     method: str  # "int8", "awq", "gptq" or "compressed-tensors"
@@ -49,18 +49,18 @@ class Quantization:
 
     @property
     def rounds(self) -> bool:
-        """Whether weights are rounded while they are loaded; others are as the checkpoint has
-        them."""
+        """Whether weights are quantized while they are loaded; with the other methods they are
+        quantized in the checkpoint."""
         return self.method == "int8"
 
     def nbytes(self, rows: int, columns: int, inputs: int, item: int, parts: int = 1) -> int:
-        """Returns the bytes of a rank's part of a matrix of `inputs` inputs, or of `parts` with
-        one; `item`: bytes of a number that is not quantized."""
+        """Returns the bytes of a rank's `[rows, columns]` part of a weight with `inputs` inputs.
+        `item`: bytes of an unquantized element. `parts`: fused matrices, each with its `g_idx`."""
         numbers = rows * columns
         if self.rounds:
             return numbers + rows * item
         first, last = self.groups(0, columns, inputs)
-        groups = rows * (last - first)  # each with a scale, and a byte for a zero point
+        groups = rows * (last - first)  # each with a scale and a zero point of one byte
         index = parts * columns * GROUP_INDEX_BYTES if self.desc_act else 0
         return numbers * self.bits // 8 + groups * (item + (not self.symmetric)) + index
 
@@ -161,7 +161,7 @@ def _pack_quantized(config: Mapping[str, Any]) -> Quantization:
 
 
 def compressed_weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what compressed-tensors says of weights, alike for all modules it quantizes."""
+    """Returns compressed-tensors' settings for weights, which must be one for all modules."""
     groups = list((config.get("config_groups") or {}).values())
     for group in groups:
         if not isinstance(group, Mapping) or not group.get("targets"):

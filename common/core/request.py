@@ -112,7 +112,7 @@ class Timeline:
     transfer_seconds: float = 0.0  # from the first run sent to the last one received
     data_seconds: float = 0.0  # from the ticket until the decode node had all KV
     commit_seconds: float = 0.0  # from the ticket until the prefill node had committed
-    verify_seconds: float = 0.0  # from the later of both until the digests were compared
+    verify_seconds: float = 0.0  # from the later of the two until the digests were compared
     migrations: int = 0  # times the request moved to other nodes after a failure
     exposed_seconds: float = 0.0  # part of the transfer after the prompt was computed
     overlapped_seconds: float = 0.0  # part of the transfer while the prompt was computed
@@ -120,7 +120,7 @@ class Timeline:
     path: str = ""  # a PromptPath: how the decode node got the prompt's KV
     prefill_node: str = ""  # id of the node that computed the prompt last
     decode_node: str = ""
-    kv_connectors: tuple[str, ...] = ()  # those that moved the KV
-    verified_runs: int = 0  # of KV, whose digests were compared
-    recomputed_tokens: int = 0  # of the prompt, computed by more than one node
+    kv_connectors: tuple[str, ...] = ()  # connectors that moved the KV
+    verified_runs: int = 0  # runs of KV whose digests were compared
+    recomputed_tokens: int = 0  # prompt tokens computed by more than one node
     stages: tuple[TimelineStage, ...] = ()  # only if requested; they add up to total_seconds

@@ -19,8 +19,8 @@ from pdserve.common.core.moe_spec import required_int
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 ORIGINAL = "original_max_position_embeddings"
 LENGTH_DEPENDENT = ("longrope", "dynamic")
-"""Kinds whose frequencies change, for all positions, once a sequence outgrows the original context.
-Keys that are in the cache by then were rotated by others."""
+"""Kinds whose frequencies change for all positions once a sequence outgrows the original context.
+Keys that were cached before have been rotated with other frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RopeSpec:
 
     `kind` is "default", "linear" (arXiv:2306.15595: positions divided by `factor`), "llama3"
     (scales only wavelengths beyond the original context), "yarn" (arXiv:2309.00071), "longrope"
-    (arXiv:2402.13753) or "dynamic" (dynamic NTK). The last two are as within the original context.
+    (arXiv:2402.13753) or "dynamic" (dynamic NTK). The last two are limited to the original context.
     """
 
     kind: str = "default"
@@ -39,14 +39,14 @@ class RopeSpec:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     attention_factor: float = 1.0  # of cos and sin
-    beta_fast: float = 32.0  # yarn: turns over the original context above which nothing is scaled
-    beta_slow: float = 1.0  # yarn: turns below which everything is
+    beta_fast: float = 32.0  # yarn: rotations per original context above which nothing is scaled
+    beta_slow: float = 1.0  # yarn: rotations below which everything is scaled
     truncate: bool = True  # yarn: whether the bounds of the ramp are rounded to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope: divides each frequency
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], rotated: int) -> RopeSpec:
-        """Reads the settings for heads of which `rotated` numbers are rotated.
+        """Reads the settings for heads with `rotated` rotary elements.
 
         Raises:
             ConfigError: a setting is missing or has a wrong value, or is not supported.
@@ -79,17 +79,17 @@ class RopeSpec:
         )
 
     def context(self, max_position_embeddings: int) -> int:
-        """Returns the longest sequence in tokens that is computed as the model means it."""
+        """Returns the context window in tokens for which these settings are valid."""
         if self.kind in LENGTH_DEPENDENT:
             return min(max_position_embeddings, self.original_max_position_embeddings)
-        if self.kind == "yarn":  # some configs keep the original length, as Qwen's manual has it
+        if self.kind == "yarn":  # configs made by Qwen's manual keep the original length
             scaled = int(self.factor * self.original_max_position_embeddings)
             return max(max_position_embeddings, scaled)
         return max_position_embeddings
 
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary settings of both places, with the kind as "rope_type"."""
+    """Returns the rotary settings merged from both places, with the kind as "rope_type"."""
     settings: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
     for place in ("rope_scaling", "rope_parameters"):
         given = config.get(place) or {}
@@ -104,8 +104,8 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_kind(kind: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     if kind == "mrope" or "mrope_section" in settings:
         raise ConfigError(
-            "rope type 'mrope' turns by the time, height and width of images, which pdserve does "
-            "not serve: take the checkpoint of a text model"
+            "rope type 'mrope' rotates by the time, height and width of images, which pdserve does "
+            "not serve: use the checkpoint of a text model"
         )
     if kind not in ROPE_KINDS:
         raise ConfigError(

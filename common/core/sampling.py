@@ -99,8 +99,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """One generated token. What is made for every token is a `Struct`: a frozen dataclass takes ten
-    times as long to make."""
+    """One generated token. This is a `Struct` because one is made for every token: making a frozen
+    dataclass takes ten times as long."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

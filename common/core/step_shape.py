@@ -76,8 +76,8 @@ def _add_window(
     decodes: Sequence[int],
     chunks: Sequence[tuple[int, int]],
 ) -> tuple[int, int]:
-    """Returns (cached tokens read, pairs) with those of a step where a query sees `window` tokens,
-    itself included."""
+    """Returns (cached, pairs) plus those of one step, in layers where a query sees `window` tokens
+    including its own."""
     before = window - 1
     read = sum([min(start, before) for start in decodes])
     cached, pairs = counts[0] + read, counts[1] + read + len(decodes)

@@ -26,8 +26,8 @@ _GGUF_GROUP = 32  # weights with one scale, of the types that stay packed
 class StoredWeights:
     """The format of weights that are dequantized while they are loaded.
 
-    FP8 and INT8 weights have a scale for a tensor, an output channel or a `block`; of MXFP4 (Open
-    Compute Project, Microscaling Formats 1.0) 32 weights have one.
+    FP8 and INT8 weights have a scale per tensor, per output channel or per `block`; MXFP4 (Open
+    Compute Project, Microscaling Formats 1.0) has one per 32 weights.
     """
 
     kind: str  # "FP8", "INT8", "MXFP4" or "GGUF …"
@@ -54,8 +54,8 @@ def weight_formats(
     method = config.get("quant_method")
     if method in ("bitsandbytes", "bnb"):
         raise ConfigError(
-            "quantization_config: bitsandbytes weights are not supported: serve the model they "
-            "are made of, with --quantization int8 for 8 bits"
+            "quantization_config: bitsandbytes weights are not supported: serve the unquantized "
+            "model, with --quantization int8 for 8 bits"
         )
     if method == "compressed-tensors" and config.get("format") != "pack-quantized":
         return None, _compressed(config)
@@ -85,8 +85,8 @@ def _mxfp4(config: Mapping[str, Any]) -> StoredWeights:
 
 
 def _gguf(config: Mapping[str, Any]) -> tuple[Quantization | None, StoredWeights | None]:
-    """Reads what `pdserve/demo_model/gguf_folder.py` writes: the file's blocks of 32 with a scale
-    read as pack-quantized weights do, and other types are dequantized."""
+    """Reads the settings that `pdserve/demo_model/gguf_folder.py` writes: types with one scale per
+    32 weights are read like pack-quantized weights, the others are dequantized."""
     kinds, bits = config["dequantized"], config["bits"]
     stored = StoredWeights(f"{GGUF} {', '.join(kinds)}") if kinds else None
     if bits is None:

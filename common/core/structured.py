@@ -23,8 +23,8 @@ class Opening:
     """The optional parts of an answer before, or instead of, the text that must match."""
 
     thought: tuple[int, int] | None = None  # tokens that begin and end reasoning before the text
-    # Tokens in a row that must have come before the one that ends reasoning; other tokens may stand
-    # between. Empty: that one token alone ends it.
+    # Consecutive tokens that must have appeared before the token that ends reasoning, with any
+    # tokens in between. Empty: that token alone ends it.
     heading: tuple[int, ...] = ()
     thinking: bool = False  # whether the answer begins inside reasoning
     call: int | None = None  # token that begins tool calls instead of the text

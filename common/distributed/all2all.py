@@ -59,11 +59,11 @@ class All2AllManager(ABC):
     each layer's experts. All ranks must call the same methods in the same order."""
 
     host_waits: ClassVar[bool] = True
-    """Whether the host waits for a number that the device computes. Only without can steps be
+    """Whether the host waits for a number that the device computes. Steps that wait cannot be
     captured as CUDA graphs."""
 
     replicates: ClassVar[bool] = False
-    """Whether each rank computes what its experts say of all tokens, and nothing moves."""
+    """Whether each rank computes its experts for all tokens, so that no token moves."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         """`group`: the ranks that hold different experts."""

@@ -222,7 +222,7 @@ class FanOutExecutor(Executor):
         return task
 
     def _background_ended(self, task: asyncio.Task[None]) -> None:
-        """Reports an exception of a background task, or requests would wait for ever."""
+        """Reports an exception of a background task, or requests would never end."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("messages of the ranks cannot be read", exc_info=error)
             self._rank_died(0, f"messages of the ranks cannot be read: {error!r}")
@@ -281,7 +281,7 @@ async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
 
 async def _end(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
     """Closes the socket and waits until libzmq's threads have ended. The blocking wait is on a
-    daemon thread, so that the caller can time out: libzmq waits for ever if a wake-up is lost, for
+    daemon thread, so that the caller can time out: libzmq never returns if a wake-up is lost, for
     example when other code has closed libzmq's eventfd and reused its number."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 

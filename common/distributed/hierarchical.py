@@ -3,12 +3,12 @@
     all-reduce:   rank 0 ─┐ shared     ┌────── gloo ──────┐     ┌─ rank 2    each host's first rank
                   rank 1 ─┴ memory ▶ rank 0            rank 2 ◀─┴─ rank 3    is its leader
 
-Ranks of a host add up in shared memory, the leaders exchange their hosts' sums, and hand the total
-to their hosts' ranks. So a host sends each number once, however many ranks it has. What is not
-worth that (all-to-all, send, recv) goes over gloo between all ranks.
+The ranks of a host add up in shared memory; the leaders exchange their hosts' sums and pass the
+total to their hosts' ranks. So a host sends each element once, however many ranks it has.
+Operations that would not gain (all-to-all, send, recv) use gloo between all ranks.
 
-Of a group's time-out a host's ranks wait eight tenths for each other, leaders nine, and ranks for
-their leader all of it: so the first who gives up is the one that knows who is missing.
+Ranks of a host wait eight tenths of the group's time-out for each other, leaders nine tenths, and
+ranks wait for their leader all of it: so the first to give up knows which ranks are missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITHIN, _BETWEEN = 0.8, 0.9  # of the group's time-out
 
 
 class HierarchicalCommunicator(GlooCommunicator):
-    """Also serves a group that is on one host, or has one rank on each."""
+    """Also serves a group on one host, or with one rank per host."""
 
     def __init__(self, context: CommunicatorContext) -> None:
         if not context.shares_memory:
@@ -37,7 +37,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         self._host = next(i for i, here in enumerate(self._members) if context.rank in here)
         here, leaders = self._members[self._host], [ranks[0] for ranks in self._members]
         self._local: ShmCommunicator | None = None
-        self._leaders: GlooCommunicator | None = None  # of a leader
+        self._leaders: GlooCommunicator | None = None  # only on leaders
         if len(here) > 1:
             seconds = _WITHIN * context.timeout
             self._local = ShmCommunicator(context.subgroup(f"host {self._host}", here, seconds))
@@ -71,8 +71,8 @@ class HierarchicalCommunicator(GlooCommunicator):
         return parts
 
     def _everyones(self, rows: Tensor) -> Tensor:
-        """Returns the rows of each host, filled up to the most ranks of one, on a leader; nothing
-        on others."""
+        """Returns on a leader the rows of each host, padded to the most ranks of a host; an empty
+        tensor on other ranks."""
         if self._leaders is None:
             return rows[None] if len(self._members) == 1 else rows[:0]
         filled = rows.new_empty(max(map(len, self._members)), *rows.shape[1:])
@@ -89,7 +89,7 @@ class HierarchicalCommunicator(GlooCommunicator):
             self._hand_out(tensor)
 
     def _hand_out(self, tensor: Tensor) -> None:
-        """Copies the leader's to the other ranks of its host."""
+        """Copies the leader's tensor to the other ranks of its host."""
         if self._local is not None and len(self._members) > 1:
             self._local.broadcast(tensor, 0, self.context.timeout)
 

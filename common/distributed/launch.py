@@ -19,7 +19,7 @@ import msgspec
 import torch
 import zmq.asyncio
 
-from pdserve.common.config.node import ParallelConfig
+from pdserve.common.config.engine import ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import helper_environment
 from pdserve.common.distributed import wire

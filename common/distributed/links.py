@@ -1,4 +1,4 @@
-"""Measures the links between hosts that tensor-parallel ranks add up over, at start."""
+"""Measures at start the links between hosts that tensor-parallel ranks use for all-reduces."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class SpannedStage:
     """A pipeline stage whose tensor-parallel ranks are on several hosts."""
 
     hosts: int
-    all_reduces: int  # of a step
+    all_reduces: int  # per step
     slowest: HostLink
 
     def seconds(self, nbytes: int) -> float:
-        """Predicts what a step waits for all-reduces of `nbytes` each. A host sends the shares of
-        the others, and its sum of its own share to each."""
+        """Predicts the seconds that all-reduces of `nbytes` each take per step. A host sends the
+        other hosts' shares, and the sum of its own share to each of them."""
         traffic = nbytes * 2 * (self.hosts - 1) / self.hosts
         return self.all_reduces * self.slowest.seconds(traffic)
 
@@ -69,8 +69,8 @@ def measure_stages(
 
 
 def _measure(environment: DistributedEnvironment, group: GroupCoordinator) -> list[HostLink]:
-    """Returns the links between all pairs of the group's hosts, on every rank. A pair's first
-    ranks measure it, in one order everywhere, so that none waits for one that waits for it."""
+    """Returns the links between all pairs of the group's hosts, on every rank. The first ranks of a
+    pair of hosts measure it, pairs in the same order on all ranks, so that there is no deadlock."""
     first = {environment.hosts[rank]: i for i, rank in reversed(list(enumerate(group.ranks)))}
     own = []
     for one, other in combinations(sorted(first.values()), 2):
@@ -89,8 +89,9 @@ def _measure(environment: DistributedEnvironment, group: GroupCoordinator) -> li
 
 
 def _link(hosts: tuple[str, str], pings: Sequence[float], bulk: float) -> HostLink:
-    """Makes a link of the seconds of round trips of a few bytes, and of the quickest large tensor
-    one way. A host that is busy may delay all of the former: then the latter is taken as it is."""
+    """Makes a link from the seconds of round trips of a few bytes (`pings`) and of the fastest
+    one-way transfer of a large tensor (`bulk`). A busy host may delay all round trips: then the
+    bandwidth is computed from `bulk` alone."""
     sending = bulk - min(pings) / 2
     seconds = sending if sending > 0 else bulk
     return HostLink(hosts, statistics.median(pings) / 2, _BULK_BYTES / seconds)
@@ -115,7 +116,7 @@ def _round_trips(
 
 
 def describe_cost(stages: Sequence[SpannedStage], row_bytes: int, tokens: int) -> str:
-    """Returns the line at start. `row_bytes`: what a token adds to an all-reduce; `tokens`: those
+    """Returns the log line at start. `row_bytes`: bytes per token in an all-reduce. `tokens`: those
     of a node's largest step."""
     slowest = max((stage.slowest for stage in stages), key=lambda link: link.seconds(_BULK_BYTES))
     one, many = (sum(stage.seconds(row_bytes * count) for stage in stages) for count in (1, tokens))

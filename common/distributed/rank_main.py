@@ -185,7 +185,7 @@ def _serve_calls(calls: zmq.Socket, worker: Worker, out: Outbox) -> None:
             deadline = _serve(calls, handle, out, on_error=RankMessage.FAILURE)
         if extension is not None:
             extension.close(deadline)
-    except Exception:  # otherwise calls would wait for ever, unnoticed
+    except Exception:  # otherwise calls would hang without a log line
         logger.exception("calls cannot be served any more")
         os._exit(1)
 

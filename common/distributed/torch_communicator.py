@@ -110,7 +110,7 @@ class GlooCommunicator(TorchCommunicator):
         return f"gloo over {'address' if kind == 'hostname' else kind} {where}"
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Everyone sums a small tensor whole, which takes one exchange; of a large one each rank
+        """Each rank sums a whole small tensor, which takes one exchange; of a large one each rank
         sums a share, which moves the fewest bytes."""
         whole, size = tensor.view(-1), self.context.size
         if tensor.nbytes <= self.SMALL_BYTES:
@@ -152,7 +152,7 @@ class GlooCommunicator(TorchCommunicator):
 
     @contextmanager
     def _naming_the_lost(self, peer: int | None = None) -> Iterator[None]:
-        """Turns gloo's errors, which name lines of its source, into ones that name `peer`, or all
+        """Turns gloo's errors, which name lines of its source, into errors that name `peer` or all
         others: gloo does not say which of several did not answer."""
         try:
             yield
@@ -252,8 +252,8 @@ def _check_peer_access(context: CommunicatorContext) -> None:
 
 
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Writes the sum of two parts or more: of neighbours, then of neighbouring pairs, and so on, as
-    `block_sums.h` goes on within a rank."""
+    """Writes the sum of at least two parts: first of neighbours, then of neighbouring pairs, and so
+    on, in the order in which `block_sums.h` adds within a rank."""
     while len(parts) > 2:
         odd = parts[len(parts) // 2 * 2 :]
         parts = [*map(torch.add, parts[::2], parts[1::2]), *odd]

@@ -82,8 +82,8 @@ def listen(server: zmq.Socket, address: str, timeout: float) -> NodeAddress:
 
 
 def code_version() -> str:
-    """Returns what must be equal on all hosts of a node: ranks compute and add up the same, and
-    read each other's messages."""
+    """Returns the versions that must be equal on all hosts of a node, so that ranks compute alike
+    and read each other's messages."""
     torch, _, _ = version("torch").partition("+")  # hosts may have other devices
     return f"pdserve {pdserve.__version__}, torch {torch}"
 

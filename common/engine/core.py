@@ -49,8 +49,8 @@ class EngineListener(Protocol):
         not computed any more."""
 
     def failed(self, sequence: Sequence, reason: str, code: str) -> None:
-        """The sequence is HELD and not computed any more. `code`: SEQUENCE_FAILED, a step had no
-        result for it alone; InvalidRequest's code, its parameters forbid every token; INTERNAL, a
+        """The sequence is HELD and not computed any more. `code`: SEQUENCE_FAILED if a step had no
+        result for it, InvalidRequest's code if its parameters forbid every token, INTERNAL if a
         listener raised an exception."""
 
     def routed(self, load: ExpertLoad) -> None:

@@ -1,6 +1,6 @@
 """Fair sharing of a replica between clients, and between prompts. Policy only: plain numbers.
 
-A single client does not notice either of the two rules between clients:
+Two rules share a replica between clients. Neither slows a client that is alone:
 
     slots   Every admitted sequence takes a slot; there are a third more slots than sequences in a
             step. A client may take another slot if it then holds at most three times as many as

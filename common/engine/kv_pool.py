@@ -6,12 +6,13 @@
     state         [-, -, -, 1, 6]     after the last full block, and after the last token
 
 A sequence gets blocks in all groups or in none. In a group with a window a block is freed once no
-coming query can read it (or one block later: `KVGroup.first_kept`); a prompt's blocks there are
+later query can read it (or one block later: `KVGroup.first_kept`); a prompt's blocks there are
 allocated chunk by chunk, so a long prompt holds its window and the chunks in flight. A prefix is
-cached if every group has what the queries after it read (the hashes are the same in all groups).
+cached if every group has the blocks that queries after it read (hashes are the same in all groups).
 
-A state is a window of two tokens, but large: a chunk gets blocks for two states only, its last one
-and the one after the last full block before, where the next prompt of these tokens can begin.
+A recurrent state has a window of two tokens, but is large: a chunk gets blocks for two states only,
+its last one and the one after the last full block before, where a later prompt with these tokens
+can start.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from pdserve.common.engine.block_pool import BlockPool
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 
 NO_BLOCK = -1
-"""Entry of a block table whose tokens no coming query reads."""
+"""Entry of a block table whose tokens no later query reads."""
 
 
 class CacheListener(Protocol):
-    """Hears what comes into the prefix cache and leaves it, in order. It must not block."""
+    """Receives additions to and removals from the prefix cache, in order. It must not block."""
 
     def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
         """The sequence's blocks `first … end-1` are cached now, and were not before."""
@@ -45,7 +46,7 @@ class Fit:
 
     num_blocks: int  # of all its tokens
     num_cached: int  # blocks of the longest cached prefix
-    first: tuple[int, ...]  # first block that its coming queries read
+    first: tuple[int, ...]  # first block that its next queries read
     cached: tuple[list[int], ...]  # cached blocks that they read
     needed: tuple[int, ...]  # free blocks that it takes, with cached ones that no sequence holds
 
@@ -69,7 +70,7 @@ class KVPool:
         self._in_flight = in_flight
         together = zip(self.groups, self.pools, strict=True)
         self._windows = [(i, *each) for i, each in enumerate(together) if each[0].window]
-        # The group whose blocks stand for the prefix cache to others: what is longest a hit.
+        # The group whose blocks KV events report: the one whose blocks stay useful longest.
         self._shown = next((i for i, group in enumerate(self.groups) if not group.window), 0)
         self._listener: CacheListener | None = None
 
@@ -85,8 +86,8 @@ class KVPool:
 
     @property
     def num_held(self) -> int:
-        """The number of blocks held in the first group; if another one is fuller, its share of as
-        many."""
+        """The number of blocks held in the first group; if another group is fuller, the same share
+        of the first group's blocks."""
         return max(
             -(-(pool.num_blocks - pool.num_free) * self.num_blocks // pool.num_blocks)
             for pool in self.pools
@@ -97,12 +98,12 @@ class KVPool:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Returns the most blocks of the first group that a sequence of so many tokens holds."""
+        """Returns the most blocks of the first group that a sequence of `num_tokens` holds."""
         return self.groups[0].most_blocks(num_tokens, self._in_flight, self.block_size)
 
     def tightest(self, num_tokens: int) -> tuple[int, int, int]:
-        """Returns (blocks that a sequence of so many tokens holds at most, free blocks, blocks) of
-        the group that lacks the most for it, or has the least to spare."""
+        """Returns (most blocks that a sequence of `num_tokens` tokens holds, free blocks, blocks)
+        of the group that lacks the most for it, or has the least to spare."""
         in_flight, size = self._in_flight, self.block_size
         found = [
             (group.most_blocks(num_tokens, in_flight, size), pool.num_free, pool.num_blocks)
@@ -110,23 +111,23 @@ class KVPool:
         ]
         return min(found, key=lambda each: each[1] - each[0])
 
-    # ---- the prefix cache, as others see it -----------------------------------------------
+    # ---- the prefix cache in KV events ----------------------------------------------------
 
     def listen(self, listener: CacheListener | None) -> None:
-        """Tells `listener`, and no other, of changes from now on: of the blocks of the first group
-        without a window, or of the first group."""
+        """Sets the one listener of later changes: of the blocks of the first group without a
+        window, or else of the first group."""
         self._listener = listener
         self.pools[self._shown].on_removed = listener.removed if listener else None
 
     def cached(self) -> list[BlockHash]:
-        """Returns the hashes of the blocks that a listener would know, parents first."""
+        """Returns the hashes of the cached blocks that a listener follows, parents first."""
         return self.pools[self._shown].cached()
 
     # ---- admission ------------------------------------------------------------------------
 
     def fit(self, hashes: Sequence[BlockHash], num_tokens: int, remote: bool) -> Fit:
-        """Returns what a sequence without blocks needs. `hashes`: of the blocks that may come from
-        the prefix cache. `remote`: all its KV will be there before its first query."""
+        """Returns the blocks that a sequence without blocks needs. `hashes`: of the blocks that may
+        come from the prefix cache. `remote`: another node computes all its KV."""
         size, total = self.block_size, self.blocks_for(num_tokens)
         count = self._longest_hit(hashes, num_tokens if remote else None)
         first, cached, needed = [], [], []
@@ -178,8 +179,8 @@ class KVPool:
     # ---- while it is computed -------------------------------------------------------------
 
     def grow(self, sequence: EngineSequence, num_tokens: int) -> bool:
-        """Makes sure that the sequence's blocks hold `num_tokens` tokens; allocates in all groups,
-        or in none and returns False."""
+        """Allocates blocks until the sequence's blocks hold `num_tokens` tokens, in all groups; if
+        one lacks free blocks, allocates in none and returns False."""
         needed = self.blocks_for(num_tokens)
         for table in sequence.block_tables:
             if len(table) < needed:
@@ -209,8 +210,8 @@ class KVPool:
         return min(fitting, self.block_size * min(map(len, sequence.block_tables)))
 
     def computed(self, sequence: EngineSequence, num_tokens: int) -> None:
-        """Records that the KV of the sequence's next `num_tokens` tokens exists: full blocks are
-        registered, those that left a window freed. No draft and no step in flight reads them, since
+        """Records that the KV of the sequence's next `num_tokens` tokens exists: registers full
+        blocks and frees blocks before the window. No draft and no step in flight reads those, since
         their queries come after these tokens."""
         before = sequence.num_computed
         first = before // self.block_size
@@ -255,8 +256,8 @@ class KVPool:
     # ---- inside ---------------------------------------------------------------------------
 
     def _longest_hit(self, hashes: Sequence[BlockHash], remote_tokens: int | None) -> int:
-        """Returns the length of the longest prefix of `hashes` after which every group has what is
-        read (`_first`)."""
+        """Returns the length of the longest prefix of `hashes` for which every group has the blocks
+        that queries after it read (`_first`)."""
         length = len(hashes)
         for group, pool in zip(self.groups, self.pools, strict=True):
             if group.window is None:
@@ -297,8 +298,8 @@ class KVPool:
 
 def _first(group: KVGroup, block_size: int, num_cached: int, remote_tokens: int | None) -> int:
     """Returns the index of the first block that a sequence with `num_cached` cached blocks needs:
-    the first that its next query reads or, of one whose KV comes from elsewhere, that is kept of
-    its `remote_tokens` tokens."""
+    the first one that its next query reads or, if its KV comes from another node, the first one
+    kept of its `remote_tokens` tokens."""
     if remote_tokens is None:
         return group.first_block(num_cached * block_size, block_size)
     return group.first_kept(remote_tokens, block_size)

@@ -65,7 +65,7 @@ class ExpertLoad:
     """The load of the experts in one step, in the layers of the last pipeline stage."""
 
     assignments: tuple[int, ...]  # (token, expert) pairs by expert-parallel rank, over the layers
-    balancedness: float  # mean / max load of an expert, mean over the layers: 1 is even
+    balancedness: float  # mean ÷ max load of an expert, averaged over the layers; 1: even
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class RankReady:
     weights_bytes: int
     peaks: Peaks
     extension_info: bytes = b""  # what the rank's extension announces (a connector endpoint)
-    cores: tuple[int, ...] = ()  # that it lends: entries of the table --share-cores
+    cores: tuple[int, ...] = ()  # entries of the --share-cores table that it owns
 
 
 # ---- calls about LoRA adapters, beside the steps ----

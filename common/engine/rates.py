@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FADING = 0.98  # what a step counts for after the next one of its kind
-FIRST = 8  # steps of each kind that are not measured: caches are cold, kernels are chosen
+FADING = 0.98  # factor on a step's weight at each later step of its kind
+FIRST = 8  # first steps of each kind to skip: caches are cold, kernels not selected
 
 
 class Rates(NamedTuple):
     """Seconds; 0: not measured yet."""
 
-    prefill: float = 0.0  # a prompt token
-    step: float = 0.0  # a step that only decodes, besides what each sequence adds
-    sequence: float = 0.0  # what a sequence adds to it
-    transfer: float = 0.0  # that a token's KV was waited for after it was computed elsewhere
+    prefill: float = 0.0  # per prompt token
+    step: float = 0.0  # per step that only decodes, besides its sequences
+    sequence: float = 0.0  # per sequence of such a step
+    transfer: float = 0.0  # waiting time per token of KV after another node has computed it
 
 
 class MeasuredRates:
-    """Averages over the latest steps and hand-offs, older ones fading; what a sequence adds to a
-    step by least squares."""
+    """Averages over steps and hand-offs with exponentially fading weights. Least squares split the
+    time of a decode step into a constant and a part per sequence."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0  # of steps that compute prompts
-        self._moved = self._waited = 0.0  # tokens and seconds of hand-offs
-        self._left = {True: FIRST, False: FIRST}  # by whether they compute prompts
-        self._n = self._x = self._y = self._xx = self._xy = 0.0  # of other steps: sequences, s
+        self._tokens = self._seconds = 0.0  # sums over steps with prompt chunks
+        self._moved = self._waited = 0.0  # sums over hand-offs: tokens, seconds
+        self._left = {True: FIRST, False: FIRST}  # steps to skip, by whether they have chunks
+        self._n = self._x = self._y = self._xx = self._xy = 0.0  # x: sequences, y: seconds
 
     def step(self, chunk_tokens: int, sequences: int, seconds: float) -> None:
-        """Adds a step. What sequences add to one with chunks counts as the chunks'."""
+        """Adds a step. All seconds of a step with prompt chunks count as the chunks'."""
         if self._left[bool(chunk_tokens)]:
             self._left[bool(chunk_tokens)] -= 1
         elif chunk_tokens:
@@ -42,7 +42,7 @@ class MeasuredRates:
             self._xy = self._xy * FADING + sequences * seconds
 
     def handed_over(self, num_tokens: int, seconds: float) -> None:
-        """Adds a hand-off: so long after the first token was drawn the KV of so many was here."""
+        """Adds a hand-off: `seconds` from the first token to the arrival of all KV."""
         self._moved = self._moved * FADING + num_tokens
         self._waited = self._waited * FADING + seconds
 
@@ -54,12 +54,12 @@ class MeasuredRates:
             return Rates(prefill, transfer=transfer)
         x, y = self._x / self._n, self._y / self._n
         variance, slope = self._xx / self._n - x * x, 0.0
-        if variance > 0.01 * x * x:  # else all steps are alike, and say nothing of one sequence
+        if variance > 0.01 * x * x:  # else batch sizes vary too little
             slope = min(max(0.0, (self._xy / self._n - x * y) / variance), y / x)
         return Rates(prefill, y - slope * x, slope, transfer)
 
 
 def mean_rates(rates: list[Rates]) -> Rates:
-    """Returns the mean of each rate over those that have measured it."""
+    """Returns the mean of each rate over the replicas that have measured it."""
     measured = [[each for each in column if each] for column in zip(*rates, strict=True)]
     return Rates(*(sum(each) / len(each) if each else 0.0 for each in measured))

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from time import monotonic
 
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.fair_queue import ClientSlots, next_round, prompt_slots, share_budget
@@ -139,8 +139,8 @@ class Scheduler:
         self.num_failed += 1
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence is over: its blocks are free. Whoever calls makes sure that no step and no
-        transfer touches them any more. Calling it again does nothing."""
+        """Frees the blocks of a sequence that has ended. The caller ensures that no step and no
+        transfer uses them any more. Calling it again does nothing."""
         if sequence.status is Status.DONE:
             return
         self.hold(sequence)

@@ -1,1 +1,1 @@
-"""HTTP servers that strangers reach: how long a connection may wait, and how many there are."""
+"""HTTP servers open to unknown clients: limits on the number and idle time of connections."""

@@ -22,9 +22,9 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 HEADER_TIMEOUT = 10.0  # seconds from a header's first byte to its last
-CROWDED = 0.25  # of the connections that may be open
-MAX_UNSENT = 2**28  # bytes that the clients of all connections together have not taken yet
-CROWDED_KEEP_ALIVE = 5.0  # seconds that a connection may be idle when so many are open
+CROWDED = 0.25  # share of `max_connections` above which CROWDED_KEEP_ALIVE applies
+MAX_UNSENT = 2**28  # bytes of answers that all clients together have not read yet
+CROWDED_KEEP_ALIVE = 5.0  # seconds until an idle connection is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +37,21 @@ class Limits:
 
     @property
     def period(self) -> float:
-        """Between two checks of all connections."""
+        """The seconds between two checks of all connections."""
         return min(1.0, self.timeout_keep_alive / 4, self.write_timeout / 4)
 
 
 class Crowd:
-    """All connections of a server, in the order in which they make room for others: first those
-    that have never asked for anything, then those that are idle or owe a body, each time the
-    longest waiting one. A connection whose request is being answered never makes room."""
+    """All connections of a server. When it is full, a new connection replaces an old one: first
+    one that has never sent a request, then one that is idle or owes a body, each time the longest
+    waiting. A connection whose request is being answered is never replaced."""
 
     def __init__(self, most: int, now: Callable[[], float]) -> None:
         self._most = most
         self._now = now
-        self._stood_still = 0.0  # seconds
+        self._stood_still = 0.0  # seconds in which the event loop stood still
         self._all: set[Connection] = set()
-        # Both without those that are busy; the longest waiting one first.
+        # Neither contains busy connections; both are ordered, the longest waiting first.
         self._silent: OrderedDict[Connection, None] = OrderedDict()
         self._idle: OrderedDict[Connection, None] = OrderedDict()
 
@@ -59,8 +59,8 @@ class Crowd:
         return len(self._all)
 
     def now(self) -> float:
-        """Seconds, without those in which this process stood still: it finds requests in its
-        sockets then, which are no idle connections."""
+        """Returns seconds, not counting pauses of the event loop: requests that arrived in a pause
+        are still in the sockets, so those connections only look idle."""
         return self._now() - self._stood_still
 
     @property
@@ -89,7 +89,7 @@ class Crowd:
         self.busy(connection)
 
     def is_full(self, opening: int) -> bool:
-        """Whether these and `opening` more are too many."""
+        """Whether the connections and `opening` more exceed the limit."""
         return len(self._all) + opening > self._most
 
     @property
@@ -97,7 +97,7 @@ class Crowd:
         return bool(self._silent or self._idle)
 
     def make_room(self, count: int = 1) -> None:
-        """Ends up to `count` connections at once."""
+        """Aborts up to `count` connections that are not busy."""
         for _ in range(count):
             if waiting := self._silent or self._idle:
                 connection = next(iter(waiting))
@@ -116,8 +116,8 @@ class Crowd:
             self.bound_unsent()
 
     def bound_unsent(self) -> None:
-        """While too much is not taken, hangs up on the connection with most of the host with most:
-        one that takes its answers drop by drop is never late."""
+        """While clients have left more than MAX_UNSENT bytes unread, aborts the connection with the
+        most of the host with the most. (`check` does not find a client that reads byte by byte.)"""
         unsent = Counter({each: nbytes for each in self._all if (nbytes := each.unsent)})
         if (excess := unsent.total() - MAX_UNSENT) <= 0:
             return
@@ -130,21 +130,21 @@ class Crowd:
             nbytes = unsent.pop(worst)
             hosts[host] -= nbytes
             excess -= nbytes
-            logger.warning("%s has not taken %d bytes, the most of all: hung up", host, nbytes)
+            logger.warning("closed: %s has left %d bytes unread, the most of all", host, nbytes)
             worst.abort()
 
 
 class Connection(asyncio.Protocol):
-    """Between a transport and the HTTP protocol, which knows nothing of it."""
+    """Sits between a transport and aiohttp's protocol, which does not know of it."""
 
     def __init__(self, http: asyncio.Protocol, limits: Limits, crowd: Crowd) -> None:
         self._http = http
         self._limits = limits
         self._crowd = crowd
-        self._requests = 0  # being answered
-        self._since = crowd.now()  # since when it is idle, or a client has taken nothing
+        self._requests = 0  # requests being answered
+        self._since = crowd.now()  # since when it is idle, or its client has read nothing
         self._header = True  # has begun; a new connection has as long for its first one
-        self._unsent = 0  # bytes, at the last check
+        self._unsent = 0  # unsent bytes at the last check
         self._is_behind = False
         self._writable = asyncio.Event()
         self._writable.set()
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """A whole header has come, and its request is being answered."""
+        """Marks the connection as busy: a whole header has arrived and is being answered."""
         self._requests += 1
         self._header = False
         self._crowd.busy(self)
@@ -198,7 +198,7 @@ class Connection(asyncio.Protocol):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Its client owes the rest of a body: it makes room as an idle connection does."""
+        """Counts the connection as idle while its client owes the rest of a body."""
         self._crowd.idle(self)
         try:
             yield
@@ -207,7 +207,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes that its client has not taken yet."""
+        """The bytes that its client has not read yet."""
         return self._transport.get_write_buffer_size()
 
     @property
@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client is there, and not behind."""
+        """Whether the client is connected and reads fast enough."""
         return not (self._is_behind or self._transport.is_closing())
 
     def write(self, data: bytes) -> None:
@@ -231,17 +231,17 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def check(self, is_crowded: bool = False) -> None:
-        """Ends the connection when its time is up, which comes sooner in a crowd."""
+        """Closes the connection if it has waited too long; limits are shorter `is_crowded`."""
         unsent = self._transport.get_write_buffer_size()
         if self._requests and self._writable.is_set():
-            return  # what is unsent may grow: nothing can be said
+            return  # the answer is still being written, so the buffer may grow
         if unsent < self._unsent or (not unsent and self._requests):
             self._since = self._crowd.now()
         waited = self._crowd.now() - self._since
         self._unsent = unsent
         if unsent:
             if waited >= self._limits.write_timeout:
-                logger.info("%s took nothing for %.0f s: hung up", self._peer, waited)
+                logger.info("closed: %s has read nothing for %.0f s", self._peer, waited)
                 self._transport.abort()
             return
         if not self._requests:
@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
 
 
 def connection_of(request: web.Request) -> Connection | None:
-    """None when it is gone, or a server of aiohttp's own serves the application."""
+    """Returns None if it is closed, or if one of aiohttp's own servers runs the application."""
     protocol = None if request.transport is None else request.transport.get_protocol()
     return protocol if isinstance(protocol, Connection) else None
 
@@ -270,7 +270,7 @@ def connection_of(request: web.Request) -> Connection | None:
 async def answering(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """The request's connection is busy meanwhile."""
+    """Marks the request's connection as busy while the handler runs."""
     # From Python 3.12 on aiohttp begins a task at once: a pipeline of requests whose handlers do
     # not wait would be answered in one turn of the event loop.
     await asyncio.sleep(0)

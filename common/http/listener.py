@@ -1,5 +1,5 @@
-"""Takes connections, and stays able to: asyncio's own servers take as many as the process may open
-files, and then say so 128 times a second."""
+"""Accepts connections up to a limit. asyncio's own servers accept until the process is out of file
+descriptors, and then log an error 128 times a second."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ BACKLOG = 128  # connections the kernel has accepted and this process has not
 # Connections accepted in one turn of the event loop. In a flood a new one has several turns to ask
 # for something before so many others come that it must make room.
 _BATCH = 8
-_PAUSE = 0.1  # seconds in which nothing is accepted when all connections are busy
-_PAUSE_FOR_ROOM = 0.01  # seconds that those which make room take to be gone, and more
-_LOOK = 0.01  # seconds between two looks at whether new connections have asked for something
+_PAUSE = 0.1  # seconds without accepting when all connections are busy
+_PAUSE_FOR_ROOM = 0.01  # seconds in which aborted connections close
+_LOOK = 0.01  # seconds between two checks whether new connections have sent a request
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Listener:
-    """Accepts on `sockets`, which become its own. When the crowd is full, one that waits makes room
-    for a new one; when all are busy, new ones wait in the kernel."""
+    """Accepts on `sockets`, which it then owns. When the limit is reached, a new connection
+    replaces a waiting one; when all are busy, new ones wait in the kernel."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Listener:
         self._make = make
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._opening: dict[asyncio.Task[None], None] = {}  # in TLS' handshake; the oldest first
+        self._opening: dict[asyncio.Task[None], None] = {}  # in the TLS handshake, oldest first
         self._resuming: asyncio.TimerHandle | None = None
         self._log = LogThrottle(logger)
 
@@ -51,7 +51,7 @@ class Listener:
         return int(self._sockets[0].getsockname()[1])
 
     def start(self) -> None:
-        """Raises OSError: another process listens there; all sockets are closed then."""
+        """Raises OSError if another process listens there; all sockets are closed then."""
         try:
             for each in self._sockets:
                 each.setblocking(False)
@@ -62,8 +62,8 @@ class Listener:
         self._resume()
 
     async def finish(self, timeout: float) -> None:
-        """Takes what the kernel has accepted, which a closed socket would reset, and no more; waits
-        up to `timeout` seconds until each connection has asked for something."""
+        """Accepts the connections that are in the kernel's queue, which closing would reset, and no
+        more; waits up to `timeout` seconds until each of them has sent a request."""
         self._pause_for(None)
         for each in self._sockets:
             if each.fileno() >= 0:
@@ -75,13 +75,13 @@ class Listener:
                     await asyncio.sleep(_LOOK)
 
     def _accept_all(self, listening: socket.socket) -> None:
-        with suppress(OSError):  # there are no more, or no more files
+        with suppress(OSError):  # the queue is empty, or file descriptors have run out
             while not self._crowd.is_full(len(self._opening) + 1):
                 accepted, _ = listening.accept()
                 self._open(accepted)
 
     def close(self) -> None:
-        """A second time does no harm."""
+        """Closes the sockets. Calling it again does nothing."""
         self._pause_for(None)
         for each in self._sockets:
             each.close()
@@ -128,7 +128,7 @@ class Listener:
         return self._crowd.can_make_room or (self._tls is not None and bool(self._opening))
 
     def _make_room(self, count: int) -> None:
-        """Also of those whose TLS handshake takes long, when they are most of all."""
+        """Closes `count` connections: in the TLS handshake, if most are, else waiting ones."""
         if self._tls is not None and len(self._opening) > len(self._crowd):
             for task in list(self._opening)[:count]:
                 task.cancel()
@@ -141,7 +141,7 @@ class Listener:
         task.add_done_callback(self._opening.pop)
 
     async def _connect(self, accepted: socket.socket) -> None:
-        with suppress(OSError):  # no handshake: a stranger, or a client that has left
+        with suppress(OSError):  # the TLS handshake failed, or the client has left
             await self._loop.connect_accepted_socket(
                 self._make,
                 accepted,
@@ -151,8 +151,8 @@ class Listener:
 
 
 async def bind_all(host: str, port: int, shared: bool = False) -> list[socket.socket]:
-    """A socket for each of the addresses of `host`; nothing listens yet. `shared`: other processes
-    of this user may bind and listen there, too.
+    """Returns a bound socket for each address of `host`; none listens yet. `shared`: other
+    processes of this user may bind and listen there, too.
 
     Raises:
         OSError: one of them cannot be bound.

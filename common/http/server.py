@@ -1,9 +1,9 @@
-"""An aiohttp application behind limits: its clients' connections, and bodies that it refuses.
+"""An aiohttp application with limits on connections, and with answers to requests it cannot parse.
 
-aiohttp inflates no body: it would do so before a handler is asked, whoever sent it. A body that the
-answer did not wait for is neither parsed further nor kept; what still comes of it is thrown away
-for LINGER seconds, because a socket closed with bytes unread resets the connection, and the client
-would see that instead of the answer.
+aiohttp must not decompress bodies, because it would do so before a handler can refuse the client.
+If an answer is sent before the body was read, the rest of the body is neither parsed nor stored. It
+is discarded for LINGER seconds: closing a socket with unread bytes resets the connection, and the
+client would see the reset instead of the answer.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.http.connection import Connection, Crowd, Limits
 from pdserve.common.http.listener import Listener
 
-READ_AHEAD = 64 * 1024  # bytes of a body that a connection holds, twice, before they are read
-LINGER = 5.0  # seconds in which what still comes of a refused body is thrown away
+READ_AHEAD = 64 * 1024  # bytes; a connection buffers up to twice this of an unread body
+LINGER = 5.0  # seconds in which the rest of a refused body is discarded
 MAX_MESSAGE = 200  # characters of what is wrong with a request, in the log
 _REFUSED = "refused a malformed request: %s"
 
 Refuse = Callable[[Exception], web.Response]
-"""The answer to a request that does not parse (`InvalidRequest`), or whose handler failed."""
+"""Makes the answer to a request that does not parse (`InvalidRequest`) or whose handler failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebServer:
-    """A listening application."""
+    """An application that listens on sockets."""
 
     runner: web.AppRunner
     listener: Listener
@@ -55,7 +55,7 @@ class WebServer:
         refuse: Refuse,
         tls: ssl.SSLContext | None = None,
     ) -> WebServer:
-        """Listens on `sockets`, which become its own; with `tls` this is HTTPS. The application
+        """Listens on `sockets`, which it then owns; with `tls` this is HTTPS. The application
         must use `Connection.answering`, as the middleware `answering` does.
 
         Raises:
@@ -84,15 +84,15 @@ class WebServer:
         return cls(runner, listener, crowd, watcher, listener.port)
 
     async def close(self) -> None:
-        """Ends all connections. A second time does no harm."""
+        """Closes all connections. Calling it again does nothing."""
         self.listener.close()
         await self.runner.cleanup()
         self.watcher.cancel()
 
 
 class _Protocol(RequestHandler):
-    """aiohttp's own, but what it refuses by itself is answered as everything else is, and a
-    connection closes behind an answer that did not wait for the body."""
+    """aiohttp's protocol with two changes: requests that it refuses get an answer in the same form
+    as any other error, and it closes the connection after an answer that preceded the body."""
 
     __slots__ = ("_log", "_refuse", "expected", "waits_to_send")
 
@@ -110,8 +110,8 @@ class _Protocol(RequestHandler):
         )
         self._refuse = refuse
         self._log = log
-        self.waits_to_send = False  # the client, until its body is asked for
-        self.expected = ""  # by the client, and unknown
+        self.waits_to_send = False  # whether the client waits for `100 Continue`
+        self.expected = ""  # an unknown expectation of the client
 
     def handle_error(
         self,
@@ -120,7 +120,7 @@ class _Protocol(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The connection closes behind it: what follows on it cannot be told apart."""
+        """Makes an error's answer. Then the connection closes: later bytes cannot be parsed."""
         if isinstance(exc, HttpProcessingError):
             self._log.malformed(exc)
             what = printable(exc.message.partition("\n")[0].rstrip(":"), MAX_MESSAGE)
@@ -144,7 +144,7 @@ class _Protocol(RequestHandler):
         return done
 
     def _is_unread(self, request: web.BaseRequest) -> bool:
-        """Whether more of its body may come than is thrown away to keep the connection."""
+        """Whether the rest of the body may be too long to discard, so that it must close."""
         if request.content.is_eof():
             return False
         size = request.content_length
@@ -152,8 +152,8 @@ class _Protocol(RequestHandler):
 
 
 def _without_expect(make: Any) -> Any:
-    """aiohttp would ask for the body (`100 Continue`), or refuse another expectation in plain text,
-    before any middleware has seen the request; `ask_for_body` and `check_expected` do so later."""
+    """Keeps aiohttp from handling `Expect`: before any middleware runs it would ask for the body
+    (`100 Continue`) or refuse in plain text. `ask_for_body` and `check_expected` do it later."""
 
     def made(message: RawRequestMessage, payload: Any, protocol: _Protocol, *args: Any) -> Any:
         expected = message.headers.get(hdrs.EXPECT, "").lower()
@@ -171,16 +171,16 @@ def _without_expect(make: Any) -> Any:
 
 
 async def ask_for_body(request: web.BaseRequest) -> None:
-    """Comes before the body is read: a client may wait to be asked for it."""
+    """Sends `100 Continue` if the client waits for it; call this before reading the body."""
     protocol = request.protocol
     if isinstance(protocol, _Protocol) and protocol.waits_to_send:
         protocol.waits_to_send = False
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # of the answer nothing has been sent
+        request.writer.output_size = 0  # no byte of the answer has been sent
 
 
 def check_expected(request: web.BaseRequest) -> None:
-    """Raises HTTPExpectationFailed: the client expects what no server knows."""
+    """Raises HTTPExpectationFailed if the client sent an unknown expectation."""
     protocol = request.protocol
     if isinstance(protocol, _Protocol) and protocol.expected:
         expected = printable(protocol.expected, MAX_MESSAGE)
@@ -190,7 +190,7 @@ def check_expected(request: web.BaseRequest) -> None:
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's own words; of requests that do not parse one line a second is enough."""
+    """Passes aiohttp's log lines on; logs malformed requests once per second at most."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger)
@@ -202,7 +202,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
     def exception(self, msg: object, *args: object, **options: Any) -> None:
         error = options.get("exc_info")
         if isinstance(error, web.RequestPayloadError) and error.__cause__ is not None:
-            error = error.__cause__  # of a body that has been answered
+            error = error.__cause__  # the body's error, after its answer
         if isinstance(error, HttpProcessingError):
             self.malformed(error)
         else:

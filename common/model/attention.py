@@ -36,8 +36,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     window: int | None = None  # tokens that a query attends to, itself included; None: all
-    chunked: bool = False  # to those of its own chunk of `window` tokens, not to the last ones
-    own_scale: float | None = None  # of the scores; None: `head_dim ** -0.5`
+    chunked: bool = False  # attends to its own chunk of `window` tokens instead
+    own_scale: float | None = None  # softmax scale; None: `head_dim ** -0.5`
 
     @property
     def scale(self) -> float:
@@ -50,8 +50,8 @@ BlockIds = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The sequences of a step, in the order of their tokens. Sequence i has `starts[i]` tokens in
-    the cache and computes the next `query_lens[i]`; `block_tables[i]` covers both. Where a window
-    has left blocks behind, table and start begin `skipped[i]` tokens after the sequence does."""
+    the cache and computes the next `query_lens[i]`; `block_tables[i]` covers both. If blocks before
+    a window were freed, table and start count from `skipped[i]` tokens into the sequence."""
 
     query_lens: Sequence[int]
     starts: Sequence[int]

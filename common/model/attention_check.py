@@ -2,8 +2,8 @@
 
     python -m pdserve.common.model.attention_check
 
-It is a program of its own, because a kernel that fails takes its process's GPU with it. It prints a
-line of JSON: `{"why": …}` if FlashInfer is not used here, else `{"error": …, "seconds": …}`.
+It runs in its own process, because a kernel that fails makes the GPU unusable for its process. It
+prints a line of JSON: `{"why": …}` if FlashInfer is not used, else `{"error": …, "seconds": …}`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def attention_error(backend: AttentionBackend) -> float:
-    """Returns by how much the steps differ from those of torch, at most; NaN if one does."""
+    """Returns the largest difference of two steps from torch's; NaN if a result is NaN."""
     plain = TorchAttention(backend.shape, backend.device, backend.dtype)
     errors = [_difference(backend, plain, queries) for queries in STEPS]
     return max(errors, key=lambda error: (math.isnan(error), error))

@@ -1,6 +1,6 @@
-"""Paged attention on a CPU in C++, which reads blocks in place: one call a layer for all sequences
-of a step, whether they compute one token or thousands. A token's result depends on its position and
-on what it attends to, not on what else is in the step."""
+"""Paged attention in C++ on a CPU. It reads blocks in place and computes all sequences of a step in
+one call per layer, decodes and prefill chunks alike. A token's result depends only on its position
+and on the tokens it attends to, not on the rest of the step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
 
 FORMATS = {KV_AUTO: 0, "int8": 1, "fp8_e4m3": 2}  # `KVFormat` of kv_rows.h
-NO_WINDOW = 1 << 62  # tokens: all there can be
+NO_WINDOW = 1 << 62  # tokens; more than any context
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 

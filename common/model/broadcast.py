@@ -30,7 +30,7 @@ from pdserve.common.model.sharding import Shard, ranges
 CHUNK_BYTES = 16 << 20  # of a file
 CHUNK_NUMBERS = 4 << 20  # of a tensor, whose rows are not divided
 SMALL_FILES = (".json", ".jinja", ".model", ".txt")
-"""Suffixes of what is read beside weights."""
+"""Suffixes of the files that are read besides weights."""
 
 Message = dict[str, Any]
 _END: Message = {"end": True}
@@ -44,7 +44,7 @@ class Broadcast:
         self.is_source = group.rank == src
 
     def relayed(self, messages: Callable[[], Iterator[Message]]) -> Iterator[Message]:
-        """Yields on every rank what `messages` yields on the source. Must be used up.
+        """Yields on every rank what `messages` yields on the source. Iterate to the end.
 
         Raises:
             ConfigError: on all ranks, when the source's iterator raises.
@@ -124,7 +124,7 @@ def _files(folder: Path) -> Iterator[Message]:
 
 
 class _Entry:
-    """A tensor that can be read while it is here."""
+    """A tensor, readable while `here` holds its rows."""
 
     def __init__(self, dtype: str, shape: Sequence[int]) -> None:
         self._dtype, self._shape = dtype, shape
@@ -142,7 +142,7 @@ class _Entry:
 
 
 class _Arriving:
-    """Weights that come as the source reads them."""
+    """Weights that arrive in the order in which the source reads them."""
 
     def __init__(
         self, broadcast: Broadcast, opened: Checkpoint, names: Mapping[str, list[Any]]
@@ -173,7 +173,7 @@ class _Arriving:
     def _arrivals(
         self, wanted: Mapping[str, Sequence[tuple[slice, ...]]]
     ) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yields the parts of each tensor that this rank wants, once all of its rows are here."""
+        """Yields the parts of each tensor that this rank wants, once all its rows have arrived."""
         flags = torch.tensor([name in wanted for name in self.tensors], dtype=torch.bool)
         by_any = self._broadcast.group.all_reduce(flags).tolist()
         names = [name for name, sent in zip(self.tensors, by_any, strict=True) if sent]
@@ -196,9 +196,8 @@ class _Arriving:
     def _verify(self, message: Message) -> None:
         if _digest(message["rows"]) != message["digest"]:
             raise NodeError(
-                f"rank {self._broadcast.group.rank} has not received the bytes of "
-                f"{message['tensor']} that rank {self._broadcast.src} has sent: look for faults of "
-                "the network between them",
+                f"rank {self._broadcast.group.rank} received other bytes of {message['tensor']} "
+                f"than rank {self._broadcast.src} sent: check the network between them",
                 code="RANKS_DISAGREE",
             )
 
@@ -211,7 +210,7 @@ class _Part:
         self.tensor = torch.empty([end - start for start, end in self._ranges], dtype=dtype)
 
     def take(self, rows: Tensor, first: int) -> None:
-        """Takes what it needs of `rows`, whose first one has the number `first`."""
+        """Copies the rows it needs from `rows`, the first of which has the index `first`."""
         if not self._ranges:
             self.tensor.copy_(rows)
             return

@@ -1,6 +1,6 @@
 """Opens a checkpoint folder's safetensors files (no executable formats) or GGUF file, mapped.
 
-Their revision is a cheap identity by which two nodes can compare their weights.
+The revision is a cheap fingerprint by which two nodes compare their weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pdserve.common.core.checkpoint_config import read_json
 from pdserve.common.core.config_values import MAX_SHOWN
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import read_json
 from pdserve.common.core.printable import printable, some_of
 from pdserve.common.core.towers import text_name
 from pdserve.common.model.gguf_weights import is_gguf_folder, open_gguf, revision_parts
@@ -31,7 +31,7 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 
 
 class StoredTensor(Protocol):
-    """A tensor of a checkpoint; what is not read takes no memory."""
+    """A tensor of a checkpoint; parts that are not read take no memory."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -98,8 +98,8 @@ def open_checkpoint(folder: Path, stack: ExitStack) -> Checkpoint:
 
 
 def text_model(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns a view of a checkpoint that has towers too: the text model's tensors, by the names
-    that they have in a checkpoint of their own."""
+    """Returns a view of a multimodal checkpoint: the text model's tensors, by the names that they
+    have in a text-only checkpoint."""
     found = ((text_name(name), tensor) for name, tensor in checkpoint.items())
     return {name: tensor for name, tensor in found if name is not None}
 

@@ -305,8 +305,8 @@ def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> Atte
 
 
 def sum_blocks(spec: ModelSpec) -> int:
-    """Returns the blocks in which inputs that ranks share are summed up: as many as there may be
-    ranks whose sums agree to the bit, a power of two."""
+    """Returns the number of blocks in which the inputs of row-parallel layers are summed: the
+    largest number of ranks (a power of two) for which sums are bit-identical."""
     return gcd(spec.num_heads, MAX_BLOCKS)
 
 

@@ -1,16 +1,16 @@
-"""The gated delta net (arXiv:2412.06464): linear attention, whose layers keep a state of one size.
-Steps compute those of Mamba-2 (`ssd.py`) in the same way.
+"""The gated delta net (arXiv:2412.06464): linear attention whose layers keep a recurrent state of
+constant size. Steps compute the states of Mamba-2 (`ssd.py`) in the same way.
 
-A unit is a key head and the value heads that share it. What follows a token depends on the state
-after the token before, and no more:
+A unit is a key head and the value heads that share it. The output of a token depends on the state
+after the token before it, and on no other earlier token:
 
     state after token 31       chunk of tokens 32 … 99, block size 16       states it leaves
     block 1 ────────────────▶  32 33 … 47 │ … 79 80 … 95 │ 96 … 99  ─────▶  block 5 (after 95)
                                                                             block 6 (after 99)
 
-A state is written where a block of the sequence's table ends, and after the last token; where the
-table has no block (`NO_BLOCK`) none is. A sequence that begins has no state, whatever its blocks
-hold.
+A state is written at the end of each block of the sequence's table, and after the last token,
+except where the table has no block (`NO_BLOCK`). A new sequence starts from a zero state, whatever
+its blocks contain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeltaSizes:
 
     @property
     def width(self) -> int:
-        """The numbers of a token: query, key and values."""
+        """Elements per token: query, key and values."""
         return 2 * self.key_dim + self.ratio * self.value_dim
 
     @property
@@ -53,8 +53,7 @@ class DeltaSizes:
 
     @property
     def numbers(self) -> int:
-        """The numbers of a state: a matrix per value head, and the inputs that the convolution
-        still needs."""
+        """Elements of a state: a matrix per value head, and the last inputs of the convolution."""
         return self.matrices + (self.kernel - 1) * self.width
 
 
@@ -69,7 +68,7 @@ class DeltaInputs:
     weights: Tensor  # of the convolution, float32 [units, width, kernel]
 
     def of_units(self, start: int, end: int) -> DeltaInputs:
-        """Returns those of units `start … end-1`."""
+        """Returns the inputs of units `start … end-1`."""
         mine = slice(start, end)
         return DeltaInputs(
             self.sizes,
@@ -160,7 +159,7 @@ class DeltaContext:
 
     @cached_property
     def singles(self) -> NDArray[np.int64]:
-        """The sequences of one token."""
+        """The indices of the sequences with one token."""
         return np.flatnonzero(self.counts == 1)
 
     def pieces(self, sequence: int) -> Iterator[tuple[int, int]]:
@@ -179,37 +178,37 @@ class DeltaContext:
 
 
 class StateInputs(Protocol):
-    """A layer's inputs for a step's T tokens, of which it makes states and outputs."""
+    """A layer's inputs for a step's T tokens, and how to compute states and outputs from them."""
 
     @property
     def units(self) -> int:
-        """The parts of a state that ranks may share."""
+        """The number of parts into which ranks may split a state."""
 
     @property
     def numbers(self) -> int:
-        """The numbers of a unit's state."""
+        """The elements of a unit's state."""
 
     def of_units(self, start: int, end: int) -> StateInputs:
-        """Returns those of units `start … end-1`."""
+        """Returns the inputs of units `start … end-1`."""
 
     def output(self) -> Tensor:
-        """Returns room for the output, `[T, features]` in the inputs' dtype."""
+        """Returns an empty output `[T, features]` in the inputs' dtype."""
 
     def room(self) -> Tensor:
-        """Returns room for the output in float32, `[T, …]` with as many numbers."""
+        """Returns an empty float32 output `[T, …]` with as many elements."""
 
     def scan_natively(
         self, kernels: NativeKernels, states: Tensor, context: DeltaContext, out: Tensor
     ) -> None:
-        """Computes as `DeltaBackend.scan`, into `out` of `room`."""
+        """Computes `DeltaBackend.scan` in C++, into `out` from `room`."""
 
     def rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes as `Rule`."""
+        """The layer's `Rule`."""
 
 
 class DeltaBackend(StepBackend):
-    """Computes layers with a state: in C++ on a CPU with native `kernels`, else by transformers'
-    functions in torch, a chunk at once."""
+    """Computes layers with a recurrent state: in C++ on a CPU with native `kernels`, else with
+    transformers' torch functions, one chunk at a time."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels if isinstance(kernels, NativeKernels) else None
@@ -225,8 +224,8 @@ class DeltaBackend(StepBackend):
         )
 
     def scan(self, inputs: StateInputs, states: Tensor, context: DeltaContext) -> Tensor:
-        """Computes a step's tokens from `states` `[blocks, units, numbers]` of a layer, and writes
-        the states after them; returns `[T, features]` in the inputs' dtype."""
+        """Computes a step's tokens from a layer's `states` `[blocks, units, numbers]`, and writes
+        the new states; returns `[T, features]` in the inputs' dtype."""
         out = inputs.room()
         if self._kernels is not None:
             inputs.scan_natively(self._kernels, states, context, out)
@@ -236,13 +235,13 @@ class DeltaBackend(StepBackend):
 
 
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Computes `n` tokens of each of B sequences: rows in the step `[B, n]`, states before them
-`[B, units, numbers]` → outputs `[B, n, …]`, states after them."""
+"""Computes `n` tokens of each of B sequences: (their rows in the step `[B, n]`, states before them
+`[B, units, numbers]`) → (outputs `[B, n, …]`, states after them)."""
 
 
 def scan(rule: Rule, out: Tensor, states: Tensor, context: DeltaContext) -> None:
-    """Computes a step's tokens by `rule` into `out` `[T, …]`, from and into `states` `[blocks,
-    units, numbers]` of a layer."""
+    """Computes a step's tokens with `rule` into `out` `[T, …]`; reads and writes a layer's `states`
+    `[blocks, units, numbers]`."""
     if len(singles := context.singles):
         _advance(rule, out, states, context, singles.tolist(), 0, 1)
     for sequence in np.flatnonzero(context.counts > 1).tolist():
@@ -259,7 +258,7 @@ def _advance(
     first: int,
     end: int,
 ) -> None:
-    """Computes tokens `first … end-1` of each, and writes the states after them."""
+    """Computes tokens `first … end-1` of each sequence, and writes the states after them."""
     device = states.device
     begun = [int(context.starts[each]) + first > 0 for each in sequences]
     blocks = [

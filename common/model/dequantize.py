@@ -3,7 +3,7 @@
     FP8, INT8    X and X_scale_inv or X_scale    →  X
     MXFP4        X_blocks and X_scales           →  X
 
-A part of a weight is dequantized when it is read, with no more of the file than that needs.
+A part of a weight is dequantized when it is read, and only the bytes it needs are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.common.model.sharding import ranges
 
 _SCALED_DTYPES = ("F8_E4M3", "I8")
 _SCALES = ("_scale_inv", "_scale")
-# Scales of activations and of KV, neither of which is rounded.
+# Scales of activations and of KV; pdserve quantizes neither with them.
 _UNUSED = ("input_scale", "activation_scale", "input_scale_ub", ".k_scale", ".v_scale", ".q_scale")
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor([*_FP4, *(-value for value in _FP4)])
@@ -66,14 +66,14 @@ def _scaled_view(checkpoint: Checkpoint, stored: StoredWeights) -> Checkpoint:
 
 
 class _Scaled:
-    """A tensor of numbers times scales, which `steps[d]` neighbours along dimension d share."""
+    """A tensor times scales; `steps[d]` consecutive elements along dimension d share a scale."""
 
     def __init__(
         self, name: str, numbers: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None
     ) -> None:
         self._numbers, self._scale = numbers, scale
         shape, scales = numbers.get_shape(), scale.get_shape()
-        if len(scales) < len(shape):  # of the tensor, or of its output channels
+        if len(scales) < len(shape):  # a scale per tensor or per output channel
             scales = [*scales, *[1] * (len(shape) - len(scales))]
         self._scales = scales
         blocks = (*shape[:-2], *(block or shape[-2:]))

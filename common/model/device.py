@@ -43,8 +43,8 @@ def gpu_bytes() -> int:
 
 
 def choose_device(requested: str, rank: int) -> torch.device:
-    """Resolves --device to a device, which nothing has touched yet: rank r of a host uses GPU r, or
-    the CPU. Replica i of w ranks has the node's ranks i·w … (i + 1)·w - 1.
+    """Resolves --device to a device: rank r of a host uses GPU r, or the CPU. Replica i of w ranks
+    has the node's ranks i·w … (i + 1)·w - 1. Does not initialize the device.
 
     Raises:
         ConfigError: the host has too few GPUs.
@@ -130,7 +130,7 @@ def make_backend(
     if kv_cache_dtype != KV_AUTO and device.type != "meta":
         raise ConfigError(
             f"--kv-cache-dtype {kv_cache_dtype} needs the native kernels of a CPU (--device cpu "
-            "and a C++ compiler): leave it out"
+            "and a C++ compiler): leave the option out"
         )
     if device.type != "cuda":
         return TorchAttention(shape, device, dtype)

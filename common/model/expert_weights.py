@@ -17,7 +17,7 @@ from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of
 from pdserve.common.model.weights import make_weight
 
 Parts = Sequence[Sequence[MatrixPart]]
-"""For each expert the parts of its matrix, one below the other."""
+"""Per expert, the parts of its matrix, stacked along the outputs."""
 
 
 class Experts(Protocol):
@@ -25,7 +25,7 @@ class Experts(Protocol):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether one kernel multiplies by all, and reads on the device how many rows each."""
+        """Whether one kernel computes all experts and reads the row counts on the device."""
 
     def linear(self, x: Tensor, counts: Tensor, partial: bool = False) -> Tensor:
         """Multiplies the first `counts[0]` rows of `[N, in]` by expert 0, the next by expert 1 …;
@@ -45,7 +45,7 @@ def make_experts(parts: Parts, sharding: Sharding) -> Experts:
 
 
 class StackedExperts:
-    """Matrices of one tensor."""
+    """The matrices of all experts in one tensor."""
 
     def __init__(self, parts: Parts, sharding: Sharding) -> None:
         self.parts = parts
@@ -129,8 +129,8 @@ def _by_expert(x: Tensor, out: Tensor, counts: Tensor) -> Iterator[tuple[int, Te
 
 def _has_kernel(weight: Tensor) -> bool:
     """Returns whether torch's grouped GEMM helps: bfloat16 on NVIDIA GPUs of compute capability 9
-    or 10, with rows of a multiple of 16 bytes. Elsewhere it is a loop like ours, for which the host
-    waits, or an error."""
+    or 10, with rows of a multiple of 16 bytes. Elsewhere it raises, or loops over experts as this
+    module does and makes the host wait."""
     if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
         return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0

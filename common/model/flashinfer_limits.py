@@ -13,11 +13,11 @@ from pdserve.common.model.attention import AttentionShape
 
 OLDEST, BEYOND = Version("0.5.3"), Version("0.8")  # tested against signatures of both ends
 
-# Of the kernels for Ampere and for Hopper (`prefill_sm90.cuh`); others are compiled to an error.
+# Head sizes of the Ampere and Hopper kernels (`prefill_sm90.cuh`); others do not compile.
 HEAD_DIMS = (64, 128, 256)
 
 MIN_WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation
-INT_WORKSPACE_BYTES = 8 * 2**20  # which each wrapper allocates for its plan
+INT_WORKSPACE_BYTES = 8 * 2**20  # allocated by each wrapper for its plan
 _ALIGNMENT = 32  # of the two parts of a workspace
 _DECODE_BLOCKS = 16  # most thread blocks of 128 threads on a multiprocessor
 
@@ -74,8 +74,8 @@ def workspace_bytes(shape: AttentionShape, multiprocessors: int, graph_size: int
 
 
 def _tile(rows: int, shape: AttentionShape) -> int:
-    """Returns how many rows (queries × heads of a group) a thread block of the prefill kernel has,
-    of a sequence of `rows`."""
+    """Returns the rows (queries × query heads per KV head) that a thread block of the prefill
+    kernel computes, for a sequence of `rows`."""
     if rows > 64 and shape.head_dim < 256:
         return 128
     return 64 if rows > 16 else 16

@@ -1,5 +1,5 @@
-"""A checkpoint folder as a rank reads it: from its own disk here, or from another rank's, see
-`broadcast.py`."""
+"""A checkpoint folder as a rank reads it: from its own disk (here), or from another rank
+(`broadcast.py`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pdserve.common.model.checkpoint import Checkpoint, open_checkpoint
 from pdserve.common.model.sharding import Shard
 
 View = Callable[[Checkpoint], Checkpoint]
-"""Shows a checkpoint's tensors as others, or refuses them with a ConfigError."""
+"""Returns a view of a checkpoint's tensors; raises ConfigError if it cannot be used."""
 
 
 class OpenWeights(Protocol):
-    """The weights of a folder, to be read once, by one of the two methods, which must be used up.
+    """The weights of a folder. Read them once, with one of the two iterators, to its end.
 
     Raises:
-        ConfigError: what is stored cannot be read.
+        ConfigError: the files cannot be read.
     """
 
     @property
@@ -33,8 +33,8 @@ class OpenWeights(Protocol):
         of the files."""
 
     def readable(self, groups: Sequence[Collection[str]]) -> Iterator[int]:
-        """Yields the number of each group of names when its `tensors` can be read, which holds
-        until the next one."""
+        """Yields the index of each group of names when its `tensors` can be read, which they can
+        until the next iteration."""
 
 
 class ModelFolder:
@@ -45,11 +45,11 @@ class ModelFolder:
 
     @contextmanager
     def files(self) -> Iterator[Path]:
-        """Gives a folder with all that is not weights: the configuration and the tokenizer."""
+        """Yields a folder with the files besides weights: configuration and tokenizer."""
         yield self.path
 
     def weights(self, view: View) -> AbstractContextManager[OpenWeights]:
-        """Opens the weights, shown by `view`. Raises ConfigError."""
+        """Opens the weights as seen through `view`. Raises ConfigError."""
         return self._mapped(view)
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""A GGUF file's tensors as those of a checkpoint.
+"""Reads a GGUF file's tensors like those of a checkpoint.
 
-Most read as float32. What stays packed in memory reads like the tensors of a pack-quantized
-checkpoint (compressed-tensors): X.weight_packed and X.weight_scale for X.weight.
+Most are dequantized to float32. Those that stay packed in memory have the format of
+pack-quantized checkpoints (compressed-tensors): X.weight_packed and X.weight_scale for X.weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdserve.common.model.sharding import ranges
 
 Bytes = NDArray[np.uint8]
 
-_SCALE_BYTES = 2  # of a packed type's block; float16
+_SCALE_BYTES = 2  # float16 scale of a packed type's block
 _SIGN = 0x80
 
 
@@ -90,8 +90,8 @@ class _Blocks:
 
 
 def _halves(rows: int, heads: int) -> NDArray[np.intp]:
-    """Returns the place in the file of each row: a checkpoint pairs a row of a head's first half
-    with one of its second half, where the file has them side by side."""
+    """Returns each row's index in the file. A checkpoint rotates a row of a head's first half with
+    one of its second half; the file stores such a pair of rows next to each other."""
     pairs = np.arange(rows).reshape(heads, -1, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 
@@ -131,11 +131,11 @@ def _dequantize(data: Bytes, kind: str) -> NDArray[np.float32]:
 
 
 class _Numbers:
-    """int32 `[out, in / (32 / bits)]`: unsigned numbers, the first in a word's lowest bits."""
+    """int32 `[out, in / (32 / bits)]` of unsigned values, the first in a word's lowest bits."""
 
     def __init__(self, blocks: _Blocks, bits: int) -> None:
         self._blocks, self._bits = blocks, bits
-        self._words = blocks.weights * bits // 32  # of a block
+        self._words = blocks.weights * bits // 32  # per block
 
     def get_shape(self) -> list[int]:
         rows, columns = self._blocks.shape
@@ -155,8 +155,8 @@ class _Numbers:
 
 
 def _neighbours(halves: Bytes) -> Bytes:
-    """Returns bytes of two neighbouring numbers each, from bytes that have a number of a block's
-    first half in their low bits and one of its second half in their high bits."""
+    """Returns bytes with two consecutive values each, from bytes that have a value of a block's
+    first half in the low bits and one of its second half in the high bits."""
     numbers = np.concatenate((halves & 15, halves >> 4), axis=-1)
     return numbers[..., 0::2] | (numbers[..., 1::2] << 4)
 
@@ -184,7 +184,7 @@ class _Scales:
 
 
 def revision_parts(folder: Path, page: int) -> Iterator[bytes]:
-    """Yields what identifies the weights: the index, and a page of every tensor."""
+    """Yields the bytes that identify the weights: the index, and a page of every tensor."""
     index, data = read_folder(folder)
     yield (folder / INDEX_FILE).read_bytes()
     for entry in index.values():

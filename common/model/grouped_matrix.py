@@ -1,4 +1,4 @@
-"""A matrix of 4- or 8-bit numbers in memory, with a scale and a zero point per group of inputs."""
+"""A matrix of 4- or 8-bit values in memory, with a scale and a zero point per group of inputs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pdserve.common.model.kernels.packed import ROWS, Grouped
 from pdserve.common.model.packing import unpack_nibbles
 from pdserve.common.model.sharding import Sharding
 
-MAX_RUN = 128  # inputs that are rounded together; more are less precise
+MAX_RUN = 128  # inputs that are quantized together; more would be less precise
 
 
 class Runs(NamedTuple):
-    """The inputs in the order of their groups, cut into runs of one group."""
+    """The inputs sorted by group and cut into runs of equal length, each within one group."""
 
     length: int
     groups: Tensor  # int32 [runs]
-    order: Tensor | None  # int32 [in]; None: as they are
+    order: Tensor | None  # int32 [in]; None: already sorted
 
     @classmethod
     def of(cls, group_of: Tensor, bits: int, block: int) -> Runs | None:
-        """Returns the longest that are equally long, of whole words of `bits` each, and as a block
-        of inputs whole; None if there are none."""
+        """Returns the longest possible runs whose length is a whole number of 32-bit words and
+        divides every group and the `block`; None if there is none."""
         order = group_of.argsort(stable=True)
         groups = group_of[order]
         counts = groups.unique_consecutive(return_counts=True)[1].tolist()
@@ -44,9 +44,9 @@ class Runs(NamedTuple):
 
 class GroupedMatrix:
     """A matrix `[out, in]`: `(number - zero point) * scale`.
-
     `values`, `zeros` and `scales` are in row-major order while they are loaded. `pack` then
-    reorders them in place if the kernels multiply by them as they are; otherwise each product makes
+    reorders them in place if the kernels can multiply by the packed form; otherwise each product
+    dequantizes the matrix.
     the matrix in the dtype.
     """
 
@@ -59,15 +59,15 @@ class GroupedMatrix:
         quantization: Quantization,
         block: int | None = None,
     ) -> None:
-        """`group_of`: int32 `[in]`; `desc_act` overwrites it while loading. `block`: inputs that
-        kernels sum up by themselves (default: all)."""
+        """`group_of`: int32 `[in]`, the group of each input; with `desc_act` loading fills it in.
+        `block`: inputs that kernels sum separately (default: all)."""
         self.rows, self.group_of, self.quantization = rows, group_of, quantization
         self._block = block or len(group_of)
         self._packer = sharding.kernels.packer
         held = rows if self._packer is None else -(-rows // ROWS) * ROWS
         inputs, stored = len(group_of), 0 if self.quantization.symmetric else groups
         self.values = sharding.zeros(held, inputs * self.bits // 8, dtype=torch.uint8)
-        self.zeros = sharding.zeros(held, stored, dtype=torch.uint8)  # less `zero_offset`
+        self.zeros = sharding.zeros(held, stored, dtype=torch.uint8)  # without `zero_offset`
         self.scales = sharding.zeros(held, groups)
         self._runs: Runs | None = None
         self._described: Grouped | None = None  # once packed
@@ -82,13 +82,13 @@ class GroupedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what the checkpoint says, without the rows that fill up."""
+        """The bytes without padding rows."""
         held = (each[: self.rows] for each in (self.values, self.zeros, self.scales))
         index = self.group_of.nbytes if self.quantization.desc_act else 0
         return sum(each.nbytes for each in held) + index
 
     def take(self, others: Sequence[GroupedMatrix]) -> None:
-        """Takes the rows of others, which have its groups of inputs, and packs them."""
+        """Copies the rows of other matrices with the same input groups, and packs them."""
         found = zip(*(each._in_order() for each in others), strict=True)
         for target, parts in zip((self.values, self.zeros, self.scales), found, strict=True):
             rows = [part[: each.rows] for part, each in zip(parts, others, strict=True)]

@@ -20,7 +20,7 @@ class GroupedWeight:
     """Weights of AWQ, GPTQ and pack-quantized files: `(number - zero point) * scale`.
 
     Groups are runs of `group_size` inputs. With GPTQ's `desc_act` the checkpoint assigns inputs to
-    groups, for each part: then each has a matrix of its own.
+    groups, differently in each fused part, so each part has a `GroupedMatrix` of its own.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class GroupedWeight:
         rows = [part.count for part in parts] if quantization.desc_act else [rows_of(parts)]
         count = self.groups.stop - self.groups.start
         block, own = parts[0].block(self._fits), group_of - self.groups.start
-        self.matrices = [  # each with group ids of its own
+        self.matrices = [  # with desc_act one per part
             GroupedMatrix(number, own.int(), count, sharding, quantization, block)
             for number in rows
         ]
 
     @classmethod
     def joined(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:
-        """Returns one weight of the rows of several, filled ones, which have the same input."""
+        """Returns one weight with the rows of several loaded weights that have the same input."""
         if len(weights) == 1:
             return weights[0]
         first = weights[0]
@@ -64,7 +64,7 @@ class GroupedWeight:
         return sum(matrix.nbytes for matrix in self.matrices)
 
     def _fits(self, block: int) -> bool:
-        """Returns whether blocks of so many inputs, in order, have whole groups or these blocks."""
+        """Returns whether `block` inputs are whole groups, or a group is whole blocks."""
         size = self.quantization.group_size or self.parts[0].shape[1]
         nested = block % size == 0 or size % block == 0
         words = block * self.quantization.bits % 32 == 0

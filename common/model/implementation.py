@@ -1,4 +1,4 @@
-"""Which code computes a model."""
+"""Chooses the code that computes a model: native or transformers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
+from pdserve.common.core.checkpoint_config import check_folder, read_json
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES
-from pdserve.common.core.model_spec import ModelSpec, check_folder, read_json
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.loader import OnProgress, load_model
@@ -55,7 +56,7 @@ def _describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
 def read_weights_of(
     spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]
 ) -> WeightsOf | None:
-    """Returns what ranks hold of a checkpoint, if it is one that runs through transformers."""
+    """Returns the function for the ranks' weights if the model runs through transformers."""
     if spec.impl == "native":
         return None
     from pdserve.common.model.hf.outline import weights_of

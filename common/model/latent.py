@@ -32,11 +32,11 @@ from pdserve.common.model.layers import (
 from pdserve.common.model.rotary import Angles, apply_rotary
 from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of
 
-NORM_EPS = 1e-6  # of the latents' norms, whatever the config's `rms_norm_eps`
+NORM_EPS = 1e-6  # of the latents' norms, independent of the config's `rms_norm_eps`
 
 
 class LatentAttention:
-    """A layer's attention: this rank's heads, and the latents of all."""
+    """A layer's attention: this rank's heads over the latents that all heads share."""
 
     def __init__(
         self, prefix: str, spec: ModelSpec, latent: LatentSpec, sharding: Sharding
@@ -106,7 +106,7 @@ def _whole(name: str, rows: int, columns: int) -> MatrixPart:
 
 
 class LatentUpProjection:
-    """Computes this rank's heads' keys and values of latents."""
+    """Computes the keys and values of this rank's heads from latents."""
 
     def __init__(self, name: str, heads: int, spec: LatentSpec, sharding: Sharding) -> None:
         self.name, self.spec = name, spec
@@ -169,7 +169,7 @@ class LatentBackend(TorchAttention):
         return self.read(cache[0], chunk.gather, chunk.length)[0, 0]
 
     def _absorb(self, own: Tensor, turned: Tensor, up: LatentUpProjection) -> Tensor:
-        """Returns queries of latents, `[T, heads, size]`."""
+        """Returns queries that apply to latents, `[T, heads, size]`."""
         products = torch.bmm(own.transpose(0, 1), up.keys).transpose(0, 1)
         return torch.cat((products, turned), dim=-1)
 

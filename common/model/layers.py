@@ -119,9 +119,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class RowParallelLinear:
     """Takes this rank's input features `[T, in / size]`; returns the sum over ranks `[T, out]`.
 
-    Native kernels sum blocks of inputs by a tree, of which each rank has a branch, and ranks add up
-    these in float32 as the tree goes on: the bits are the same for each number of ranks that is a
-    power of two, `sharding.blocks` at most."""
+    Native kernels sum blocks of inputs as a tree. Each rank has a branch of it, and ranks add the
+    branches in float32 in the order of the tree. So results are bit-identical for every number of
+    ranks that is a power of two and at most `sharding.blocks`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class RowParallelLinear:
         return y
 
     def partial(self, x: Tensor) -> Tensor:
-        """Returns this rank's part of the sum over ranks, of which `finish` makes the result."""
+        """Returns this rank's part of the sum over ranks, the input of `finish`."""
         return self.weight.linear(x, None, partial=True)
 
     def finish(self, total: Tensor, dtype: torch.dtype) -> Tensor:

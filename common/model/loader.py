@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import usable_cores
 from pdserve.common.core.model_spec import ModelSpec
@@ -38,8 +38,8 @@ def load_model(
     on_progress: OnProgress | None = None,
     folder: ModelFolder | None = None,
 ) -> CausalLM:
-    """Loads this rank's part of `config.model`; all layers without a `stage`. `spec` is native.
-    `folder` reads the weights if it is not this host's disk.
+    """Loads this rank's part of `config.model`; without a `stage` all layers. `spec`: of a native
+    model. `folder`: reads the weights, default: from this host's disk.
 
     Raises:
         ConfigError: the folder's tensors do not match `spec`; the message lists all differences.
@@ -54,7 +54,7 @@ def load_model(
     if config.model is None:
         raise ConfigError("--model must name a checkpoint folder")
     folder = folder or ModelFolder(config.model)
-    with folder.weights(partial(_checked, spec)) as weights:  # before memory is taken
+    with folder.weights(partial(_checked, spec)) as weights:  # check before allocating memory
         model = CausalLM(spec, sharding, stage)
         shards = list(model.shards())
         _copy(weights.read(shards), shards, on_progress)
@@ -106,7 +106,7 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec) -> None:
 
 
 def _harmless(name: str, part: Any, spec: ModelSpec) -> bool:
-    """Returns whether a tensor is one that some checkpoints have and no decoder needs."""
+    """Returns whether a tensor is one that some checkpoints contain but no decoder needs."""
     extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
     if name.startswith(tuple(f"model.layers.{layer}." for layer in extra)):
         return True
@@ -139,8 +139,8 @@ def check_dummy(spec: ModelSpec) -> None:
 
 def _dummy_parts(shards: list[Shard], seed: int) -> Iterator[tuple[Shard, Tensor]]:
     """Yields small random matrices and biases, and norms of one. Draws whole tensors and cuts them,
-    so that groups of any size have the same model. Drawing takes one core a tensor: several at
-    once, as a large model would take minutes."""
+    so that the model is the same for every number of ranks. Drawing uses one core per tensor, so
+    several are drawn at a time: a large model would take minutes."""
     count = min(usable_cores(), MAX_DRAWN)
     with ThreadPoolExecutor(count, "dummy-weights") as pool:
         for start in range(0, len(shards), count):

@@ -31,8 +31,8 @@ class MoE:
             name = f"{prefix}.{moe.family.shared_expert}"
             self.shared = SharedExpert(name, spec, moe, sharding)
         self.loads = torch.zeros(moe.num_experts, dtype=torch.int64, device=sharding.device)
-        """int64 `[num_experts]`: tokens of the last step per expert, with those that fill up a CUDA
-        graph. Its memory stays the same, because graphs write to it."""
+        """int64 `[num_experts]`: tokens of the last step per expert, padding of CUDA graphs
+        included. Its memory stays the same, because graphs write to it."""
 
     def __call__(self, x: Tensor) -> Tensor:
         own = self.all2all.share(len(x))
@@ -45,8 +45,8 @@ class MoE:
         return self.group.all_reduce(total)
 
     def _sum_slots(self, x: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Adds up what ranks say of each expert of a token before experts are weighted, so that all
-        that is rounded is so as on one rank."""
+        """Sums the ranks' parts of each expert's output before the experts are weighted, so that
+        values are rounded at the same points as on one rank."""
         slots = self.experts.slots(tokens, partial=True)
         if self.shared is not None:
             slots = torch.cat((slots, self.shared.partial(x)[:, None]), dim=1)
@@ -57,7 +57,7 @@ class MoE:
 
     @property
     def why_host_waits(self) -> str:
-        """Returns for which number the host waits in each step, "" if for none."""
+        """Returns which number the host waits for in each step, "" if none."""
         if self.all2all.host_waits:
             return "how many tokens each rank gets"
         return "" if self.experts.has_kernel else "how many tokens each expert gets"
@@ -109,8 +109,8 @@ def within_groups(scores: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Computes the sigmoid by softmax, which takes each row by itself: torch's sigmoid rounds the
-    last few numbers of a tensor in another way, so that a token's depend on how many there are."""
+    """Computes the sigmoid with softmax, which computes each row independently: torch's sigmoid
+    rounds the last elements of a tensor differently, so results would depend on the batch."""
     return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(-1)[..., 0]
 
 
@@ -143,7 +143,7 @@ class SharedExpert:
         return self._scaled(x, self.mlp.down_proj.addend(self.mlp.inner(x)))
 
     def partial(self, x: Tensor) -> Tensor:
-        """Returns this rank's part of the sum over ranks, of which `finish` makes the result."""
+        """Returns this rank's part of the sum over ranks, the input of `finish`."""
         return self.mlp.down_proj.partial(self.mlp.inner(x))
 
     def finish(self, x: Tensor, total: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class FusedExperts:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether one kernel computes all experts, and reads on the device how many rows each."""
+        """Whether one kernel computes all experts and reads the row counts on the device."""
         return self.gate_up_proj.has_kernel and self.down_proj.has_kernel
 
     def __call__(self, tokens: RoutedTokens) -> Tensor:
@@ -203,7 +203,7 @@ class FusedExperts:
         outputs = self.down_proj.linear(
             self._inner(tokens.hidden, order // k, counts), counts, partial
         )
-        if self.has_kernel:  # it has left out rows of other ranks' experts, which come last
+        if self.has_kernel:  # the kernel skips rows of other ranks' experts, which come last
             beyond = torch.arange(len(order), device=order.device) >= counts.sum()
             outputs.masked_fill_(beyond[:, None], 0)
         slots = outputs.new_zeros(count, k, outputs.shape[1])

@@ -24,7 +24,7 @@ class PackedMatrix:
 
     name: str  # the last part of the tensor's name
     bits: int
-    dim: int  # along which a word has several numbers
+    dim: int  # the dimension that words pack
     order: tuple[int, ...]  # position of each number in a word, from the low bits
     transposed: bool = True
 
@@ -45,7 +45,7 @@ class PackedMatrix:
         return replace(self, name="qzeros", dim=1)
 
     def shape_of(self, words: list[int]) -> tuple[int, int]:
-        """Returns the outputs and inputs of a matrix of so many words."""
+        """Returns (outputs, inputs) of a matrix whose packed shape is `words`."""
         rows, columns = words
         per_word = len(self.order)
         shape = (rows * per_word, columns) if self.dim == 0 else (rows, columns * per_word)
@@ -59,8 +59,8 @@ class PackedMatrix:
         target: Tensor,
         then: Callable[[Tensor], Tensor] = Tensor.contiguous,
     ) -> Shard:
-        """Returns the shard for the part `kept` of a matrix of `shape` numbers, both `[out, in]`.
-        `target` gets it passed through `then`."""
+        """Returns the shard for the part `kept` of a matrix of `shape`, both `[out, in]`. The
+        unpacked part goes through `then` into `target`."""
         per_word, name = len(self.order), f"{module}.{self.name}"
         if self.transposed:
             shape, kept = shape[::-1], kept[::-1]

@@ -1,4 +1,4 @@
-"""Tells what a rank of a model of transformers holds. Its class says that, not arithmetic."""
+"""The weights of a rank of a transformers model, read from its class (`hf/outline.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdserve.common.model.stages import Stage
 
 Sizes = tuple[tuple[int, int], ...]
-"""Outputs and inputs of matrices."""
+"""(outputs, inputs) of matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +16,10 @@ class RankWeights:
     """The weights of rank 0 of a stage, which holds most, before they are quantized."""
 
     nbytes: int
-    linears: tuple[Sizes, ...]  # of linear layers; those of a module with as many inputs together
+    linears: tuple[Sizes, ...]  # linear layers; those of a module with equal inputs are fused
     experts: tuple[tuple[int, int, int], ...]  # experts, outputs and inputs of stacked matrices
     tables: Sizes  # the head, and an embedding that is tied to it
 
 
 WeightsOf = Callable[[str, int, int, Stage], RankWeights]
-"""Takes the dtype, the tensor- and the expert-parallel size, and the stage."""
+"""(dtype, tensor-parallel size, expert-parallel size, stage) → the weights of rank 0."""

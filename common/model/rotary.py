@@ -52,7 +52,7 @@ def _stretch_llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
     """Applies Llama 3.1's scaling: wavelengths well inside the original context stay, those beyond
     it are scaled by `factor`, those between are interpolated."""
     wavelengths = 2 * math.pi / frequencies
-    turns = spec.original_max_position_embeddings / wavelengths  # over the original context
+    turns = spec.original_max_position_embeddings / wavelengths  # rotations per original context
     low, high = spec.low_freq_factor, spec.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     # In the order in which transformers rounds, to the bit.
@@ -68,12 +68,12 @@ def _stretch_yarn(frequencies: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
     if spec.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    width = (last - first) or 0.001  # transformers' own way out of a ramp without length
+    width = (last - first) or 0.001  # transformers' value for a ramp of length zero
     scaled = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
     return frequencies / spec.factor * scaled + frequencies * (1 - scaled)
 
 
 def _dimension_of(turns: float, spec: RopeSpec, head_dim: int) -> float:
-    """Returns the dimension, as a fraction, that turns so often over the original context."""
+    """Returns the (fractional) dimension that rotates `turns` times over the original context."""
     context = spec.original_max_position_embeddings
     return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))

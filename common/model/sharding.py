@@ -65,11 +65,11 @@ class Sharding:
     device: torch.device
     dtype: torch.dtype  # of computation, and of weights that are not quantized
     all2all: All2AllManager = field(default_factory=lambda: Replicated(GroupCoordinator()))
-    """Between the ranks of `group` that have different experts; default: each has all."""
+    """Moves tokens between the ranks of `group` that hold different experts; None: each has all."""
     quantization: Quantization | None = None
     kernels: Kernels = field(default_factory=TorchKernels)
     kv_cache_dtype: str = KV_AUTO  # one of KV_CACHE_DTYPES
-    blocks: int = 1  # of the inputs that ranks share (`MatrixPart.blocks`)
+    blocks: int = 1  # blocks in which split inputs are summed (`MatrixPart.blocks`)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -89,8 +89,8 @@ class MatrixPart:
     rows: slice
     columns: slice
     blocks: int = 1
-    """Into how many blocks, a power of two, the inputs of the whole matrix are cut, each of which
-    kernels sum up by itself."""
+    """The number of blocks, a power of two, into which the whole matrix's inputs are cut; kernels
+    sum each block separately."""
 
     @property
     def count(self) -> int:
@@ -98,8 +98,8 @@ class MatrixPart:
         return int(self.rows.stop - self.rows.start)
 
     def block(self, fits: Callable[[int], bool]) -> int:
-        """Returns the inputs of a block: for fewer blocks where their size does not fit; all that
-        this rank keeps if they are not whole blocks."""
+        """Returns the inputs per block: of fewer, larger blocks if their size does not fit; all
+        that this rank keeps if these are not whole blocks."""
         blocks, own = self.blocks, self.columns.stop - self.columns.start
         while blocks > 1 and (self.shape[1] % blocks or not fits(self.shape[1] // blocks)):
             blocks //= 2
@@ -117,5 +117,5 @@ def columns_of(parts: Sequence[MatrixPart]) -> slice:
 
 
 def whole_words_of(itemsize: int) -> Callable[[int], bool]:
-    """Returns whether so many numbers fill words of kernels."""
+    """Returns a predicate: whether a number of elements fills whole 32-bit words."""
     return lambda inputs: inputs * itemsize % 4 == 0

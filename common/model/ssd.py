@@ -1,5 +1,5 @@
-"""Mamba-2 (state-space duality, arXiv:2405.21060): layers whose states are kept as those of the
-delta net (`delta_net.py`) are."""
+"""Mamba-2 (state-space duality, arXiv:2405.21060): layers whose states are stored like those of the
+gated delta net (`delta_net.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.common.model.delta_net import DeltaContext
 from pdserve.common.model.kernels.native import NativeKernels, call_of
 
-MAX_CHUNK = 256  # tokens that are computed together in torch
+MAX_CHUNK = 256  # tokens that torch computes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SSDSizes:
 
     @property
     def width(self) -> int:
-        """The numbers of a token: x, B and C."""
+        """Elements per token: x, B and C."""
         return self.inner + 2 * self.groups * self.state_dim
 
     @property
@@ -40,20 +40,19 @@ class SSDSizes:
 
     @property
     def numbers(self) -> int:
-        """The numbers of a state: a matrix per head, and the inputs that the convolution still
-        needs."""
+        """Elements of a state: a matrix per head, and the last inputs of the convolution."""
         return self.matrices + (self.kernel - 1) * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class SSDInputs:
-    """The inputs of a layer for a step's T tokens before the convolution; float32 but `mixed`."""
+    """A layer's inputs for a step's T tokens before the convolution; float32 but for `mixed`."""
 
     sizes: SSDSizes
     mixed: Tensor  # [T, width]
-    steps: Tensor  # [T, heads], of time
-    rates: Tensor  # [heads], of decay: negative
-    skips: Tensor  # [heads], the factor of x that is added to the output
+    steps: Tensor  # [T, heads], time steps
+    rates: Tensor  # [heads], decay rates, negative
+    skips: Tensor  # [heads], factors of x in the output
     weights: Tensor  # of the convolution, [kernel, width]
     bias: Tensor  # [width]
 

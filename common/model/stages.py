@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pdserve.common.config.node import ParallelConfig
+from pdserve.common.config.engine import ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 
@@ -26,7 +26,7 @@ class Stage:
         return self.end - self.start
 
     def over(self, places: int) -> Stage:
-        """Returns the stage in layers that count as so many each."""
+        """Returns the stage if each layer counts as `places` layers."""
         return Stage(self.start // places, self.end // places, self.first, self.last)
 
     @classmethod
@@ -70,6 +70,6 @@ def parse_partition(text: str | None) -> tuple[int, ...] | None:
 
 
 def stages_of(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Stage, ...]:
-    """Returns the stages of the options; raises ConfigError if the layers cannot be split so."""
+    """Returns the stages of the options; raises ConfigError if they do not fit the layers."""
     partition = parse_partition(parallel.pipeline_partition)
     return pipeline_stages(spec.num_layers, parallel.pipeline_parallel_size, partition)

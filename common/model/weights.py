@@ -43,8 +43,8 @@ class Weight(Protocol):
         """Returns `[out, in]` in the dtype; read-only."""
 
     def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
-        """Computes `[T, in] → [T, out]`, in the dtype of `x`; with `partial`, without bias, what is
-        to be added to that of other ranks: in float32 by native kernels."""
+        """Computes `[T, in] → [T, out]` in the dtype of `x`. `partial`: leaves out the bias and
+        returns this rank's part of a sum over ranks, which native kernels keep in float32."""
 
     def shards(self) -> Iterator[Shard]:
         """Yields this rank's parts of the checkpoint."""
@@ -80,10 +80,10 @@ def make_table(part: MatrixPart, rows: int, sharding: Sharding) -> Table:
 
 class WeightMatrix:
     """A matrix `[out, in]`, in row-major order while it is loaded. `pack` then reorders it in place
-    if the kernels multiply it in their own order, faster, and each token alike in every batch."""
+    for native kernels: they are faster, and a token's result does not depend on the batch."""
 
     def __init__(self, tensor: Tensor, kernels: Kernels, part: MatrixPart | None = None) -> None:
-        """`part`: of which the inputs are, all if None."""
+        """`part`: the checkpoint matrix, if its inputs are summed in blocks."""
         self._packer = kernels.packer
         whole_words = whole_words_of(tensor.itemsize)
         self._block = tensor.shape[1] if part is None else part.block(whole_words)
@@ -184,8 +184,8 @@ class Int8Matrix:
 
     @classmethod
     def rounded_of(cls, dense: Tensor, largest: Tensor, kernels: Kernels) -> Int8Matrix:
-        """Rounds `[out, in]`, whose channels' largest weights, with those of other ranks, are
-        `largest` `[out]`."""
+        """Quantizes `[out, in]`. `largest` `[out]`: each channel's largest absolute weight, over
+        all ranks that share its inputs."""
         scales = scales_of(largest, dense.dtype)
         values = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
         found = Int8Matrix(values, scales, kernels)
@@ -255,7 +255,7 @@ def channel_scales(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scales of channels `[out]` whose largest weights are these."""
+    """Returns the scales `[out]` of channels with these largest absolute weights."""
     scales = (largest.float() / INT8_MAX).to(dtype)
     return scales.masked_fill(scales == 0, 1.0)
 

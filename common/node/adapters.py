@@ -1,7 +1,7 @@
 """The LoRA adapters that are loaded on a node, which jobs may name.
 
 An adapter that no router wants any more stays loaded until its place is needed. So routers that
-want different adapters do not unload each other's, and one that is wanted again is still there.
+want different adapters do not unload each other's, and one that is wanted again is still loaded.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class NodeAdapters:
 
 
 class AdaptersService(pb_grpc.AdaptersServicer):
-    """Takes the adapters that routers want."""
+    """Loads the adapters that routers ask for."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@
 
 Among the replicas that can take the job at once, or among all if none can, it chooses the one with
 the least work, then the fewest sequences, then the lowest index. So cached tokens attract a job to
-their replica until that one has as many more tokens to compute than another: prefixes stay together
-and load does not pile up. The cost of prefill and the load of decode are added in one unit, as in
+the least work, then the fewest sequences, then the lowest index. So cached tokens attract a job to
+their replica until it has as many more pending tokens than another: prefixes stay together
 NVIDIA Dynamo's KV router.
 """
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
-from pdserve.common.config.node import AUTO, WorkerNodeConfig
+from pdserve.common.config.engine import AUTO
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.block_hash import HASHER
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob
@@ -52,7 +53,7 @@ _CHECKS = 4  # of the watchdog within its timeout
 
 
 class TransferSetup(Protocol):
-    """Says how a node takes part in KV transfers; `kv_transfer/selection.py` makes it."""
+    """A node's settings for KV transfers; `kv_transfer/selection.py` makes it."""
 
     @property
     def fingerprint(self) -> str:
@@ -60,7 +61,7 @@ class TransferSetup(Protocol):
 
     @property
     def connectors(self) -> tuple[str, ...]:
-        """The names announced to the router, the preferred first; empty: no KV comes or goes."""
+        """The names announced to the router, the preferred first; empty: no KV transfers."""
 
     @property
     def rank_factory(self) -> str: ...  # as `ExtensionConfig.factory`
@@ -141,7 +142,7 @@ class EngineNode(ABC, Generic[S, T]):
         """Ends the calls that last as long as the node."""
 
     def unhealthy_reason(self) -> str:
-        """Returns why no token could be produced; empty if one could. The reason may pass."""
+        """Returns why the node cannot produce tokens at present; empty if it can."""
         any_healthy = any(not each.unhealthy_reason for each in self.replicas)
         return "" if any_healthy else unhealthy_reasons(self.replicas)
 

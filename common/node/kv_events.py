@@ -1,11 +1,11 @@
-"""A node's KV events: what its replicas' prefix caches gain and lose, for routers and others.
+"""A node's KV events: additions to and removals from its replicas' prefix caches.
 
     KVPool ─ stored, removed ─▶ KVEventLog ─ a batch for each turn of the loop ─┬─▶ ZeroMQ
                                 (one for each replica)                          └─▶ Subscription
 
-Without a taker a log does not listen, so events cost nothing. A router's subscription begins with a
-snapshot. So does what follows when the router has been too far behind: what it had not read is
-dropped, since the cache as it is now says it all.
+A log without subscribers does not listen to the pool, so events cost nothing. A router's
+subscription begins with a snapshot of the cache. If the router falls too far behind, its unread
+batches are dropped and it gets another snapshot.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pdserve.common.rpc.kv_events import (
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 
 MAX_BEHIND = 2**17  # blocks in the batches that a router has not read
-MAX_BATCH = 2**11  # blocks in a message to a router, who takes them in a few milliseconds
-PAUSE = 0.5  # seconds after each replica's message in which events gather: each costs the router
+MAX_BATCH = 2**11  # blocks per message, which a router processes in a few milliseconds
+PAUSE = 0.5  # seconds between messages, in which events gather: a message costs the router CPU
 
 Take = Callable[[KVEventBatch], None]
 
 
 class KVEventLog:
-    """Makes batches of the changes of one replica's prefix cache, for whoever takes them."""
+    """Batches the changes of one replica's prefix cache for its subscribers."""
 
     def __init__(self, replica: int, pool: KVPool, metrics: NodeMetrics) -> None:
         self._replica = replica
@@ -53,7 +53,7 @@ class KVEventLog:
         self._pending: list[KVEvent] = []
 
     def attach(self, take: Take) -> None:
-        """Calls `take` with every batch of what happens from now on; it must not block."""
+        """Calls `take` with every later batch; it must not block."""
         self.flush()
         self._takers.append(take)
         self._pool.listen(self)
@@ -65,7 +65,7 @@ class KVEventLog:
             self._pending = []
 
     def snapshot(self) -> Iterator[KVEventBatch]:
-        """Yields batches that say what is cached at the time of the call."""
+        """Yields batches of the blocks that are cached at the time of the call."""
         self.flush()
         return self._snapshot(self._pool.cached())
 
@@ -76,7 +76,7 @@ class KVEventLog:
             yield self._batch([*first, BlockStored(hashes, None, [], self._pool.block_size)])
             first = []
 
-    # ---- what the pool says -----------------------------------------------------------------
+    # ---- CacheListener ----------------------------------------------------------------------
 
     def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
         size = self._pool.block_size
@@ -104,7 +104,7 @@ class KVEventLog:
         self._pending.append(event)
 
     def flush(self) -> None:
-        """Gives all that has happened to the takers."""
+        """Passes the pending events to the subscribers."""
         if not self._pending:
             return
         batch, self._pending = self._batch(self._pending), []
@@ -124,10 +124,10 @@ class Subscription:
         self._logs = logs
         self._metrics = metrics
         self._stale = True  # it needs a snapshot
-        self._caught_up = False  # it has had all of the last one
+        self._caught_up = False  # it has sent all of the last snapshot
         self._snapshot: Iterator[KVEventBatch] = iter(())
         self._pending: deque[KVEventBatch] = deque()
-        self._behind = 0  # blocks in them
+        self._behind = 0  # blocks in the pending batches
         self._wake = asyncio.Event()
         self._ending = asyncio.Event()
 
@@ -136,7 +136,7 @@ class Subscription:
         for log in self._logs:
             log.attach(self._take)
         try:
-            told = set[int | None]()  # replicas, since the last pause
+            told = set[int | None]()  # replicas with a message since the last pause
             for number in count():
                 while (batch := self._next()) is None and not self._ending.is_set():
                     self._wake.clear()
@@ -158,8 +158,8 @@ class Subscription:
         self._wake.set()
 
     def _others(self, told: Collection[int | None]) -> bool:
-        """Whether there is more to tell at once: of a replica that is not among these, or more
-        than a message holds."""
+        """Whether to send another message without a pause: one of a replica that is not in `told`,
+        or a full one."""
         full = self._behind >= MAX_BATCH
         return full or any(each.data_parallel_rank not in told for each in self._pending)
 
@@ -189,9 +189,10 @@ class Subscription:
         self._caught_up = True
         if not self._pending:
             return None
-        return self._first_replica_s()
+        return self._next_of_first_replica()
 
-    def _first_replica_s(self) -> KVEventBatch:
+    def _next_of_first_replica(self) -> KVEventBatch:
+        """Takes the pending events of the replica that waits longest, up to a full message."""
         """Takes what is pending of the replica that waits longest, as far as a message holds it."""
         first, size, events = self._pending[0], 0, list[KVEvent]()
         kept = deque[KVEventBatch]()

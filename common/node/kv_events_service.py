@@ -1,4 +1,4 @@
-"""The takers of a node's KV events: routers over gRPC, and others over ZeroMQ if so configured."""
+"""Serves a node's KV events: to routers over gRPC and, if configured, over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.common.rpc.status import serving
 
 
 class KVEventsService(pb_grpc.KVEventsServicer):
-    """Tells routers, and whoever subscribes to the publishers, what the node has cached."""
+    """Sends KV events to the routers that subscribe, and to the ZeroMQ publishers."""
 
     def __init__(self, metrics: NodeMetrics, blame: Blame) -> None:
         self._metrics = metrics

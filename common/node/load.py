@@ -76,19 +76,19 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("num_requests_remote", "Sequences waiting for their KV", lambda s: len(s.remote)),
     (
         "kv_cache_usage_perc",
-        "KV blocks held, in the fullest KV group; 1 is all",
+        "Share of KV blocks that sequences hold, in the fullest KV group (0 to 1)",
         lambda s: s.pool.num_held / s.pool.num_blocks,
     ),
     (
         "kv_blocks_free",
-        "KV blocks that no sequence holds; of a fuller KV group their share",
+        "KV blocks that no sequence holds; if another KV group is fuller, the same share",
         lambda s: s.pool.num_blocks - s.pool.num_held,
     ),
     ("kv_blocks", "KV blocks of the first KV group", lambda s: s.pool.num_blocks),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("num_preemptions", "Sequences set back to waiting", lambda s: s.num_preemptions),
-    ("sequences_failed", "Sequences ended by a row that had no result", lambda s: s.num_failed),
+    ("sequences_failed", "Sequences that a step had no result for", lambda s: s.num_failed),
     ("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens sampled", lambda s: s.generation_tokens),
     ("prefix_cache_queries", "Prompt tokens looked up", lambda s: s.cache_queries),

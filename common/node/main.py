@@ -20,7 +20,7 @@ from pdserve.common.obs.process import exit_within
 logger = logging.getLogger(__name__)
 
 OPEN_FILES = 512  # ranks and libraries take some 60, each router and peer a few more
-SPINS = "1000"  # rounds, some 20 µs, for which a thread of torch spins before it sleeps
+SPINS = "1000"  # rounds, about 20 µs, that a torch thread spins before it sleeps
 
 
 def run_node(

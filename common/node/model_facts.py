@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.model_spec import ModelSpec
@@ -26,7 +26,7 @@ from pdserve.common.planning.kv_budget import fit_context
 class ModelFacts:
     name: str
     spec: ModelSpec
-    max_model_len: int  # with --max-model-len auto the model's, until `within` knows the cache
+    max_model_len: int  # with auto the model's, until `within` limits it
     revision: str
     dtype: str
     device: str  # "cpu" or "cuda", of all ranks
@@ -35,7 +35,7 @@ class ModelFacts:
 
     @classmethod
     def read(cls, engine: EngineConfig) -> ModelFacts:
-        """Reads the facts. Raises ConfigError when this node cannot serve the model so."""
+        """Reads the facts. Raises ConfigError if the node cannot serve the model like this."""
         config = engine.model
         assert config.model is not None, "call resolve_model first"
         folder = Path(config.model)
@@ -84,11 +84,11 @@ class ModelFacts:
 
 
 def _check_state(spec: ModelSpec, engine: EngineConfig) -> None:
-    """Raises ConfigError for options that need a recurrent state to go back."""
+    """Raises ConfigError for options that need to roll back a recurrent state."""
     if engine.speculation.speculation is not None:
         raise ConfigError(
             f"--speculative-config: {spec.architecture} has linear attention, whose state does not "
-            "go back to the token before a guess that was wrong; leave the option out"
+            "roll back after a rejected draft; leave the option out"
         )
 
 
@@ -100,8 +100,8 @@ def _draft(engine: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
     what = f"--speculative-config: draft model {config.model}"
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"{what}: its guesses must be known to the first of --pipeline-parallel-size "
-            f"{parallel.pipeline_parallel_size} stages; method ngram works with stages"
+            f"{what} needs one pipeline stage, since the first stage must know its drafts: with "
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size} use method ngram"
         )
     try:
         draft = ModelSpec.from_folder(config.model)

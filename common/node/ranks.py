@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.distributed.launch import make_executor

@@ -1,5 +1,5 @@
-"""The registration of a node with its routers, each for itself: one that dies, hangs or does not
-know the cluster key is no trouble for the others."""
+"""The registration of a node with its routers. Each is independent: a router that dies, hangs or
+has another cluster key does not disturb the others."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Load = Callable[[str], pb.NodeLoad]
 class Registrations:
     """Keeps a node registered with every router of --router, until `deregister`.
 
-    A name that has several addresses stands for a router at each. Names are looked up again and
-    again: a router that is new there is registered with, and one that has left the name is kept
-    as long as it answers, so that a name server's failure takes nothing away. A router may name
-    siblings at its host, its other workers: each is registered with as if it were given.
+    A name with several addresses stands for a router at each. Names are resolved again regularly:
+    the node registers with new routers, and keeps one that has left the name as long as it answers,
+    so a failing name server has no effect. A router may name siblings on its host, its other
+    worker processes; the node registers with them as if they were given.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Registrations:
 
     def _load_for(self, router: str) -> pb.NodeLoad:
         load = self._load(router)
-        # By their ids: one that two addresses lead to is one.
+        # Count routers by id: two addresses may lead to one router.
         load.routers = len({each.router_id for each in self._kept.values() if each.registered})
         return load
 
@@ -101,11 +101,11 @@ class Registrations:
         await self._kept[address].run(lambda: address in self._wanted())
         del self._kept[address]
         await self._channels.drop([address])
-        logger.info("router %s is no longer one of --router, and is given up", address)
+        logger.info("router %s is no longer among --router and does not answer: left", address)
 
     def _wanted(self) -> dict[str, str]:
-        """The addresses to register at, and the router of --router that each belongs to: those that
-        it names, and the siblings of who answers there."""
+        """The addresses to register at → the router of --router that each belongs to: the resolved
+        addresses, and the siblings of the routers that answer there."""
         named = {each: router for router, found in self._found.items() for each in found}
         siblings = {
             _joined(address.rpartition(":")[0].strip("[]"), str(port)): router
@@ -116,7 +116,7 @@ class Registrations:
         return {**siblings, **named}
 
     async def _look_up(self, router: str) -> None:
-        """A name that cannot be looked up keeps the addresses that it had."""
+        """Resolves the router's name; if that fails, the name keeps its addresses."""
         host, _, port = router.rpartition(":")
         if _is_ip(host):
             return
@@ -133,9 +133,8 @@ class Registrations:
 
 
 def several(hosts: Iterable[str]) -> list[str]:
-    """Returns the IP addresses of the family that has most of them, in their order; none if there
-    is no second one: a name with one address of each family is one host, which is dialled by its
-    name."""
+    """Returns the IP addresses of the family that has the most, in order. Returns none if that is
+    only one: a name with one address per family is one host, which is dialled by its name."""
     families: defaultdict[int, dict[str, None]] = defaultdict(dict)
     for host in hosts:
         families[ipaddress.ip_address(host.partition("%")[0]).version][host] = None
@@ -156,7 +155,7 @@ def _joined(host: str, port: str) -> str:
 
 
 def _outcome(error: grpc.aio.AioRpcError | TimeoutError) -> tuple[bool, str]:
-    """Whether no router is there, and what to say."""
+    """Returns (whether no router answers there, the reason to log)."""
     if isinstance(error, TimeoutError):
         return False, f"no answer to a heartbeat within {_RPC_TIMEOUT:g} s"
     return error.code() in _AWAY, error.details() or error.code().name
@@ -189,7 +188,7 @@ class Registration:
         self._interval = 1.0
         self.registered = False
         self.router_id = ""  # once it has been registered
-        self.sibling_ports: list[int] = []  # as it named them last
+        self.sibling_ports: list[int] = []  # as the router last named them
         self._on_siblings = on_siblings
         self._beats: Any = None  # the stream of heartbeats, once it is open
 
@@ -243,10 +242,10 @@ class Registration:
             logger.info("registered with router %s as %s", self._router, self._info.node_id)
 
     async def _answer(self, beat: pb.HeartbeatRequest) -> pb.HeartbeatResponse | None:
-        """The answer, on the stream of all heartbeats; None: the router has ended that.
+        """Sends a heartbeat; returns the answer, None if the router has ended the stream.
 
         Raises:
-            TimeoutError: there was none in time.
+            TimeoutError: the router did not answer in time.
             grpc.aio.AioRpcError: the stream has failed.
         """
         if self._beats is None:

@@ -87,7 +87,7 @@ class Replica(Generic[S, T]):
 
     @property
     def unhealthy_reason(self) -> str:
-        """Returns why it could not produce a token; empty if it could."""
+        """The reason why the replica cannot produce tokens; empty if it can."""
         return self.name + self.watchdog.reason if self.watchdog.reason else ""
 
     def is_healthy(self) -> bool:
@@ -149,14 +149,14 @@ class Replica(Generic[S, T]):
 
 
 class Watchdog:
-    """Judges by numbers whether an engine that has work makes progress.
+    """Detects from the engine's counters whether an engine with work makes progress.
 
     It is unhealthy when there is work and nothing has changed for `timeout` seconds: a step does
     not return, a rank does not answer a call (of the KV transfer), or the first sequence in the
     queue finds no blocks. A long queue alone is no fault: while steps are computed, tokens are
     produced.
 
-    `check` must be called several times within `timeout` seconds, because it takes the time.
+    `check` must be called several times within `timeout` seconds, because it measures the time.
     """
 
     def __init__(self, timeout: float, now: Callable[[], float] = monotonic) -> None:
@@ -164,9 +164,9 @@ class Watchdog:
         self._progress = _Stopwatch(now)
         self._call = _Stopwatch(now)
         self.stalled = False
-        """Whether a rank stalls, so that nothing in this engine makes progress."""
+        """Whether a rank stalls, so that the engine makes no progress."""
         self.reason = ""
-        """Why no token could be produced; empty if one could."""
+        """The reason why the engine cannot produce tokens; empty if it can."""
 
     def check(self, progress: EngineProgress) -> None:
         """Sets `stalled` and `reason` for the present state of the engine."""
@@ -189,7 +189,7 @@ class Watchdog:
 
 
 class _Stopwatch:
-    """Measures how long a state has been the same, by the checks."""
+    """Measures how long a state has been the same, at the times of the checks."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -1,5 +1,5 @@
-"""The utilisation of a replica's ranks: the FLOPs and bytes of its steps, by arithmetic, divided by
-time and by the ranks' peaks."""
+"""The utilisation of a replica's ranks: computed FLOPs and bytes of its steps, divided by time and
+by the ranks' peaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from time import monotonic
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.common.config.node import ParallelConfig
+from pdserve.common.config.engine import ParallelConfig
 from pdserve.common.core.core_table import lent_seconds
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.messages import Peaks
@@ -36,8 +36,7 @@ class Utilisation:
         peaks: Peaks,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """Takes the scheduler's `done`, which keeps counting, and the `cost` of all stages
-        together."""
+        """`done`: the scheduler's running sum of steps. `cost`: of all stages together."""
         self.peaks = peaks
         self._done, self._cost, self._stages, self._now = done, cost, stages, now
         self._samples = deque([(now(), copy(done))])  # the oldest is WINDOW old, or the first
@@ -99,12 +98,12 @@ class UtilisationCollector(Collector):
         yield _gauge("bandwidth_utilisation", f"Bytes a rank must move ÷ its peak, {last}", used)
         yield _gauge(
             "peak_flops_per_second",
-            "A rank's large products of matrices: --peak-tflops, or measured at start",
+            "Peak of a rank in large matrix products: --peak-tflops, or measured at start",
             [each.flops for each in peaks],
         )
         yield _gauge(
             "peak_bytes_per_second",
-            "A rank's reads of memory: --peak-bandwidth, or measured at start",
+            "Peak memory bandwidth of a rank: --peak-bandwidth, or measured at start",
             [each.bandwidth for each in peaks],
         )
 
@@ -134,7 +133,7 @@ class LentCoresCollector(Collector):
             "pdserve_lent_core_seconds",
             "Time for which other nodes computed on this one's cores while it did not",
         )
-        with suppress(OSError):  # the file is gone: there is nothing to say
+        with suppress(OSError):  # the file has been deleted
             seconds = lent_seconds(self._file)
             found.add_metric((), sum(seconds[core] for core in self._cores))
         yield found

@@ -145,7 +145,7 @@ class RouterMetrics(_Metrics):
         self.prompts = self._counter(
             "prompts_total",
             "Prompts answered, by how the decode node got their KV: transferred from a prefill "
-            "node, local (computed as configured), stand_in (computed for want of a prefill node)",
+            "node, local (computed as configured), stand_in (computed for lack of a prefill node)",
             "path",
         )
         self.recomputed_tokens = self._counter(
@@ -156,7 +156,7 @@ class RouterMetrics(_Metrics):
         )
         self.policy_failures = self._counter(
             "placement_policy_failures_total",
-            "Choices of a policy that raised, or named a node that does not fit; load decided",
+            "Placements in which the policy failed or chose an unsuitable node; load decided",
             "role",
         )
         self.prefix_index_queries = self._counter(
@@ -221,7 +221,7 @@ class RouterMetrics(_Metrics):
         itl: float | None,
         slo_itl: float | None,
     ) -> None:
-        """Records what a finished request was promised, and what it got; all in seconds."""
+        """Records the SLOs and latencies of a finished request; all in seconds."""
         if predicted and ttft is not None:
             self.predicted_ttft.observe(predicted)
             self.ttft_over_predicted.observe(ttft / predicted)
@@ -283,8 +283,8 @@ class NodeMetrics(_Metrics):
         )
         self.kv_events = self._counter(
             "kv_events_total",
-            "KV events sent to routers and --kv-events-config, by type; Snapshot: all of the "
-            "prefix cache, to a router that is new or was too far behind",
+            "KV events sent to routers and --kv-events-config, by type; Snapshot: the whole prefix "
+            "cache, sent to a router that is new or was too far behind",
             "event",
         )
         for event in ("BlockStored", "BlockRemoved", "Snapshot"):

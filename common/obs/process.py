@@ -108,7 +108,7 @@ _FRAMES = 3  # innermost frames shown per thread
 
 def exit_within(seconds: float = STOP_LIMIT) -> None:
     """If this process still runs after `seconds`, logs its threads' positions and exits with code
-    1. (Python would wait for ever for a thread in a step that never returns.) Cannot be undone."""
+    1. (Python would wait for a thread whose step never returns.) Cannot be undone."""
     threading.Thread(target=_exit_after, args=(seconds,), name="exit-limit", daemon=True).start()
 
 

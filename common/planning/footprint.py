@@ -25,11 +25,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 CONTEXT_BYTES = 640 * 2**20  # CUDA context and kernels, cuBLAS' and FlashInfer's workspaces
 COMMUNICATOR_BYTES = 512 * 2**20  # NCCL's buffers, where there is more than one rank
 
-LOGIT_BYTES = 9  # of a sampling step: float32, and the counts of its token that penalties need
-SAMPLER_BYTES = 38  # of each logit that is sampled from at once: its float64 copies while sorted
-SAMPLED_AT_ONCE = 2**23  # logits
+LOGIT_BYTES = 9  # per logit of a step: float32, and the token's counts for penalties
+SAMPLER_BYTES = 38  # per logit sampled at once: its float64 copies while sorting
+SAMPLED_AT_ONCE = 2**23  # logits sampled at once
 
-ROUNDING_BYTES = 5  # of a number that is rounded to int8: it in float32, and rounded
+ROUNDING_BYTES = 5  # per element quantized to int8: float32 and int8 copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Matrix:
     columns: int  # inputs of this rank
     inputs: int  # inputs of the whole matrix
     parts: int = 1
-    plain: bool = False  # whether it is in the dtype whatever the quantization, without adapters
+    plain: bool = False  # never quantized, without adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Footprint:
     tp: int = 1
     ep: int = 1  # ranks of `tp` over which experts are spread
     kv_cache_dtype: str = KV_AUTO
-    weights_of: WeightsOf | None = None  # of a model of transformers; without it the whole's count
+    weights_of: WeightsOf | None = None  # with transformers; None: assumes the whole model
 
     @property
     def item(self) -> int:
@@ -116,8 +116,8 @@ class Footprint:
         return held.nbytes - self._held_weights(stage) + one
 
     def _largest_read(self, stage: Stage) -> int:
-        """Returns the numbers of the largest matrix of the checkpoint of which a rank reads rows,
-        of all their inputs."""
+        """Returns the elements of the largest checkpoint matrix that a rank reads by rows, with all
+        of their inputs."""
         layers = chain.from_iterable(map(self.matrices, range(stage.start, stage.end)))
         experts = () if self.spec.moe is None else self._expert(self.spec.moe)
         sizes = [each.rows * each.inputs // each.parts for each in chain(layers, experts)]
@@ -239,7 +239,7 @@ class Footprint:
         return (count * rank * self._adapted(stage) + step) * self.item
 
     def _adapted(self, stage: Stage) -> int:
-        """Returns the numbers that an adapter of rank 1 has."""
+        """Returns the elements of an adapter of rank 1."""
         if self.spec.impl != "native":
             return sum(
                 (sum(rows for rows, _ in group) + group[0][1]) * len(group)

@@ -7,13 +7,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from operator import mul
 
-from pdserve.common.config.node import AUTO, EngineConfig
+from pdserve.common.config.engine import AUTO, EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
 
 USUAL_TOKENS = 1024
-"""Tokens of a sequence, for which states are counted: of fewer the blocks of states are the first
-to run out, of more those of tokens."""
+"""Assumed tokens per sequence when counting state blocks. With shorter sequences state blocks run
+out first, with longer ones token blocks."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -43,8 +43,8 @@ def gpu_cache_bytes(total: int, utilization: float, others: int, peak: int) -> i
     """Returns the bytes left for KV on a GPU of `total` bytes, negative if the model does not fit.
 
     `others`: this process's memory outside torch (CUDA context, communicators). `peak`: most bytes
-    torch holds (weights and the largest step's activations). What other processes hold is not of
-    this node's share.
+    torch holds (weights and the largest step's activations). Memory of other processes does not
+    count against this node's share.
     """
     return int(total * utilization) - others - peak
 

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from operator import mul
 from typing import Any
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS
@@ -117,7 +117,7 @@ class RankBudget:
 
     @property
     def loaded(self) -> int:
-        """The peak before there are steps and a KV cache."""
+        """The peak while weights are loaded, before steps and KV cache."""
         return self.weights + self.loading + self.overhead
 
 

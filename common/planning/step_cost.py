@@ -16,8 +16,8 @@ from pdserve.common.model.stages import Stage
 from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix
 
 STATE_FLOPS = 7
-"""Per number of a gated delta net's state and token: its decay, two products with the key, one with
-the query."""
+"""FLOPs per token and state element of a gated delta net: the decay, two products with the key and
+one with the query."""
 _NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # first matrix → fused matrix
 
 

@@ -99,7 +99,7 @@ class Channels:
         self._tls = tls
         self._files = None if tls is None else tls.renewals()
         self._credentials = None if tls is None else _channel_credentials(tls)
-        # Of certificates that have been renewed since: calls on them go on.
+        # Channels with an older certificate: their calls continue.
         self._retired: dict[str, list[grpc.aio.Channel | SignedChannel]] = {}
         self._signer = signer
         self._channels: dict[str, grpc.aio.Channel | SignedChannel] = {}
@@ -119,8 +119,8 @@ class Channels:
         return channel
 
     def _renew(self) -> None:
-        """Servers would refuse a channel that connects again with a certificate that has expired
-        meanwhile."""
+        """Replaces the channels after our certificate was renewed: a server would refuse one that
+        reconnects with a certificate that has expired since."""
         if self._tls is None or self._files is None or not self._files.renewed():
             return
         self._credentials = _channel_credentials(self._tls)
@@ -189,7 +189,7 @@ class SignedChannel:
     def stream_stream(
         self, method: str, request_serializer: Serializer, *args: Any, **options: Any
     ) -> Callable[..., Any]:
-        """Its calls are gRPC's own, and none is repeated."""
+        """Returns gRPC's own calls, which are not repeated."""
         call = self._channel.stream_stream(method, request_serializer, *args, **options)
 
         def start(**options: Any) -> Any:
@@ -257,7 +257,7 @@ class SignedCall:
         return await ask(self._call)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """It is called when the first try has ended; awaiting the call repeats it if need be."""
+        """Calls `callback` when the first attempt has ended; awaiting may start a second one."""
         self._call.add_done_callback(callback)
 
     def cancel(self) -> bool:

@@ -19,11 +19,11 @@ from pdserve.common.rpc.receive import Context, Handler, one_of_few, read_messag
 from pdserve.common.rpc.status import serving
 
 SERVICE = "/grpc.health.v1.Health/"
-MAX_NBYTES = 4096  # of a request, which is a service's name
-MAX_READS, MAX_OWN_READS = 64, 16  # requests being read at a time, and those of one host
-READ = 5.0  # seconds in which a request comes
-MAX_WATCHES, MAX_OWN_WATCHES = 128, 16  # calls of Watch at a time
-WATCH = 600.0  # seconds of a Watch; who wants to know more asks again
+MAX_NBYTES = 4096  # per request, which is a service's name
+MAX_READS, MAX_OWN_READS = 64, 16  # requests read at a time, in all and per host
+READ = 5.0  # seconds for a request to arrive
+MAX_WATCHES, MAX_OWN_WATCHES = 128, 16  # Watch calls at a time, in all and per host
+WATCH = 600.0  # seconds until a Watch ends; the client calls again
 
 _UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 

@@ -14,8 +14,8 @@ MEDIUM = "GPU"  # vLLM's word for the cache that steps read, on CPUs too
 
 
 class BlockStored(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """Blocks that follow each other have come. In a snapshot, and for routers, there are no
-    `token_ids`; in a snapshot there is no parent either."""
+    """Consecutive blocks were added to the prefix cache. Snapshots, and messages to routers, have
+    no `token_ids`; snapshots have no parent either."""
 
     block_hashes: list[int]
     parent_block_hash: int | None  # None: the first one begins a prompt
@@ -27,21 +27,21 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """Blocks have left, in any order."""
+    """Blocks were removed, in any order."""
 
     block_hashes: list[int]
     medium: str | None = MEDIUM
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """All blocks have left. A snapshot begins with it."""
+    """All blocks were removed. A snapshot begins with this event."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The changes of a moment, in order."""
+    """The changes in one turn of the event loop, in order."""
 
     ts: float  # Unix time by the node's clock
     events: list[KVEvent]
@@ -57,7 +57,7 @@ def encode_batch(batch: KVEventBatch) -> bytes:
 
 
 def decode_batch(message: bytes) -> KVEventBatch:
-    """Raises msgspec.DecodeError: it is not a batch."""
+    """Decodes a batch; raises msgspec.DecodeError if the bytes are something else."""
     return _decoder.decode(message)
 
 
@@ -69,7 +69,7 @@ def num_blocks(batch: KVEventBatch) -> int:
 
 
 def without_tokens(batch: KVEventBatch) -> KVEventBatch:
-    """Returns the batch for those who make the hashes themselves."""
+    """Returns the batch without token ids, for receivers that compute the hashes themselves."""
     replace = msgspec.structs.replace
     events = [
         replace(each, token_ids=[]) if isinstance(each, BlockStored) else each

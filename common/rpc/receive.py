@@ -74,7 +74,7 @@ def reading_first(
 
 
 def two_way(handler: Handler, admit: Callable[[Context], None]) -> Handler:
-    """Returns a handler of a stream of small messages, which it answers as it likes. It ends after
+    """Returns a handler of a stream of small messages and answers, in any order. It ends after
     SILENCE seconds without a message or an answer. `admit` raises for callers without
     permission."""
 
@@ -95,8 +95,8 @@ def two_way(handler: Handler, admit: Callable[[Context], None]) -> Handler:
 async def converse(
     handler: Handler, context: Context, most: int, limit: asyncio.Timeout | None = None
 ) -> None:
-    """Has the handler answer messages of at most `most` bytes until it ends. Each message, and each
-    answer, moves `limit`.
+    """Passes messages of at most `most` bytes to the handler and sends its answers, until it ends.
+    Each message and each answer extends the time limit `limit`.
 
     Raises:
         InvalidRequest: one is longer, or is not of the method's type.
@@ -120,9 +120,9 @@ async def converse(
 
 
 def _forgetting(answer: Handler) -> Handler:
-    """The same. A call keeps the error that it is ended with, the error's traceback keeps the
-    frames, and these the call: thousands of refused calls would be left to the garbage collector,
-    and the event loop stands still while it looks for them."""
+    """Breaks a reference cycle: a call keeps the error that ended it, the error's traceback keeps
+    the frames, and these keep the call. Thousands of refused calls would be left to the garbage
+    collector, whose runs block the event loop."""
 
     async def answered(messages: Any, context: Context | None) -> Any:
         try:
@@ -135,7 +135,7 @@ def _forgetting(answer: Handler) -> Handler:
 
 
 def parsed(handler: Handler, raw: bytes) -> Any:
-    """Parses the method's message; raises InvalidRequest."""
+    """Parses the method's message; raises InvalidRequest if the bytes are something else."""
     try:
         return handler.request_deserializer(raw)
     except DecodeError:
@@ -173,7 +173,7 @@ async def read_message(context: Context, limit: int) -> bytes:
 def one_of_few(
     calls: Counter[str], context: Context, most: int, own: int, what: str
 ) -> Iterator[None]:
-    """Counts the call as its host's meanwhile. Raises Overloaded: there are `most` such calls
+    """Counts the call for its host while the block runs. Raises Overloaded if `most` calls run
     already, or `own` of its host."""
     host = context.peer().rpartition(":")[0]
     if calls.total() >= most or calls[host] >= own:

@@ -12,13 +12,13 @@ from pdserve.common.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PERIOD = 1.0  # seconds between two looks
+PERIOD = 1.0  # seconds between two checks
 
 Stamp = tuple[tuple[int, int, int], ...]
 
 
 class RenewedFiles:
-    """Says when PEM files have changed and are whole again. Each user of them has its own."""
+    """Detects when PEM files have changed and are complete. Each user has its own object."""
 
     def __init__(self, files: Sequence[Path], check: Callable[[], None]) -> None:
         """`check` raises ConfigError if the files do not fit each other."""
@@ -29,8 +29,8 @@ class RenewedFiles:
         self._lock = threading.Lock()
 
     def renewed(self) -> bool:
-        """Whether they have changed since they were last used, and can be. Looks at most once every
-        `PERIOD`; what cannot be used is logged once, and the old files stay in use."""
+        """Whether the files have changed since they were last used, and are valid. Checks at most
+        once per `PERIOD`; invalid files are logged once, and the old ones stay in use."""
         with self._lock:
             return self._renewed(monotonic())
 
@@ -55,7 +55,7 @@ class RenewedFiles:
         return True
 
     def _stamp(self) -> Stamp:
-        """When and as what they were written; Kubernetes swaps a link to their folder."""
+        """Identifies the files' versions; Kubernetes swaps a link to their folder."""
         return tuple(map(_written, self._files))
 
 

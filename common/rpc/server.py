@@ -92,7 +92,7 @@ class GrpcServer:
         max_streams: int | None = None,
     ) -> None:
         """Without `auth` everyone may call. `max_message`: bytes. `shares_port`: other processes of
-        this user may listen at its port, too, and the kernel deals connections out to all.
+        this user may listen at its port, too, and the kernel spreads connections over all.
         `max_streams`: calls of a connection at once; its client holds the others back."""
         auth = auth or AuthInterceptor()
         # If an option occurs twice, gRPC uses the first.

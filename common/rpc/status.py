@@ -71,7 +71,7 @@ async def serving(
     try:
         yield
     except PdserveError as error:
-        # Else a circle: their frames know the error, and all of the request.
+        # Break the reference cycle: error → traceback → frames → error.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         await abort(context, error, details(error))
     except (GeneratorExit, grpc.aio.AbortError, CallGone):
@@ -89,7 +89,7 @@ async def serving(
 
 def _is_cancelled() -> bool:
     """Returns whether this task was cancelled, and not only an awaitable in it. In the latter case
-    the call must be answered: gRPC would not end it, and the caller would wait for ever."""
+    the call must be answered: gRPC would not end it, and the caller would never get an answer."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -112,7 +112,7 @@ async def abort(context: Context, error: PdserveError, details: Sequence[Message
         grpc.aio.AbortError: always, except
         CallGone: if the caller has left.
     """
-    status, message, words = _told(error)
+    status, message, words = _status_of(error)
     metadata: list[tuple[str, str | bytes]] = list(words.items())
     if details:
         packed = [Packed() for _ in details]
@@ -126,8 +126,8 @@ async def abort(context: Context, error: PdserveError, details: Sequence[Message
         raise CallGone from None
 
 
-def _told(error: PdserveError) -> tuple[grpc.StatusCode, str, dict[str, str]]:
-    """A status, its text, and our words in its metadata."""
+def _status_of(error: PdserveError) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    """Returns (status, text, metadata with pdserve's fields)."""
     words = {
         CODE_KEY: error.code,
         _BLAME: str(error.blame),
@@ -144,13 +144,13 @@ def _told(error: PdserveError) -> tuple[grpc.StatusCode, str, dict[str, str]]:
 
 
 def failure_to_pb(error: PdserveError) -> pb.Failure:
-    """An error that travels in a message: what its status would say."""
-    status, message, words = _told(error)
+    """Encodes an error in a message, with the same fields as in a status."""
+    status, message, words = _status_of(error)
     return pb.Failure(status=status.value[0], message=message, metadata=words)
 
 
 def failure_from_pb(failure: pb.Failure, peer: Blame) -> PdserveError:
-    """The typed error, whatever a peer of any version says."""
+    """Returns the typed error, for any message of a peer of any version."""
     status = _STATUS_BY_NUMBER.get(failure.status, grpc.StatusCode.UNKNOWN)
     return _error(status, failure.message, dict(failure.metadata), peer)
 

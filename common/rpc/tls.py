@@ -44,7 +44,7 @@ class TLS:
         return tls
 
     def renewals(self) -> RenewedFiles:
-        """Says when the files have been renewed, by a certificate of at least the same roles."""
+        """Detects renewed files; their certificate must name at least the same roles."""
         roles = self.roles()
 
         def check() -> None:
@@ -63,8 +63,8 @@ class TLS:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns a context with our certificate; the server's must be of the CA and name its
-        host."""
+        """Returns a context with our certificate, for servers whose certificate is signed by the CA
+        and names their host."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:

@@ -3,8 +3,8 @@
 
 A step makes `JobTokens` for each sequence, some hundred thousand a second on a busy router, so
 they are arrays without field names, encoded and decoded by msgspec. Fields are only ever added at
-the end, with a default. All else is rare, and a protobuf message in a `JobEvent`. Both are in one
-list, in the order in which the node said them.
+the end, with a default. All other events are rare: each is a protobuf message in a `JobEvent`. One
+list has both, in the order in which they happened.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FINISH = {reason.value: reason for reason in FinishReason}
 
 
 class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=0):
-    """Tokens of one choice of a job. `position` is the first one's among all tokens of the
-    choice's output, so that one that is lost, doubled or out of order is seen."""
+    """Tokens of one choice of a job. `position` is the index of the first one in the choice's
+    output, so that the router detects lost, repeated and reordered tokens."""
 
     job: int  # DecodeRequest.job_number
     choice: int
@@ -77,13 +77,13 @@ class JobTokens(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=0):
 
 
 class JobEvent(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=1):
-    """Anything else than tokens that a node says of a job."""
+    """Any other event of a job than tokens."""
 
     job: int  # DecodeRequest.job_number
     message: bytes  # a DecodeEvent
 
     def event(self) -> pb.DecodeEvent:
-        """Raises ValueError: these bytes are something else."""
+        """Decodes the event; raises ValueError if the bytes are something else."""
         try:
             return pb.DecodeEvent.FromString(self.message)
         except DecodeError as error:
@@ -101,5 +101,5 @@ def encode_events(events: Sequence[StepEvent]) -> bytes:
 
 
 def decode_events(message: bytes) -> list[StepEvent]:
-    """Raises msgspec.DecodeError: these bytes are something else."""
+    """Decodes events; raises msgspec.DecodeError if the bytes are something else."""
     return _decoder.decode(message)

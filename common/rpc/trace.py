@@ -22,7 +22,7 @@ SPANS = {
 traceparent_var: ContextVar[str] = ContextVar("traceparent", default="")
 """The span that the current task works for; calls between nodes carry it."""
 _span_var: ContextVar[Any] = ContextVar("span", default=None)
-"""That of the call that is served."""
+"""The span of the call that is being served."""
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
@@ -32,7 +32,7 @@ def trace_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def event_noter() -> Callable[[Any], None]:
-    """Notes an event of a job in the span of the call that is served, from wherever it happens."""
+    """Returns a function that adds events to the span of the current call, from any task."""
     span = _span_var.get()
     return lambda event: None if span is None else _note(span, event)
 
@@ -96,7 +96,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _note(span: Any, answer: Any) -> None:
-    """An event of the answer's kind, with its numbers; a job's failure is the span's."""
+    """Adds an event for an answer, with its numbers; a failure also marks the span as failed."""
     if (kind := answer.WhichOneof("event")) is None:
         return
     told = getattr(answer, kind)

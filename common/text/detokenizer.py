@@ -53,8 +53,8 @@ class Detokenizer:
         return ""
 
     def _push_whole(self, token_id: int) -> str:
-        """Takes a token of whole characters behind whole characters, and returns its text; takes no
-        other, and returns ""."""
+        """Returns the text of a token of whole characters if the text before it also ends with a
+        whole character; otherwise consumes nothing and returns ""."""
         if len(self._window) > self._context or self._context_text.endswith(_REPLACEMENT):
             return ""
         text = self._tokenizer.text_alone(token_id)

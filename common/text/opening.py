@@ -62,7 +62,7 @@ class AnswerMatcher:
         if opening.thought is not None and not opening.thinking:
             self._begins[opening.thought[0]] = _Stage.THOUGHT
         self._newlines = 0  # newline tokens that may follow
-        self._headed = 0  # tokens of the heading that have come
+        self._headed = 0  # tokens of the heading seen so far
 
     @classmethod
     def compile(cls, tokens: GrammarTokens, grammar: str) -> AnswerMatcher:

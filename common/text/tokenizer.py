@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls, vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-        """Returns a `byte_tokenizer`; raises ConfigError if the vocabulary is too small."""
+        """Returns a tokenizer with a token per byte. Raises ConfigError like `byte_tokenizer`."""
         backend = byte_tokenizer(vocab_size)
         hf = PreTrainedTokenizerFast(tokenizer_object=backend)
         hf.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"

@@ -1,11 +1,11 @@
-"""Finds a checkpoint's tokenizer, and converts what is no `tokenizer.json` to one.
+"""Finds a checkpoint's tokenizer, and converts other formats to `tokenizer.json`.
 
-    tokenizer.json    as it is
-    tekken.json       Mistral's; the chat template is the one that mistral-common makes of it
+    tokenizer.json    used as it is
+    tekken.json       Mistral's; the chat template is the one that mistral-common makes from it
     tokenizer.model   sentencepiece's
 
-One kind of tokenizer, so that detokenizing and grammars know no other. Both conversions are
-transformers'; that of a sentencepiece model is compared with sentencepiece itself on each load.
+Detokenizing and grammars know one kind of tokenizer only. transformers does both conversions; the
+one of a sentencepiece model is compared with sentencepiece itself on each load.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenizerSource(Enum):
 
 
 def find_source(folder: str | Path, mode: str = "auto") -> TokenizerSource:
-    """The file to read. `mode` is that of --tokenizer-mode.
+    """Returns the kind of file to read. `mode` is that of --tokenizer-mode.
 
     Raises:
         ConfigError: there is none, or only code that would have to be run.
@@ -92,8 +92,8 @@ def convert(folder: str | Path, source: TokenizerSource) -> PreTrainedTokenizerF
 
 
 def converted_json(folder: str | Path, source: TokenizerSource) -> str:
-    """The `tokenizer.json` that `convert` makes, by a process of its own: it takes seconds, in
-    which other threads of this one would stand still.
+    """Returns the `tokenizer.json` that `convert` makes, in a process of its own: it takes seconds,
+    during which other threads of this process would not run.
 
     Raises:
         ConfigError: as `convert`.

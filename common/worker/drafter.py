@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.distributed.group import GroupCoordinator

@@ -21,13 +21,13 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.planning.footprint import CONTEXT_BYTES
 from pdserve.common.planning.kv_budget import format_bytes
 
-# Context, kernels and communicators take less; what has gone beyond is a neighbour's.
+# Context, kernels and communicators take less; the rest belongs to another process.
 MAX_OUTSIDE_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """A GPU's bytes in total, and those that were free before this process came to it."""
+    """A GPU's total bytes, and those that were free before this process used it."""
 
     total: int
     free_before: int

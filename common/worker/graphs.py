@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.model.attention import AttentionBatch, AttentionContext, SlotMapping
 from pdserve.common.model.decoder import CausalLM, Decoder
 from pdserve.common.model.moe import MoE

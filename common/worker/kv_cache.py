@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import memory_left
 from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
@@ -123,7 +123,7 @@ class KVCache:
     def allocate(
         cls, shapes: Sequence[CacheShape], device: torch.device, spare: int = 0
     ) -> KVCache:
-        """On a GPU each tensor has `spare` blocks more than its shape, which are no sequence's."""
+        """On a GPU each tensor has `spare` extra blocks, which no sequence uses."""
         if device.type == "cpu":
             return _allocate_shared(shapes)
         caches = []
@@ -259,11 +259,12 @@ def _peak_of_largest_step(
 ) -> int:
     """Returns torch's peak bytes in the largest possible step, weights included, plus the memory of
     the CUDA graphs."""
-    step = (config.scheduler.tokens, config.max_num_rows)
-    blocks = num_dummy_blocks(*step, block_size=config.cache.block_size)
+    step, block_size = (config.scheduler.tokens, config.max_num_rows), config.cache.block_size
+    blocks = num_dummy_blocks(*step, block_size)
     cache = KVCache.allocate([resized(shape, blocks) for shape in shapes], device)
     torch.cuda.reset_peak_memory_stats(device)
-    ModelRunner(model, cache.tensors, device, True, link).warm_up(*step)
+    runner = ModelRunner(model, cache.tensors, device, True, link, block_size=block_size)
+    runner.warm_up(*step)
     torch.cuda.synchronize(device)
     peak, sizes = torch.cuda.max_memory_allocated(device), graph_sizes(model, config)
     if not sizes:
@@ -282,7 +283,7 @@ def _activations_of_graphs(
     device: torch.device,
     link: StageLink,
 ) -> int:
-    """Returns the bytes that the largest graph computes in; they are all graphs' until the end."""
+    """Returns the bytes of the largest graph's activations, which all graphs share and keep."""
     cache = KVCache.allocate(shapes, device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 class LentCores:
     """Makes this process the owner of `threads` cores of the table and starts threads that use
-    others'. One object a process; `close` gives the cores up."""
+    other ranks' cores. Use one object per process; `close` gives the cores up."""
 
     def __init__(self, file: Path, threads: int, cores: int, kernels: NativeKernels) -> None:
         """`cores`: the host's, the size of a table that is new.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from pdserve.common.config.node import MachineConfig
+from pdserve.common.config.engine import MachineConfig
 from pdserve.common.engine.messages import Peaks
 
 Clock = Callable[[], float]  # seconds

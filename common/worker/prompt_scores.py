@@ -43,7 +43,7 @@ def score_prompts(
             if samples:
                 parts.append(_score(logits, their, sequence.num_top))
         if samples:
-            scores.append((sequence.seq_id, _told(sequence, parts)))
+            scores.append((sequence.seq_id, _to_prompt_logprobs(sequence, parts)))
     return tuple(scores)
 
 
@@ -57,7 +57,9 @@ def _score(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, ...]:
     return own, ranks.int(), ids.int(), values
 
 
-def _told(sequence: StepSequence, parts: Sequence[tuple[Tensor, ...]]) -> PromptLogprobs:
+def _to_prompt_logprobs(
+    sequence: StepSequence, parts: Sequence[tuple[Tensor, ...]]
+) -> PromptLogprobs:
     own, ranks, ids, values = fetch(*(torch.cat(each) for each in zip(*parts, strict=True)))
     return PromptLogprobs(
         start=sequence.start + 1,

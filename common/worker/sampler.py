@@ -102,7 +102,9 @@ def _sample(logits: torch.Tensor, sequences: Sequence[StepSequence]) -> Sampled:
         allowed_rows = more.pop(0) if rows else [True] * len(ids)
         logprobs = dict(zip(asking, zip(*more, strict=True), strict=True)) if asking else {}
         return [
-            SampledToken(ids[row], _told(logprobs[row], p) if row in logprobs else None)
+            SampledToken(
+                ids[row], _to_token_logprobs(logprobs[row], p) if row in logprobs else None
+            )
             if tops[row] > -math.inf and allowed_rows[row]  # false for NaN
             else _failed(tops[row])
             for row, p in enumerate(params)
@@ -243,7 +245,9 @@ def _logprobs(
     return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), values, tokens
 
 
-def _told(found: tuple[float, list[float], list[int]], params: SamplingParams) -> TokenLogprobs:
+def _to_token_logprobs(
+    found: tuple[float, list[float], list[int]], params: SamplingParams
+) -> TokenLogprobs:
     """Returns a row of `_logprobs`, cut to the requested number."""
     logprob, values, tokens = found
     return TokenLogprobs(logprob, tuple(zip(tokens, values, strict=True))[: params.logprobs])

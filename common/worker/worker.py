@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from pdserve.common.config.node import CacheConfig, EngineConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import host_errors_as_config_errors, is_loopback, usable_cores
@@ -60,10 +60,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExtensionConfig:
-    """Which extension a rank hosts. Its factory is called as
-    `factory(caches, shared_fd, rank, host, config, emit)`; `caches`, a `GroupCache` per KV group,
-    and the descriptor stay the rank's and outlive the extension; `host` is an address of the
-    rank's, the one to bind to: --kv-host."""
+    """The extension that a rank hosts. Its factory is called as
+    `factory(caches, shared_fd, rank, host, config, emit)`. `caches`, a `GroupCache` per KV group,
+    and the descriptor belong to the rank and outlive the extension. `host`: the rank's address to
+    bind to (--kv-host)."""
 
     factory: str  # "module:callable"
     config: bytes = field(default=b"", repr=False)  # it may hold secrets
@@ -159,13 +159,14 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         engine, model_spec.kv_groups, block_bytes, max_model_len, room, state.world, device
     )
     max_model_len = fit_context(engine, model_spec.kv_groups, num_blocks[0], max_model_len)
-    spare = int(bool(graph_sizes(model, engine)))  # a block that graphs are filled up on
+    spare = int(bool(graph_sizes(model, engine)))  # a block for the padding of graphs
     cache = KVCache.allocate(list(map(resized, shapes, num_blocks)), device, spare)
     samples = spec.rank == spec.output_rank
     lora = engine.lora
     adapters = RankAdapters(model, lora.max_lora_rank) if lora.enable_lora else None
+    size = engine.cache.block_size
     feed = TokenFeed(state.tp) if engine.scheduler.async_scheduling else None
-    runner = ModelRunner(model, cache.tensors, device, samples, link, adapters, feed)
+    runner = ModelRunner(model, cache.tensors, device, samples, link, adapters, size, feed)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
     drafter = None
@@ -265,8 +266,8 @@ class ModelWorker:
 
 
 def _enter(device: torch.device, cache: CacheConfig) -> GpuMemory | None:
-    """Makes a GPU this rank's own; nothing may use it before. Raises ConfigError if less than the
-    node's share is free, unless the options say how large the cache is."""
+    """Makes the GPU this thread's device; nothing may use it before. Raises ConfigError if less
+    than the node's share is free, unless the options state the cache's size."""
     if device.type == "cpu":
         return None
     memory = GpuMemory.enter(device)

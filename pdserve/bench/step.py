@@ -14,7 +14,7 @@ import torch
 from pdserve.bench.parts import ORDER, PartTimer
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.compilation import CompilationConfig
-from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.core.host import cpu_name
 from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.sampling import SamplingParams

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pynvml
 
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import EngineConfig, ParallelConfig
+from pdserve.common.config.engine import EngineConfig, ParallelConfig
 from pdserve.common.core.core_table import ENTRY_NBYTES
 from pdserve.common.core.host import usable_cores
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pdserve.client.terminal import console_of
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.generic_spec import read_outline

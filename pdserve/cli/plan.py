@@ -16,14 +16,14 @@ from rich.text import Text
 from pdserve.cli.topology import Topology, read_topology
 from pdserve.client.terminal import console_of
 from pdserve.common.config.cluster import PlanConfig
-from pdserve.common.config.lora import LoRAConfig
-from pdserve.common.config.node import (
+from pdserve.common.config.engine import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
+from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec

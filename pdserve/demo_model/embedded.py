@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import default_cache_dir
 from pdserve.demo_model.cache import ensure_folder

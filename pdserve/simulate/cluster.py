@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from statistics import fmean
 
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.kv_groups import KVGroup

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import InvalidRequest, PdserveError, is_defect

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from pdserve.common.core.generic_spec import Outline, read_outline
 from pdserve.common.core.model_spec import ModelSpec

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import thread_time
 from typing import Any
 
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.router.cluster.policies import RoundRobin
 from pdserve.router.cluster.policy import (

@@ -192,7 +192,7 @@ def test_c15_what_no_checkpoint_is_is_named(
     text.touch()
     folder.mkdir()
     (folder / "tiny-Q4.gguf").touch()
-    assert f"{folder} has no config.json, but GGUF: name one file of it" in says(folder)
+    assert f"{folder} has GGUF files and no config.json: name one of the files" in says(folder)
     assert f"{text} is a file, not a checkpoint folder" in says(text)
 
 

@@ -30,7 +30,7 @@ from pdserve.cli.cluster import Cluster
 from pdserve.cli.host_share import CoreTable, NodeShare, node_shares, share_host
 from pdserve.cli.up import log_writer
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import CacheConfig, EngineConfig, ParallelConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig, ParallelConfig
 from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.core_table import lent_seconds
 from pdserve.common.core.errors import ConfigError, NodeError

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from hub import COMMIT, TOKEN, Hub, running_hub, use
 from paths import MODELS
 from pdserve.cli.main import main
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.demo_model.embedded import resolve_model
 

@@ -15,7 +15,7 @@ from cluster import MODELS
 from gguf_files import write_gguf
 from pdserve import LLM, SamplingParams
 from pdserve.cli.main import main
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.demo_model.embedded import resolve_model
 from warm import WarmCluster, run_roles
 

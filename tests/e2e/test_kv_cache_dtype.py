@@ -70,7 +70,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     latent = make_windowed("deepseek", tmp_path)
     common = ["--router", "127.0.0.1:1", "--kv-cache-dtype", "int8", "--device", "cpu"]
     given = {
-        "keeps latents": ["--model", str(latent)],
+        "caches latents": ["--model", str(latent)],
         "needs the native kernels": ["--model", str(MODELS / "qwen2"), "--cpu-kernels", "torch"],
     }
     roles = [["decode_node", *common, *more] for more in given.values()]

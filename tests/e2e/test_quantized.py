@@ -13,7 +13,7 @@ import reference
 from adapters import make_adapter, merged
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from cluster import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import CausalLM

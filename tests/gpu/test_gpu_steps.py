@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.group import GroupCoordinator

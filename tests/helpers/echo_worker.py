@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paths import MODELS
-from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.distributed.executor import Emit
 from pdserve.common.worker.kv_cache import GroupCache
 from pdserve.common.worker.worker import ExtensionConfig, WorkerConfig

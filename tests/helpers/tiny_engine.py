@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.kv_groups import KV_AUTO, kv_row
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator

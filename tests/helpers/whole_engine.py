@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from pdserve.common.config.node import (
+from pdserve.common.config.engine import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

@@ -13,8 +13,8 @@ import pytest
 
 from adapters import make_adapter
 from paths import MODELS
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.lora import LoRAConfig
-from pdserve.common.config.node import ModelConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import InvalidRequest, ModelNotFound, NodeError, Unavailable
 from pdserve.common.rpc.channels import Channels

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from fakes_pipeline import byte_level_folder
 from http_site import Site, check_refused, serve
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import (
     DeadlineExceeded,

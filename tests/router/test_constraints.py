@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import InvalidRequest

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from fakes_pipeline import byte_level_folder
 from http_site import CHAT, Site, serve
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.sampling import make_sampling
 from pdserve.router.cluster.served_model import load_served_model

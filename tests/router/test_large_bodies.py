@@ -19,7 +19,7 @@ from multidict import CIMultiDict
 from benchmarks.bench_bodies import KINDS as ATTACKS
 from benchmarks.bench_bodies import MIB, measure, router
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import (

@@ -20,7 +20,7 @@ import requests
 
 from benchmarks.bench_bodies import router
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestError

@@ -12,7 +12,7 @@ import pytest
 
 from paths import MODELS, ROOT
 from pdserve.cli.main import main
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.core.errors import ConfigError

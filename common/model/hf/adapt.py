@@ -1,4 +1,4 @@
-"""Has a class of transformers leave to the step what its own code does for one sequence alone."""
+"""Adapts a transformers class to steps: replaces its code that assumes a single sequence."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from transformers import PreTrainedModel
 from pdserve.common.model.hf.attention import take_temperatures
 from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.indexers import take_indexers
-from pdserve.common.model.hf.mixers import take_mixers
+from pdserve.common.model.hf.mixers import ALONE, take_mixers
 from pdserve.common.model.hf.own_attention import take_attention
 from pdserve.common.model.hf.positions import take_positions
 
 
 def adapt(model: Any) -> bool:
-    """Changes a model whose weights are loaded, or that has none. Returns whether it needs no
-    positions but those that it is told."""
+    """Adapts a model, with or without loaded weights. Returns whether it needs no positions other
+    than the ones that it is given."""
     take_temperatures(model)
     take_delta_nets(model)
     take_mixers(model)
     take_indexers(model)
     has_bias = take_attention(model)
-    return take_positions(model, layers_of(model)[1]) or has_bias
+    told = take_positions(model, layers_of(model)[1])
+    return told or has_bias or model.config.model_type in ALONE
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:

@@ -1,8 +1,8 @@
 """The attention of transformers' models over the paged cache.
 
 A model built with `attn_implementation=NAME` calls `attend` in each layer, with queries, keys and
-values after the rotation, and a step answers over the cache. A model that is only described
-(`describe.py`) is built with `OUTLINE`; it has masks, which say what each layer attends to.
+values after the rotation, and the step's `Answers` compute it over the cache. A model that is only
+described (`describe.py`) is built with `OUTLINE`; its masks state what each layer attends to.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MASK = "its attention has a mask or bias of its own"
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Stands for a mask, whatever part of it a layer takes."""
+    """Stands for an attention mask. Indexing returns the same mask."""
 
     window: int | None = None  # tokens that a query attends to, itself included; None: all
-    chunked: bool = False  # to those of its own chunk of `window` tokens, not to the last ones
-    oddity: str = ""  # what the paged cache cannot do
+    chunked: bool = False  # attends to its own chunk of `window` tokens instead
+    oddity: str = ""  # the reason if the paged cache does not support it
 
     def __getitem__(self, _: Any) -> Mask:
         return self
@@ -66,27 +66,27 @@ class Temperature:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a layer attends."""
+    """The variant of attention that a layer computes."""
 
     scale: float
     mask: Mask
     softcap: float | None = None  # scores become `softcap · tanh(score / softcap)` (Gemma 2)
-    sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax, without a value
+    sinks: Tensor | None = None  # [heads]: a score in the softmax that has no value
     temperature: Temperature | None = None
     slopes: tuple[float, ...] | None = None
     """[heads]: a key adds `slope · its position` to its score (ALiBi)."""
-    chosen: Tensor | None = None  # [1, T, n]: what queries attend to, as `Answers.index` says
+    chosen: Tensor | None = None  # [1, T, n]: the result of `Answers.index`
 
 
 class Answers(ABC):
-    """Answers the layers' attention while a model runs."""
+    """Computes the layers' attention, states and adapters while a model runs."""
 
     positions: Tensor  # [T] of the tokens
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         """q `[1, heads, T, D]`, k `[1, kv_heads, T, D]`, v `[1, kv_heads, T, Dv]` →
-        `[1, T, heads, Dv]`. A layer that shares another's KV is given the same `k`."""
+        `[1, T, heads, Dv]`. A layer that shares another layer's KV gets the same `k`."""
 
     @abstractmethod
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:
@@ -94,15 +94,15 @@ class Answers(ABC):
 
     @abstractmethod
     def index(self, layer: int, inputs: Any) -> Tensor:
-        """Returns which tokens each query of a layer attends to, by `indexers.IndexInputs`: their
-        places in the sequence, int64 `[1, T, n]`, -1 for none; n = 0: all."""
+        """Returns the tokens that each query of a layer attends to, by `indexers.IndexInputs`:
+        their positions in the sequence, int64 `[1, T, n]`, -1: none; n = 0: all tokens."""
 
     @abstractmethod
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
-        """Computes a layer with states of another kind, a `mixers.Mixer`: `[1, T, size]` each."""
+        """Computes a layer with other states (`mixers.Mixer`): `[1, T, size]` → `[1, T, size]`."""
 
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:  # noqa: B027  # there may be none
-        """Adds what LoRA adapters make of a linear layer's input to its output, in place."""
+        """Adds the LoRA adapters' product with a linear layer's input to its output, in place."""
 
 
 class _Running(threading.local):
@@ -114,7 +114,7 @@ _running = _Running()
 
 @contextmanager
 def answering(answers: Answers) -> Iterator[None]:
-    """Lets `answers` answer the attention of models that run on this thread."""
+    """Has `answers` compute the attention of models that run on this thread."""
     _running.answers = answers
     try:
         yield
@@ -123,7 +123,7 @@ def answering(answers: Answers) -> Iterator[None]:
 
 
 def running() -> Answers:
-    """Returns what answers the model that runs on this thread."""
+    """Returns the `Answers` of the model that runs on this thread."""
     assert _running.answers is not None, "a model runs within `answering`"
     return _running.answers
 
@@ -164,8 +164,8 @@ AttentionMaskInterface.register(OUTLINE, outline_mask)
 
 
 def take_temperatures(model: nn.Module) -> None:
-    """Leaves the temperatures of queries to the step: layers of Llama 4 would count the tokens of
-    one sequence, and a step has tokens of several."""
+    """Leaves the scaling of queries by position to the step: layers of Llama 4 would count the
+    tokens of one sequence, and a step has several sequences."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False):
             layer: Any = module
@@ -175,8 +175,8 @@ def take_temperatures(model: nn.Module) -> None:
 
 
 class StyledAttention(TorchAttention):
-    """Attention in plain torch over the cache of one KV group, with the style of each call. Values
-    that are shorter than keys are stored with zeros after them."""
+    """Attention in plain torch over the cache of one KV group, in the style of each call. Values
+    shorter than keys are stored with zero padding."""
 
     def attend_styled(
         self, q: Tensor, k: Tensor, v: Tensor, style: Style,
@@ -228,8 +228,8 @@ class StyledAttention(TorchAttention):
 
 
 def _others(style: Style, rows: Any, length: int, dtype: torch.dtype) -> Tensor | None:
-    """Returns what is added to the scores of some rows' queries, `[Q, length]`: 0 for the tokens
-    that they have chosen, -inf for others. None: they attend to all."""
+    """Returns a bias `[Q, length]` for the scores of some rows' queries: 0 for the tokens that they
+    have chosen, -inf for others. None: they attend to all."""
     if style.chosen is None or not style.chosen.shape[2]:
         return None
     chosen = style.chosen[0, rows]

@@ -32,14 +32,14 @@ class FusedAttention:
 
 
 def _angles(cos: Tensor, sin: Tensor) -> Angles:
-    """Returns the first halves of `[1, 1, T, D]` or `[1, T, 1, D]`; the second ones are equal."""
+    """Returns the first halves of `[1, 1, T, D]` or `[1, T, 1, D]`; the second halves are equal."""
     half = cos.shape[-1] // 2
     first, second = (each.reshape(-1, 1, 2 * half)[..., :half].contiguous() for each in (cos, sin))
     return first, second
 
 
 def fuse_attention(graph: Graph, layers: frozenset[int]) -> None:
-    """Replaces the attention of these layers, of which the backend does all that they ask for."""
+    """Replaces the attention of `layers`, whose style the backend supports."""
     angles: dict[tuple[Value, Value], Value] = {}
     for node in list(graph.nodes):
         if not isinstance(node.target, Attend) or node.target.layer not in layers:

@@ -1,4 +1,4 @@
-"""The functions of pdserve that graphs call, and how they are found in them.
+"""The pdserve functions that recorded graphs call, and helpers to find patterns in graphs.
 
 Values are `[1, T, …]`, as classes of transformers have them.
 """
@@ -24,7 +24,7 @@ Value = Any  # a `torch.fx.Node`, whose arguments torch types too loosely
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """A module that is an RMS norm."""
+    """A module that computes an RMS norm."""
 
     weight: Tensor
     eps: float
@@ -41,7 +41,7 @@ class Norm:
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """Linear layers with one input: `[…, in] → […, Σ out]`. `quantize.py` may round its matrix."""
+    """Linear layers with one input: `[…, in] → […, Σ out]`. `quantize.py` may quantize it."""
 
     matrix: WeightMatrix | Int8Matrix | GroupedWeight
     bias: Tensor | None
@@ -58,7 +58,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCall:
-    """A call of a linear layer whose matrix is packed, until it is a part of a product."""
+    """A call of a linear layer with a packed matrix, before it is fused into a `Product`."""
 
     name: str
     linear: PackedLinear
@@ -72,7 +72,7 @@ class PackedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedProduct:
-    """A product to which a step's LoRA adapters add theirs. `name`: of its first linear layer."""
+    """A product plus that of a step's LoRA adapters. `name`: the first linear layer."""
 
     product: Product
     name: str
@@ -89,7 +89,7 @@ def part(x: Tensor, start: int, count: int) -> Tensor:
 
 
 def pair(value: Value, target: Any) -> tuple[Value, Value] | None:
-    """Returns the two values that a call of `target` is given."""
+    """Returns the two arguments if `value` is a call of `target`."""
     if not isinstance(value, Node) or value.target is not target:
         return None
     if value.kwargs or len(value.args) != 2 or not all(isinstance(x, Node) for x in value.args):

@@ -1,5 +1,5 @@
-"""Has transformers' layers with a gated delta net leave their states to the step: the classes' own
-code takes a step's tokens for one sequence."""
+"""Has transformers' gated delta net layers compute their states through the step: the classes' own
+code takes all tokens as one sequence."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pdserve.common.model.delta_net import DeltaInputs, DeltaSizes
 from pdserve.common.model.hf.attention import running
 
 MODEL_TYPES = frozenset({"olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Text models whose layers of linear attention are gated delta nets as below."""
+"""Text models whose linear attention layers are gated delta nets of the form below."""
 
 
 _ENDS = (("norm", "o_norm"), ("out_proj", "o_proj"))
 
 
 def take_delta_nets(model: Any) -> None:
-    """Replaces the code of these layers of a model whose weights are loaded, or that has none."""
+    """Replaces the code of these layers, in a model with or without loaded weights."""
     if model.config.model_type not in MODEL_TYPES:
         return
     for net in model.modules():
-        if hasattr(net, "A_log") and net.conv1d.weight is not None:  # None: of another stage
+        if hasattr(net, "A_log") and net.conv1d.weight is not None:  # None: another stage's layer
             net.by_unit = _by_unit(net, net.conv1d.weight[:, 0].detach().T).permute(1, 2, 0)
             net.by_unit = net.by_unit.float().contiguous()
             net.forward = MethodType(_forward, net)

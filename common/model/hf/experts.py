@@ -1,4 +1,4 @@
-"""Experts of transformers' classes, which it calls through its experts interface."""
+"""Experts of transformers classes that use its experts interface."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pdserve.common.model.weights import Int8Matrix
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """Returns the modules that have the experts of a layer, by name."""
+    """Returns name → module with the experts of a layer."""
     named = model.named_modules()
     return {name: each for name, each in named if hasattr(each, "_is_expert_parallel")}
 
 
 def matrices_of(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters of matrices, `[experts, out, in]` or the other way round, by name; none
-    of a stage that has not this layer."""
+    """Yields (name, parameter) of the experts' matrices, `[experts, out, in]` or transposed; none
+    if the layer belongs to another stage."""
     for key in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
         if (found := module._parameters[key]) is not None:
             yield key, found
 
 
 def sizes_of(module: Any) -> Iterator[tuple[int, int, int]]:
-    """Yields the experts, outputs and inputs of each parameter."""
+    """Yields (experts, outputs, inputs) of each parameter."""
     for _, each in matrices_of(module):
         count, rows, columns = each.shape
         yield (count, columns, rows) if module.is_transposed else (count, rows, columns)
@@ -49,8 +49,8 @@ class Experts:
         return self._run(*args, **kwargs)
 
     def round(self, cuts: Mapping[str, Cut], ranks: GroupCoordinator, kernels: Kernels) -> int:
-        """Rounds the matrices to int8; returns the bytes that this saves. All ranks call this
-        together, as those may share the inputs of a matrix."""
+        """Quantizes the matrices to int8; returns the bytes that this saves. All ranks call this
+        together, because they may share the inputs of a matrix."""
         module = self._module
         before, run = 0, MatrixExperts(module)
         for key, parameter in list(matrices_of(module)):
@@ -76,8 +76,8 @@ def _rounded(
 
 
 class MatrixExperts:
-    """Computes as transformers' experts interface does, an expert at a time, by matrices that are
-    no parameters. `matrices`: those of each expert, by the parameter's name."""
+    """Computes experts one at a time, like transformers' experts interface, with matrices that are
+    not parameters. `matrices`: those of each expert, by the parameter's name."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -88,7 +88,7 @@ class MatrixExperts:
         return sum(each.nbytes for matrices in self.matrices.values() for each in matrices)
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """An index beyond the experts is of another rank."""
+        """x `[T, hidden]`, index and weights `[T, k]`; skips indices of other ranks' experts."""
         module, (tokens, k) = self._module, index.shape
         up = "gate_up_proj" if module.has_gate else "up_proj"
         experts = len(self.matrices[up])

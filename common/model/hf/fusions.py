@@ -1,4 +1,4 @@
-"""Replaces parts of a recorded graph by pdserve's own kernels, where they are the same function.
+"""Replaces parts of a recorded graph by pdserve's kernels that compute the same function.
 
 linear layers with one input     one product of packed matrices
 norm modules                     the kernels' RMS norm, with the sum before it if there is one
@@ -41,8 +41,8 @@ from pdserve.common.model.weights import WeightMatrix
 Release = Callable[[Tensor], None]
 Groups = Sequence[tuple[str, ...]]
 Products = Mapping[tuple[str, ...], Product]
-"""Products by the names of their parameters."""
-ROUNDING = 4.0  # steps of a dtype by which two ways to compute a norm may differ
+"""Names of the fused parameters → product."""
+ROUNDING = 4.0  # rounding steps by which two implementations of a norm may differ
 
 
 def fuse(
@@ -54,15 +54,15 @@ def fuse(
     tables: Set[str],
     release: Release,
 ) -> tuple[Groups, Products]:
-    """Rewrites the graphs in place. Returns the names of linear layers that became one product, of
-    those whose products have adapters, and all products.
+    """Rewrites the graphs in place. Returns the groups of adapted linear layers that became one
+    product, and all products.
 
     Args:
-        layers: those whose attention is the backend's as it is.
+        layers: indices of the layers whose attention the backend computes unchanged.
         adapted: names of linear layers that may have LoRA adapters.
-        tables: names of embeddings that are products too, as those are that a graph also
-            multiplies by.
-        release: is called with tensors that are no longer needed: their numbers were copied.
+        tables: names of embeddings that are products too, because a graph also multiplies by them
+            (tied heads).
+        release: called with tensors whose values have been copied and are no longer needed.
     """
     for graph in graphs:
         drop_unused(graph)
@@ -80,7 +80,7 @@ def fuse(
 
 
 def norms_of(model: nn.Module, kernels: Kernels) -> Iterator[tuple[nn.Module, Norm]]:
-    """Yields the modules that compute an RMS norm, as it is found by trying."""
+    """Yields the modules that compute an RMS norm, found by comparing their results."""
     for module in model.modules():
         weights = list(module.parameters(recurse=False))
         if len(weights) != 1 or weights[0].ndim != 1 or list(module.children()):
@@ -94,10 +94,10 @@ def _as_norm(module: Any, weight: Tensor, kernels: Kernels) -> Norm | None:
     if not isinstance(eps, float):
         return None
     x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
-    x = torch.cat((x, x * eps**0.5)).to(weight.device, weight.dtype)  # where `eps` shows
+    x = torch.cat((x, x * eps**0.5)).to(weight.device, weight.dtype)  # small inputs show `eps`
     try:
         expected = module.forward(x)
-    except Exception:  # a module that takes something else
+    except Exception:  # a module with other inputs
         return None
     factors = (weight,) if weight.dtype != torch.float32 else (weight, 1.0 + weight)  # Gemma's
     for norm in (Norm(factor, eps, kernels) for factor in factors):
@@ -175,7 +175,7 @@ class _Linears:
         self._group([each for each in found if each.weight not in others])
 
     def _group(self, linears: Sequence[_Linear]) -> None:
-        """Puts those together that one module has, with one input."""
+        """Groups linear layers of one module that have the same input."""
         counts = Counter(each.weight for each in linears)
         for each in linears:
             alone = each.weight in self._looked_up or counts[each.weight] > 1
@@ -249,7 +249,7 @@ class _Linears:
 
 
 def _joined(linears: Sequence[PackedLinear]) -> Product:
-    """Returns the product of packed layers, which it uses up."""
+    """Returns the fused product of packed layers, and releases their weights."""
     matrix = GroupedWeight.joined([each.packed for each in linears])
     biases = [each.bias.data for each in linears if each.bias is not None]
     for each in linears:
@@ -277,7 +277,7 @@ def _fuse_swiglu(graph: Graph, kernels: Kernels) -> None:
 
 
 def _fuse_sums(graph: Graph) -> None:
-    """Computes a norm with the sum before it."""
+    """Fuses a residual addition with the norm after it."""
     for node in list(graph.nodes):
         total: Value = node.args[0] if isinstance(node.target, Norm) else None
         terms = pair(total, torch.Tensor.add)

@@ -1,8 +1,8 @@
-"""Sparse attention with an indexer (DeepSeek V3.2): a layer keeps a small key of each token beside
-its KV, by which every query chooses the tokens that it attends to.
+"""Sparse attention with an indexer (DeepSeek V3.2): besides its KV a layer keeps a small key per
+token, with which each query chooses the tokens that it attends to.
 
-Keys lie in a KV group of their own, and such a layer counts as two: its indexer, then its
-attention. Queries of no more tokens than are chosen attend to all of them.
+These keys are in a KV group of their own, and such a layer counts as two: its indexer, then its
+attention. A query whose context has no more tokens than it may choose attends to all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pdserve.common.model.attention_torch import TorchAttention, TorchContext
 from pdserve.common.model.hf.attention import Mask, running
 
-AT_ONCE = 1 << 24  # scores of a chunk's queries, float32
+AT_ONCE = 1 << 24  # float32 scores computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class _Kind:
     """How a class computes queries and keys of its indexer."""
 
     name: str
-    turn: str = "apply_rotary_pos_emb"  # the function that rotates a part of each
-    last: bool = False  # whether that is the last part
+    turn: str = "apply_rotary_pos_emb"  # the function that rotates a part of queries and keys
+    last: bool = False  # whether the last part is rotated
 
 
 INDEXERS = {
@@ -38,7 +38,7 @@ INDEXERS = {
     "glm_moe_dsa": _Kind("GlmMoeDsaIndexer", "apply_rotary_pos_emb_interleave"),
     "hy_v4": _Kind("HYV4Indexer", last=True),
 }
-"""By model type."""
+"""Model type → kind of indexer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class IndexInputs:
     q: Tensor  # [T, heads, D]
     k: Tensor  # [T, 1, D]
     weights: Tensor  # float32 [T, heads]
-    scale: float  # of the scores
+    scale: float  # factor of the scores
     count: int  # tokens that a query chooses
 
     def output(self) -> Tensor:
-        """Returns room for the chosen tokens' places in their sequences."""
+        """Returns an empty tensor for the positions of the chosen tokens."""
         return self.q.new_empty(1, len(self.q), self.count, dtype=torch.int64)
 
 
 def take_indexers(model: Any) -> None:
-    """Has layers with an indexer leave its keys and its choice to the step."""
+    """Has the step compute the keys and choices of layers with an indexer."""
     if (kind := INDEXERS.get(model.config.model_type)) is None:
         return
     for net in list(model.modules()):
@@ -71,7 +71,7 @@ def take_indexers(model: Any) -> None:
 
 
 def _with_mask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Gives attention a mask to take a part of, where transformers made none."""
+    """Adds a mask that attention can slice, if transformers made none."""
     if kwargs.get("attention_mask") is None:
         kwargs = {**kwargs, "attention_mask": Mask()}
     return args, kwargs
@@ -105,9 +105,8 @@ class IndexBackend(TorchAttention):
     """Keeps the keys of indexers, and chooses by them."""
 
     def choose(self, inputs: IndexInputs, cache: Tensor, context: TorchContext) -> Tensor:
-        """Writes the keys into a layer's `cache`, and returns the places of the tokens that each
-        query attends to, int64 `[1, T, n]`; -1 where there are fewer, and nothing (n = 0) if every
-        query attends to all."""
+        """Writes the keys into a layer's `cache`; returns the positions of the tokens that each
+        query attends to, int64 `[1, T, n]`, padded with -1; n = 0 if every query attends to all."""
         context.slots.write(cache, inputs.k)
         lengths = [each.length for each in context.decodes]
         lengths += [each.length for each in context.chunks]

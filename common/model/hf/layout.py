@@ -1,4 +1,4 @@
-"""Chooses how a model of transformers is split, by running it without memory."""
+"""Chooses how a transformers model is split over ranks, by running it on the meta device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.hf.describe import Call, StateCall, build, first_line, run_outline
+from pdserve.common.model.hf.class_config import first_line
+from pdserve.common.model.hf.meta_run import Call, StateCall, build, run_outline
 from pdserve.common.model.hf.parallel import (
     GATHERED,
     PLANNED,
@@ -27,15 +28,15 @@ from pdserve.common.model.hf.pipeline import StageRun, Watch, decoder_layers
 from pdserve.common.model.stages import Stage
 
 NOT_AS_PLANNED = {"gemma3n", "gemma3n_text"}
-"""Classes whose own plan changes what they compute, as the sweep found: Gemma 3n's sparse
-activations are relative to the mean of all features, of which a rank would have a part."""
+"""Classes whose own tensor-parallel plan changes the result (found by the sweep): Gemma 3n's sparse
+activations depend on the mean of all features, of which a rank would have only a part."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Whether a layer's code has the heads of all ranks, of which this one attends with its own."""
+    """Whether a layer's code computes the heads of all ranks; this rank attends with its own."""
 
     whole_queries: bool = False
     whole_keys: bool = False
@@ -45,16 +46,15 @@ class Heads:
 class Layout:
     """How a model is split. It is the same on all ranks."""
 
-    layers: str  # the name of the list of layers; empty for a model that is not split
+    layers: str  # name of the list of layers; empty: the model is not split
     heads: tuple[Heads, ...]  # per layer
-    way: str = PLANNED  # of `split`
+    way: str = PLANNED  # argument of `split`
     gather_kv: bool = False
-    tuples: int = 0  # the length of what layers return, if that is a tuple
-    spread: bool = False  # whether ranks have different experts, and never a part of each
+    tuples: int = 0  # the length of the tuple that layers return; 0: a tensor
+    spread: bool = False  # whether ranks hold whole experts, different ones each
 
     def apply(self, model: Any, group: Ranks, stage: Stage) -> dict[str, Cut]:
-        """Changes a model, on any device, into a rank's part; returns the cuts by the names of
-        parameters."""
+        """Turns a model, on any device, into a rank's part; returns parameter name → its cut."""
         cuts = {}
         if group.size > 1:
             cuts = split(model, group, self.way, self.layers, self.gather_kv, self.spread)
@@ -67,8 +67,8 @@ class Layout:
 def choose_layout(
     spec: ModelSpec, config: Any, size: int, stage: Stage, experts: int = 1
 ) -> Layout:
-    """Returns the layout for `size` tensor-parallel ranks of a `config` of `read_config`, over
-    `experts` of which the experts are spread. Raises ConfigError if there is none."""
+    """Returns the layout for `size` tensor-parallel ranks and a `config` of `read_config`;
+    `experts`: the expert-parallel size. Raises ConfigError if there is none."""
 
     def fresh() -> Any:
         return build(copy.deepcopy(config))
@@ -99,7 +99,7 @@ def choose_layout(
                 heads = _heads(spec, whole, run_outline(model).calls, size)
         except Unsplittable as error:
             reason = str(error)
-        except Exception as error:  # whatever a class of transformers does with a part of the heads
+        except Exception as error:  # classes fail in any way with a part of the heads
             reason = first_line(error)
         else:
             return Layout(name, heads, way, gather_kv, tuples, experts > 1)
@@ -111,14 +111,14 @@ def choose_layout(
 
 
 def tie(model: Any) -> None:
-    """Gives embedding and head, which both were cut, one tensor again, if the model ties them, and
-    a head's bias its other name's."""
+    """Ties embedding and head again after both were cut, if the model ties them; also the two names
+    of a head's bias."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     held = getattr(head, "weight", None) is not None and embedding.weight is not None
     if held and model.config.get_text_config().tie_word_embeddings:
         head.weight = embedding.weight
     for cut, whole in model.all_tied_weights_keys.items():
-        if cut.endswith(".bias"):  # of a head, which has a second name for it (BERT)
+        if cut.endswith(".bias"):  # a head's bias, which has a second name in BERT
             (of, key), (other, name) = (_owner(model, each) for each in (cut, whole))
             if of.get(key) is not None:
                 other[name] = of[key]
@@ -130,11 +130,11 @@ def _owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _tuples(spec: ModelSpec, model: Any, layers: nn.ModuleList) -> int:
-    """Returns `Layout.tuples`. Raises ConfigError if hidden states are not all that layers need."""
+    """Returns `Layout.tuples`. Raises ConfigError if layers need more than hidden states."""
     watch = Watch(model, layers, spec.hidden_size)
     try:
         run_outline(model)
-    except Exception as error:  # whatever a class of transformers does
+    except Exception as error:  # transformers classes raise errors of any type
         watch.reason = first_line(error)
     if watch.reason:
         raise ConfigError(
@@ -150,7 +150,7 @@ def _heads(
     part: Mapping[int, Call | StateCall],
     size: int,
 ) -> tuple[Heads, ...]:
-    """Compares how the layers attend, whole and split."""
+    """Compares the calls of the layers' attention before and after the split."""
     found = []
     for layer in range(spec.num_layers):
         if layer not in whole:
@@ -158,7 +158,7 @@ def _heads(
             continue
         has, had = part[layer], whole[layer]
         if isinstance(has, StateCall) or isinstance(had, StateCall):
-            found.append(Heads())  # a rank has the inputs of all heads, of which it takes its own
+            found.append(Heads())  # a rank takes its own heads from the inputs of all heads
             if has.kv != had.kv:
                 raise Unsplittable(f"layer {layer} has a state of {has.kv.num_kv_heads} heads")
             continue

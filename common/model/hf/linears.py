@@ -32,7 +32,7 @@ def size_of(module: Any) -> tuple[int, int]:
 
 
 def let_adapt(linears: Mapping[str, nn.Module]) -> None:
-    """Lets what answers a run adapt their outputs, before ranks exchange these."""
+    """Has the run's `Answers` add LoRA products to outputs, before ranks exchange these."""
 
     def adapt(name: str, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         running().adapt(name, args[0], out)
@@ -44,7 +44,7 @@ def let_adapt(linears: Mapping[str, nn.Module]) -> None:
 def part_of(
     name: str, module: nn.Module, whole: tuple[int, int], cuts: Mapping[str, Cut]
 ) -> MatrixPart:
-    """Returns what a rank keeps of a linear layer with `whole` (outputs, inputs)."""
+    """Returns the rank's part of a linear layer; `whole`: (outputs, inputs) before the split."""
     kept = [slice(0, whole[0]), slice(0, whole[1])]
     if (cut := cuts.get(f"{name}.weight")) is not None:
         ((start, end),) = cut.ranges

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers.utils import logging as hf_logging
 
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.printable import some_of
@@ -20,10 +21,8 @@ from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.decoder import sum_blocks
 from pdserve.common.model.dequantize import model_view
 from pdserve.common.model.folder import ModelFolder
-from pdserve.common.model.hf.attention import (
-    NAME,
-)
-from pdserve.common.model.hf.describe import first_line, model_class, read_config
+from pdserve.common.model.hf.attention import NAME
+from pdserve.common.model.hf.class_config import first_line, model_class, read_config
 from pdserve.common.model.hf.layout import choose_layout, tie
 from pdserve.common.model.hf.loading import Prepare, partial_class
 from pdserve.common.model.hf.model import Differs, TransformersModel
@@ -38,6 +37,8 @@ from pdserve.common.model.stages import Stage
 
 logger = logging.getLogger(__name__)
 
+# Errors about a checkpoint's files and tensors; any other one is a defect and keeps its traceback.
+_READ_ERRORS = (OSError, ValueError, LookupError, RuntimeError, SafetensorError)
 _BUILDING = threading.Lock()  # transformers changes its own classes while it makes a model
 
 
@@ -48,10 +49,11 @@ def load_transformers_model(
     stage: Stage,
     folder: ModelFolder | None = None,
 ) -> TransformersModel:
-    """Loads this rank's part of the model, of `config` or `folder`, onto the sharding's device.
+    """Loads this rank's part of the model onto the sharding's device. `folder`: where to read it,
+    default: the one in `config`.
 
     Raises:
-        ConfigError: the model cannot be split so, or the folder's tensors do not match the class;
+        ConfigError: the model cannot be split this way, or the tensors do not match the class;
             the message lists differences.
     """
     assert config.model is not None
@@ -66,10 +68,10 @@ def load_transformers_model(
     except Differs as error:
         if model.rounds:
             raise needs_graph(spec.architecture, str(error)) from error
-        if type(folder) is not ModelFolder:  # others read, and wait for no one
+        if type(folder) is not ModelFolder:  # a broadcast can be read only once
             raise ConfigError(
-                f"the graph of {spec.architecture} is of no use ({error}), and --load-broadcast "
-                "reads weights once: leave it out"
+                f"the graph of {spec.architecture} gives other results ({error}), and "
+                "--load-broadcast can read weights only once: leave the option out"
             ) from error
         logger.warning("%s runs by its class's own code: %s", spec.architecture, error)
         with _BUILDING:
@@ -86,8 +88,8 @@ def _load(
     ranks, spread = sharding.group, sharding.all2all.group.size
     if spread > 1 and not isinstance(sharding.all2all, Replicated):
         raise ConfigError(
-            f"--all2all-backend: {spec.architecture} runs through transformers, where tokens reach "
-            "the ranks of their experts by replicated alone"
+            f"--all2all-backend: {spec.architecture} runs through transformers, which supports "
+            "replicated only"
         )
     layout = choose_layout(spec, hf_config, ranks.size, stage, spread)
 
@@ -127,15 +129,15 @@ def _read(
             model, info = partial_class(kind, prepare, weights, sharding).from_pretrained(
                 None,
                 config=hf_config,
-                state_dict=dict(weights.tensors),  # parts of which are read when they are needed
+                state_dict=dict(weights.tensors),  # lazy: parts are read when they are needed
                 dtype=sharding.dtype,
                 attn_implementation=NAME,
-                ignore_mismatched_sizes=True,  # they are refused below, all at once
+                ignore_mismatched_sizes=True,  # all of them are reported below
                 output_loading_info=True,
             )
         except PdserveError:
             raise
-        except Exception as error:  # of a file or a tensor
+        except _READ_ERRORS as error:
             why = first_line(error)
             raise ConfigError(f"the weights in {folder.path} cannot be loaded: {why}") from error
     problems = [

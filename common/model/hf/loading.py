@@ -1,6 +1,6 @@
-"""Reads the weights of a split model of transformers, by transformers' own rules for names and
-conversions; of a tensor that is only renamed a rank reads its part alone, and converted ones are
-whole for one layer at a time."""
+"""Reads the weights of a split transformers model by transformers' own rules for names and
+conversions. A rank reads only its part of tensors that are merely renamed; tensors that are
+converted are read whole, one layer at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pdserve.common.model.hf.pipeline import FORGOTTEN
 from pdserve.common.model.sharding import Sharding
 
 Prepare = Callable[[Any], Mapping[str, Cut]]
-"""Changes a model, on the meta device, into this rank's part, and returns the cuts by name."""
+"""Turns a model on the meta device into this rank's part; returns parameter name → cut."""
 
 
 def partial_class(kind: Any, prepare: Prepare, weights: OpenWeights, sharding: Sharding) -> Any:
-    """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of `weights`, of
-    which the state dict has all tensors. Packed ones are made as `sharding` says."""
+    """Returns a subclass of `kind` whose `from_pretrained` loads a rank's part of `weights`; its
+    state dict names all tensors. `sharding`: format of the packed ones."""
 
     class Partial(kind):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -41,7 +41,7 @@ def partial_class(kind: Any, prepare: Prepare, weights: OpenWeights, sharding: S
             self._cuts = prepare(self)
 
         def _init_weights(self, module: Any) -> None:
-            """Makes buffers, of which a checkpoint has none, beside weights that are missing."""
+            """Initializes buffers, which checkpoints lack, and missing weights."""
             if not any(each in FORGOTTEN for each in module.children()):
                 super()._init_weights(module)
 
@@ -56,7 +56,7 @@ def partial_class(kind: Any, prepare: Prepare, weights: OpenWeights, sharding: S
 
 
 class _Part:
-    """A tensor of the checkpoint, of which only a part is read."""
+    """A tensor of the checkpoint that reads as this rank's part of it."""
 
     def __init__(self, stored: StoredTensor, cut: Cut) -> None:
         self._stored, self._cut = stored, cut
@@ -77,7 +77,7 @@ class _Loading:
         self._cuts: Mapping[str, Cut] = model._cuts
         self._known = model.state_dict()
         self._mismatched: set[Any] = set()
-        self._needed: set[str] = set()  # names of what this rank reads
+        self._needed: set[str] = set()  # names of the tensors that this rank reads
         rules = config.weight_mapping or []
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -101,7 +101,7 @@ class _Loading:
         return LoadStateDictInfo(
             missing_keys=set.intersection(*missing) - wrong,
             unexpected_keys=set().union(*(info.unexpected_keys for info in infos))
-            - self._model._whole,  # those of other stages
+            - self._model._whole,  # parameters of other stages
             mismatched_keys=self._mismatched.union(*(info.mismatched_keys for info in infos)),
             error_msgs=[line for info in infos for line in info.error_msgs],
             conversion_errors={k: v for info in infos for k, v in info.conversion_errors.items()},
@@ -109,7 +109,7 @@ class _Loading:
         )
 
     def _parts(self) -> dict[tuple[str, bool], dict[str, Any]]:
-        """Returns the tensors by layer, those that are converted apart from the others."""
+        """Returns (layer, whether converted) → tensors."""
         parts = defaultdict[Any, dict[str, Any]](dict)
         for name, stored in self._checkpoint.items():
             if name in self._packed.names:

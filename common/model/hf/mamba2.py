@@ -1,5 +1,5 @@
-"""Has transformers' layers of Mamba-2 leave their states to the step: the classes' own code takes a
-step's tokens for one sequence, and computes those that begin a chunk in another way than others."""
+"""Has transformers' Mamba-2 layers compute their states through the step: the classes' own code
+takes all tokens as one sequence, and computes the first chunk differently from later ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pdserve.common.model.ssd import SSDInputs, SSDSizes
 
 
 def take_mamba2(net: Any) -> bool:
-    """Replaces the code of a layer whose weights are loaded, or that has none; returns whether it
-    is one that can be."""
+    """Replaces the code of a layer, with or without loaded weights; returns whether the layer is
+    supported."""
     if net.activation not in ("silu", "swish"):
         return False
-    if net.conv1d.weight is not None:  # None: of another stage
+    if net.conv1d.weight is not None:  # None: another stage's layer
         net.ssd = _constants(net)
     net.forward = MethodType(_forward, net)
     return True
 
 
 def _constants(net: Any) -> SSDInputs:
-    """Returns a layer's inputs but for a step's tokens."""
+    """Returns the part of a layer's inputs that does not depend on the tokens."""
     weights = net.conv1d.weight[:, 0].detach().t().float().contiguous()
     bias, none = net.conv1d.bias, weights.new_zeros(weights.shape[1])
     return SSDInputs(

@@ -1,9 +1,9 @@
-"""Runs layers of transformers that keep a state (Mamba, short convolutions, delta attention …) by
-their class's own code: some tokens of one sequence at a time, or one of several.
+"""Runs transformers layers with a recurrent state (Mamba, short convolutions, delta attention …) by
+their class's own code: several tokens of one sequence at a time, or one token of several.
 
-The class's code reads and writes states in transformers' cache, in the place of which it is given
-one that has the states of these sequences alone. All of a layer's states lie in one row of the KV
-group, float32, and every tensor-parallel rank computes and keeps all of it.
+The class's code reads and writes states in transformers' cache, in whose place it gets an object
+with the states of these sequences only. All of a layer's states are in one row of the KV group, in
+float32, and every tensor-parallel rank computes and keeps all of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from pdserve.common.model.hf.attention import running
+from pdserve.common.model.hf.mamba import take_mamba
 from pdserve.common.model.hf.mamba2 import take_mamba2
 
 MIXERS = {
-    "bamba": "BambaMixer",  # of `MAMBA2`, if they do not what others do
+    "bamba": "BambaMixer",  # in `MAMBA2`; here for activations that `mamba2.py` lacks
     "falcon_h1": "FalconH1Mixer",
+    "falcon_mamba": "FalconMambaMixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "jamba": "JambaMambaMixer",
     "kimi_linear": "KimiLinearDeltaAttention",
@@ -30,17 +32,21 @@ MIXERS = {
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
     "lfm3": "Lfm3ShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
     "minimax": "MiniMaxLightningAttention",
     "nemotron_h": "NemotronHMamba2Mixer",
     "bailing_hybrid": "BailingHybridDeltaAttention",
 }
-"""The class of such layers, by model type."""
-MAMBA2 = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
+"""Model type → class of the layers with a recurrent state."""
+MAMBA = {"falcon_mamba", "jamba", "mamba"}
+"""Model types whose layers are Mamba (`mamba.py`)."""
+MAMBA2 = {"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"}
 """Model types whose layers are Mamba-2 (`mamba2.py`)."""
+ALONE = {"falcon_mamba", "mamba", "mamba2"}
+"""Model types without attention, whose layers need no positions."""
 BESIDE = {"falcon_h1": "FalconH1Attention"}
-"""The class of attention that layers have beside such a one: it counts as a layer before it."""
-FROM_NOTHING = ("JambaMambaMixer",)
-"""Classes whose code computes several tokens from no state alone."""
+"""Model type → class of the attention in the same layer, which counts as a layer before it."""
 
 
 class States:
@@ -59,7 +65,7 @@ class States:
     def update_conv_state(
         self, inputs: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
     ) -> Tensor:
-        """Returns what the convolution sees of `[B, channels, n]`, with inputs before them."""
+        """Returns the convolution's inputs: earlier ones, then `[B, channels, n]`."""
         past = self.conv.get(state_idx)
         if past is None:
             past = inputs.new_zeros(*inputs.shape[:-1], conv_kernel_size)
@@ -80,29 +86,28 @@ class States:
         self.recurrent[0] = states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # then a single token's convolution is as that of several
+        return True  # then one token uses the same convolution as several
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor of a sequence's states."""
+    """The shape and dtype of one of a sequence's states."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Mixer:
-    """Such a layer."""
+    """A layer with a recurrent state."""
 
     def __init__(self, net: Any) -> None:
         self.layer: int = net.layer_idx
-        self._from_nothing = type(net).__name__ in FROM_NOTHING
         self.pair = type(net).__name__ == "MiniMaxLightningAttention"  # is what it returns
         self._own = net.forward
         self._parts: dict[tuple[str, int], _Part] = {}
 
     def numbers(self, hidden: Tensor) -> int:
-        """Returns the numbers of a sequence's states, for hidden states like `[B, n, size]`."""
+        """Returns the elements of a sequence's states; `hidden`: any `[B, n, size]`."""
         if not self._parts:
             states = States()
             self._call(hidden[:1, :1], states)
@@ -116,12 +121,6 @@ class Mixer:
     def run(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """hidden `[B, n, size]`, before float32 `[B, numbers]` → `[B, n, size]`, states after."""
         assert before.shape[1] == self.numbers(hidden)
-        if self._from_nothing and hidden.shape[1] > 1 and before.any():
-            outs = []
-            for token in hidden.split(1, dim=1):
-                found, before = self.run(token, before)
-                outs.append(found)
-            return torch.cat(outs, dim=1), before
         states, start = States(), 0
         for (kind, index), part in self._parts.items():
             end = start + prod(part.shape)
@@ -144,7 +143,7 @@ def _kinds(states: States) -> Mapping[str, dict[int, Tensor]]:
 
 
 def take_mixers(model: Any) -> None:
-    """Has these layers leave their states to the step."""
+    """Has these layers compute their states through the step."""
     kind = model.config.model_type
     for net in list(model.modules()):
         if type(net).__name__ == BESIDE.get(kind):
@@ -153,7 +152,9 @@ def take_mixers(model: Any) -> None:
             continue
         if kind in BESIDE:
             net.layer_idx = 2 * net.layer_idx + 1
-        if kind not in MAMBA2 or not take_mamba2(net):
+        if kind in MAMBA:
+            take_mamba(net)
+        elif kind not in MAMBA2 or not take_mamba2(net):
             net.forward = partial(_forward, Mixer(net))
 
 

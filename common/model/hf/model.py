@@ -29,7 +29,7 @@ from pdserve.common.model.hf.attention import (
     Style,
     StyledAttention,
 )
-from pdserve.common.model.hf.describe import first_line
+from pdserve.common.model.hf.class_config import first_line
 from pdserve.common.model.hf.indexers import IndexBackend, IndexInputs
 from pdserve.common.model.hf.layout import Heads, Layout
 from pdserve.common.model.hf.linears import linears_of, part_of
@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class Differs(Exception):
-    """A graph computes something else than the class it was recorded of."""
+    """A graph computes other results than the class it was recorded from."""
 
 
 class TransformersModel(Decoder):
-    """A rank's part of a class of transformers, whose code `record` replaces by a graph."""
+    """A rank's part of a transformers model, whose code `record` replaces by a graph."""
 
     def __init__(
         self, spec: ModelSpec, model: Any, sharding: Sharding, stage: Stage, layout: Layout
@@ -87,14 +87,14 @@ class TransformersModel(Decoder):
         of a stage call this together.
 
         Raises:
-            Differs: the graph computes something else. The model is unusable.
+            Differs: the graph computes other results. The model is unusable.
         ConfigError: the model is to be quantized, and cannot be recorded.
         """
         assert isinstance(self._steps, ClassSteps)
         try:
             with torch.inference_mode():
                 recorded = Recorded(self._steps, self.stage, self.spec.hidden_size, self.kernels)
-        except Exception as error:  # whatever a class of transformers does
+        except Exception as error:  # transformers classes raise errors of any type
             logger.debug("%s is not recorded", self.spec.architecture, exc_info=True)
             why = first_line(error)
             if self.rounds:
@@ -128,8 +128,8 @@ class TransformersModel(Decoder):
             self._bytes -= each.round(self._cuts, self.group, self.kernels)
 
     def _backends(self, calls: Mapping[int, Node]) -> tuple[list[StepBackend], frozenset[int]]:
-        """Returns a backend for each KV group, and the layers that ask for no more than it does:
-        the native one where no layer of the group does."""
+        """Returns a backend per KV group, and the layers that need nothing beyond it. A group gets
+        the native backend if none of its layers needs more."""
         backends: list[StepBackend] = []
         plain: set[int] = set()
         for number, kv in enumerate(self.spec.kv_groups):
@@ -148,7 +148,7 @@ class TransformersModel(Decoder):
         return backends, frozenset(plain)
 
     def _plain_shape(self, layer: int, kv: KVGroup, node: Node) -> AttentionShape | None:
-        """Returns the shape of a backend that attends as the layer asks; None if none does."""
+        """Returns the shape of a backend that computes the layer's attention; None without one."""
         style: Style = node.target.style  # type: ignore[union-attr]
         sizes = {each.meta["shape"][3] for each in node.args[:3]}  # type: ignore[union-attr]
         asked = style.softcap, style.sinks, style.temperature, style.slopes, style.chosen
@@ -178,7 +178,7 @@ class TransformersModel(Decoder):
         return self._steps.forward(inputs, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits by the class's own head, which may scale or cap them."""
+        """Computes logits with the class's own head, which may scale or cap them."""
         return self._steps.logits(hidden)[:, : self.spec.vocab_size].float()
 
     def adapted(self) -> Iterator[tuple[MatrixPart, ...]]:
@@ -186,15 +186,15 @@ class TransformersModel(Decoder):
             yield tuple(self._parts[name] for name in names)
 
     def expert_loads(self) -> None:
-        """Experts are transformers' own, which count nothing."""
+        """Returns None: transformers' experts do not count tokens."""
 
     @property
     def weights_bytes(self) -> int:
         return self._bytes
 
     def place(self, layer: int) -> tuple[int, int, bool]:
-        """Returns (KV group, index in the group's cache, whether it stores its KV) of a layer; of
-        one that shares another layer's KV, that layer's."""
+        """Returns (KV group, index in the group's cache, whether it stores its KV) of a layer. For
+        a layer that shares another layer's KV, group and index are those of the other layer."""
         kept = self.spec.layer_kv[layer]
         if isinstance(kept, int):
             return *self._places[kept], False
@@ -202,7 +202,7 @@ class TransformersModel(Decoder):
 
 
 class _Step(Answers):
-    """Answers with attention over the cache."""
+    """Computes a step's attention over the cache."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class _Step(Answers):
     def attend_fused(
         self, layer: int, qkv: Tensor, norms: tuple[Any, Any] | None, angles: Angles | None
     ) -> Tensor:
-        """Attends from a layer's product `[T, (heads + 2 · kv_heads) · D]` → `[T, heads, D]`."""
+        """Attends from a layer's QKV `[T, (heads + 2 · kv_heads) · D]` → `[T, heads, D]`."""
         group, index, _ = self._model.place(layer)
         attention, cache = self._model.attentions[group], self._caches[group]
         assert isinstance(attention, AttentionBackend)

@@ -1,4 +1,4 @@
-"""Computes what ranks of a model of transformers hold, without memory."""
+"""Computes on the meta device which weights the ranks of a transformers model hold."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.hf.describe import build, read_config
+from pdserve.common.model.hf.class_config import read_config
 from pdserve.common.model.hf.experts import experts_of, matrices_of, sizes_of
 from pdserve.common.model.hf.layout import choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, size_of
+from pdserve.common.model.hf.meta_run import build
 from pdserve.common.model.hf.packed import layer_of
 from pdserve.common.model.hf.parallel import Cut, OutlineRanks
 from pdserve.common.model.hf.pipeline import check_stage
@@ -25,8 +26,8 @@ from pdserve.common.model.stages import Stage
 
 
 def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> WeightsOf:
-    """Returns the function for a checkpoint. It raises ConfigError if the model cannot be split so,
-    and remembers what it found."""
+    """Returns the function for a checkpoint. It caches its results, and raises ConfigError if the
+    model cannot be split this way."""
 
     @cache
     def found(dtype: str, tp: int, ep: int, stage: Stage) -> RankWeights:
@@ -47,7 +48,7 @@ def weights_of(spec: ModelSpec, folder: Path, overrides: Mapping[str, Any]) -> W
 
 
 def _saved(spec: ModelSpec, model: Any, cuts: Mapping[str, Cut]) -> int:
-    """Returns how many bytes fewer the weights take that a checkpoint packs."""
+    """Returns the bytes that packed weights save."""
     kind = spec.quantization
     if kind is None or kind.rounds:
         return 0

@@ -1,5 +1,5 @@
-"""Has layers of transformers whose attention is code of their own attend by the step, as those
-that use the attention interface do."""
+"""Has transformers layers with attention code of their own attend through the step, like those that
+use the attention interface."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TABLES = {
     "falcon": "falcon.modeling_falcon:FALCON_ATTENTION_CLASSES",
     "gpt_neo": "gpt_neo.modeling_gpt_neo:GPT_NEO_ATTENTION_CLASSES",
 }
-"""Tables in which classes look for the code of their attention by name."""
+"""Tables in which classes look up their attention code by name."""
 
 
 def list_attentions(config: Any) -> None:
-    """Lets a class that is about to be made find its code by our names. Raises ConfigError for one
-    whose attention cannot be had so."""
+    """Registers our names in these tables before a class is built. Raises ConfigError for a class
+    whose attention is not supported."""
     if getattr(config, "alibi", False) and config.model_type == "falcon":
         raise ConfigError("Falcon's ALiBi is rounded to bfloat16, which is not supported")
     if (place := _TABLES.get(config.model_type)) is not None:
@@ -34,8 +34,8 @@ def list_attentions(config: Any) -> None:
 
 
 def take_attention(model: Any) -> bool:
-    """Replaces the code of such layers. Returns whether their scores depend on positions (ALiBi),
-    so that the class needs none."""
+    """Replaces the attention code of such layers. Returns whether their scores depend on positions
+    (ALiBi), in which case the class needs no positions."""
     kind = model.config.model_type
     if kind not in _OWN:
         return False
@@ -44,7 +44,7 @@ def take_attention(model: Any) -> bool:
         if not hasattr(net, "layer_idx"):
             net.layer_idx = layer
         setattr(net, method, partial(instead, net))
-    if kind == "mpt":  # which works on a mask unless it is given one of four dimensions
+    if kind == "mpt":  # which modifies masks, unless they have four dimensions
         model.transformer.register_forward_pre_hook(_given_mask, with_kwargs=True)
         model.transformer.build_mpt_alibi_tensor = lambda *_, **__: None
     return kind in ("bloom", "mpt")
@@ -62,7 +62,7 @@ def _given_mask(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def _attended(net: nn.Module, qkv: Sequence[Tensor], mask: Any, **style: Any) -> Tensor:
-    """Three of `[1, heads, T, D]` → `[1, T, heads, D]`, causal."""
+    """Causal attention: q, k, v `[1, heads, T, D]` → `[1, T, heads, D]`."""
     q, k, v = qkv
     return attend(net, q, k, v, mask if isinstance(mask, Mask) else None, **style)[0]
 
@@ -72,7 +72,7 @@ def _heads(x: Tensor, dim: int) -> Tensor:
     return x.unflatten(-1, (-1, dim)).transpose(1, 2)
 
 
-# ---- classes whose method `_attn` computes the scores: what it takes and returns ----
+# ---- classes whose method `_attn` computes the scores; same arguments and results ----
 
 
 def _gpt_neo(net: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> tuple[Tensor, None]:
@@ -91,7 +91,7 @@ def _openai_gpt(net: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tens
     return [_attended(net, (q, k.transpose(2, 3), v), None).transpose(1, 2)]
 
 
-# ---- classes whose `forward` computes them ----
+# ---- classes whose `forward` computes the scores ----
 
 
 def _bert(
@@ -143,7 +143,7 @@ def _falcon(
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     product = net.query_key_value(hidden_states)
-    if net.new_decoder_architecture:  # groups of queries, each with a key and a value after it
+    if net.new_decoder_architecture:  # groups of queries, each followed by a key and a value
         share = net.num_heads // net.num_kv_heads
         product = product.unflatten(-1, (net.num_kv_heads, share + 2, net.head_dim))
         parts = product.split((share, 1, 1), dim=3)
@@ -169,4 +169,4 @@ _OWN: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "trocr": ("TrOCRAttention", "forward", _bart),
     "xglm": ("XGLMAttention", "forward", _bart),
 }
-"""By model type: the class of its attention, and its method with what takes the place of it."""
+"""Model type → (class of its attention, method, replacement)."""

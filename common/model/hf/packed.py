@@ -1,5 +1,5 @@
-"""Linear layers and experts of a class of transformers whose weights stay packed as a checkpoint
-has them (AWQ, GPTQ, pack-quantized, GGUF), and how these are found and read."""
+"""Linear layers and experts of transformers classes whose weights stay packed as in the checkpoint
+(AWQ, GPTQ, pack-quantized, GGUF), and how they are found and read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pdserve.common.model.packing import PackedMatrix
 from pdserve.common.model.sharding import MatrixPart, Shard, Sharding
 
 Rename = Callable[[str], tuple[str, str | None]]
-"""Returns the parameter of the class that a tensor of the checkpoint is for, and the pattern of the
-conversion that it takes part in."""
+"""Returns (the class's parameter that a checkpoint tensor belongs to, the pattern of its conversion
+or None)."""
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose matrix stays packed. It has no parameter for it."""
+    """A linear layer whose matrix stays packed and is not a parameter."""
 
     packed: GroupedWeight
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The matrix in the dtype, for code of the class that looks at it."""
+        """The dequantized matrix, for code of the class that reads it."""
         return self.packed.dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _Group:
 
 
 class PackedWeights:
-    """The packed weights of a rank's part of a model, by the number of their layer."""
+    """The packed weights of a rank's part of a model, by layer number."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PackedWeights:
         converters: list[WeightConverter],
         sharding: Sharding,
     ) -> None:
-        """Raises ConfigError where a class has another thing than a packed matrix can be."""
+        """Raises ConfigError if the class has no matrix where the checkpoint has a packed one."""
         self._model, self._checkpoint, self._cuts = model, checkpoint, cuts
         self._sharding = sharding
         self._known: Mapping[str, Tensor] = model.state_dict()
@@ -89,11 +89,11 @@ class PackedWeights:
             if _stacks(each)
             for place, pattern in enumerate(each.source_patterns)
         }
-        self.names: set[str] = set()  # of the tensors of packed matrices
+        self.names: set[str] = set()  # names of the tensors of packed matrices
         self.groups: dict[str, _Group] = defaultdict(_Group)
 
     def find(self, rename: Rename) -> None:
-        """Finds the checkpoint's packed matrices, and makes room for those of this rank."""
+        """Finds the checkpoint's packed matrices and allocates this rank's parts."""
         kind = self._sharding.quantization
         if kind is None or kind.rounds:
             return
@@ -104,13 +104,13 @@ class PackedWeights:
         for module in modules:
             target, pattern = rename(f"{module}.weight")
             if target not in self._known:
-                continue  # of another stage, or of nothing that the class has
+                continue  # of another stage, or without a counterpart in the class
             if pattern is None:
                 self._linear(module, target)
             elif pattern in self._order:
                 stacked[target][_expert_of(module)][self._order[pattern][0]] = module
             else:
-                raise _unlike(module, "transformers puts it together of others' rows")
+                raise _unlike(module, "transformers builds it from rows of several matrices")
         for target, experts in stacked.items():
             self._stacked(target, experts)
         self._check()
@@ -127,7 +127,7 @@ class PackedWeights:
         owner: Any = self._owner(target)
         exact: type = type(owner)
         if exact is not nn.Linear or not target.endswith(".weight"):
-            raise _unlike(module, f"{target} is no linear layer's")
+            raise _unlike(module, f"{target} is not a linear layer")
         rows, columns = slice(0, shape[0]), slice(0, shape[1])
         if (cut := self._cuts.get(target)) is not None:
             (kept,) = (slice(*each) for each in cut.ranges)
@@ -139,8 +139,8 @@ class PackedWeights:
         owner._is_hf_initialized = True
 
     def _stacked(self, target: str, experts: Mapping[int, Mapping[int, str]]) -> None:
-        """Makes room for the matrices of a layer's experts, each of one or two of the checkpoint's,
-        one below the other."""
+        """Allocates the matrices of a layer's experts, each from one or two matrices of the
+        checkpoint, stacked along the outputs."""
         owner, shape = self._owner(target), self._shape(target)
         if not hasattr(owner, "_is_expert_parallel") or owner.is_transposed or len(shape) != 3:
             raise _unlike(next(iter(experts[0].values())), f"{target} has another form")
@@ -180,7 +180,7 @@ class PackedWeights:
         return weight
 
     def _blocks(self, target: str) -> int:
-        """Returns into how many blocks the inputs of a matrix are cut that ranks may share."""
+        """Returns the number of blocks in which the matrix's inputs are summed."""
         return self._sharding.blocks if shares_inputs(self._model, target) else 1
 
     def _shape(self, target: str) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ class PackedWeights:
             )
 
     def read(self, layer: str) -> None:
-        """Reads the weights of a layer, whose tensors can be read now."""
+        """Reads the packed weights of a layer. Its tensors must be readable now."""
         shards = list(self.groups[layer].shards())
         for shard in shards:
             part = self._checkpoint[shard.name][shard.index].to(shard.target.device)
@@ -215,7 +215,7 @@ class PackedWeights:
 
 
 def layer_of(name: str) -> str:
-    """Returns the number of the layer that a parameter is of, or an empty string."""
+    """Returns the number of the parameter's layer, as text; empty outside of layers."""
     return next((part for part in name.split(".") if part.isdecimal()), "")
 
 
@@ -224,7 +224,7 @@ def _expert_of(module: str) -> int:
 
 
 def _stacks(converter: WeightConverter) -> bool:
-    """Returns whether a conversion stacks experts, and rows of one or two matrices for each."""
+    """Returns whether a conversion stacks experts, each from the rows of one or two matrices."""
     kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
     return kinds in (
         [(MergeModulelist, 0)],

@@ -1,10 +1,10 @@
 """Splits a model of transformers over tensor-parallel ranks, in place.
 
-A class's `tp_plan` says which of its linear layers are split by rows and which by columns. Where a
-class has none, or its code does not run with a part of the heads, each linear layer of the decoder
-layers is split by rows and its output gathered: that is right for any code around it. In both cases
-a rank attends with its own heads over its own KV heads (`model.py`). Experts are split within or
-among the ranks by the class's plan, and embedding and head by rows of the vocabulary.
+A class's `tp_plan` states which of its linear layers are split by rows and which by columns. If a
+class has no plan, or its code does not run with a part of the heads, each linear layer of the
+decoder layers is split by rows and its output is gathered, which is correct for any code. In both
+cases a rank attends with its own heads over its own KV heads (`model.py`). Experts are split within
+or among the ranks by the class's plan, and embedding and head by rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from transformers.pytorch_utils import Conv1D
 
 GATHERED, PLANNED = "gathered", "planned"
 
-KV = ("k_proj", "v_proj")  # ends of names of layers that make keys and values
+KV = ("k_proj", "v_proj")  # suffixes of the layers that compute keys and values
+_WHOLE = ("x_proj", "dt_proj")  # suffixes of the layers whose matrices `mamba.py` applies
 _AS_IT_IS = {
     "replicate",
     "replicated_with_grad_allreduce",  # replicated: there are no gradients here
     "mla_kv_a_proj",
     "local_params",
 }
-"""Styles of transformers that split nothing."""
+"""transformers' styles that split nothing."""
 _PARAMETERS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "grouped_gemm": 0}
-"""Styles of parameters that are no linear layer's, and which dimension they split."""
+"""transformers' style of other parameters → the dimension that it splits."""
 
 
 class Unsplittable(Exception):
@@ -69,12 +70,12 @@ class OutlineRanks:
 class Cut:
     """A rank's part of a parameter: ranges of one dimension of the whole."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole parameter
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
     def of(self, whole: Any) -> Tensor:
-        """Returns the part of a tensor, or of one in a checkpoint that is read only so far."""
+        """Returns the part of a tensor; of a checkpoint's tensor only the part is read."""
         before = (slice(None),) * self.dim
         parts = [whole[(*before, slice(start, end))] for start, end in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
@@ -83,13 +84,13 @@ class Cut:
 def split(
     model: Any, group: Ranks, way: str, layers: str, gather_kv: bool, spread: bool = False
 ) -> dict[str, Cut]:
-    """Splits `model`, on any device, and returns the cuts by the names of parameters.
+    """Splits `model`, on any device, and returns parameter name → cut.
 
     Args:
         way: `PLANNED` or `GATHERED`.
         layers: the name of the model's list of decoder layers.
-        gather_kv: the ranks do not divide the KV heads: each is given all of them.
-        spread: ranks have different experts, and never a part of each.
+            gather_kv: each rank computes all KV heads, because the ranks do not divide them.
+            spread: ranks hold whole experts, different ones each.
 
     Raises:
         Unsplittable: the class's plan does not fit these sizes.
@@ -118,6 +119,7 @@ class _Splitter:
             (name, module)
             for name, module in self._model.named_modules()
             if name.startswith(self._layers) and isinstance(module, nn.Linear | Conv1D)
+            if not name.endswith(_WHOLE)
         ]
         if way == GATHERED:
             for name, module in linears:
@@ -152,7 +154,7 @@ class _Splitter:
                 self._parameter(name, parameter, style)
 
     def _done(self, name: str) -> bool:
-        """Returns whether a parameter belongs to experts that stay whole on each rank."""
+        """Returns whether a linear layer is part of experts that stay whole."""
         owner = name.rpartition(".")[0]
         return _style(self._plan | self._ep_plan, owner) in (
             "moe_tp_experts",
@@ -246,7 +248,7 @@ class _Splitter:
             raise Unsplittable(f"{name} cannot be spread over the ranks")
 
     def _dispatch(self, module: Any) -> None:
-        """Computes the tokens of this rank's experts alone."""
+        """Has the module compute only the tokens of this rank's experts."""
         count = module.num_experts // self._group.size
         start = self._group.rank * count
         module.num_experts, module._is_expert_parallel = count, True
@@ -254,7 +256,7 @@ class _Splitter:
         def mine(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
             hidden, index, weights = args
             foreign = (index < start) | (index >= start + count)
-            local = (index - start).masked_fill(foreign, count)  # a number that is no expert's
+            local = (index - start).masked_fill(foreign, count)  # an index beyond the experts
             return hidden, local, weights.masked_fill(foreign, 0.0)
 
         module.register_forward_pre_hook(mine)
@@ -263,7 +265,7 @@ class _Splitter:
     # ---- the vocabulary ----
 
     def _vocabulary(self) -> None:
-        """Splits embedding and head by rows, the last rank's part being shorter."""
+        """Splits embedding and head by rows, where the last rank's part may be shorter."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
             return
@@ -278,7 +280,7 @@ class _Splitter:
         start = min(group.rank * share, rows)
         count = embedding.weight.shape[0]
 
-        foreign = torch.empty(0)  # which tokens of the call are other ranks'
+        foreign = torch.empty(0)  # which tokens of the call belong to other ranks
 
         def mine(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             nonlocal foreign
@@ -303,7 +305,7 @@ class _Splitter:
         self._cut(name, dim, pieces=2 if style == "packed_colwise" else 1)
 
     def _cut(self, name: str, dim: int, pieces: int = 1, padded: bool = False) -> None:
-        """Replaces a parameter by this rank's part of it, of each of `pieces` equal pieces."""
+        """Replaces a parameter by this rank's part of each of `pieces` equal pieces."""
         owner, _, key = name.rpartition(".")
         module = self._model.get_submodule(owner)
         whole = module._parameters[key]
@@ -323,7 +325,7 @@ class _Splitter:
 
 
 def shares_inputs(model: Any, parameter: str) -> bool:
-    """Returns whether a class's plan lets ranks divide the inputs of a parameter's matrix."""
+    """Returns whether the class's plan splits a matrix by inputs."""
     plan, names = dict(model.tp_plan or {}), (parameter, parameter.removesuffix(".weight"))
     return any(str(_style(plan, name)).startswith("rowwise") for name in names)
 

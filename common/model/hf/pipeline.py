@@ -1,8 +1,8 @@
-"""Runs a part of the layers of a model of transformers: a pipeline stage.
+"""Runs a part of the layers of a transformers model: a pipeline stage.
 
-The class's own code runs on every stage, so that masks and rotations are made as ever. Layers of
-other stages pass on what they are given, the first layer of a stage takes the hidden states of the
-stage before, and after the last one of an inner stage the run ends.
+The class's own code runs on every stage, so that it makes masks and rotations as usual. Layers of
+other stages return their input, the first layer of a stage takes the hidden states of the stage
+before, and an inner stage ends the run after its last layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pdserve.common.model.stages import Stage
 
 
 def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
-    """Returns the name of the model's list of decoder layers, and the list: it has `count`, or half
-    of it where a layer has attention twice, or a state beside it. Raises ConfigError."""
+    """Returns the name of the model's list of decoder layers, and the list. It has `count` layers,
+    or half as many if each layer counts as two (two attentions, or a state). Raises ConfigError."""
     lists = [each for each in model.named_modules() if isinstance(each[1], nn.ModuleList)]
     found = [(name, each) for name, each in lists if len(each) == count]
     found = found or [(name, each) for name, each in lists if 2 * len(each) == count]
@@ -47,10 +47,10 @@ FORGOTTEN = WeakSet[nn.Module]()  # modules without their parameters
 
 
 class Watch:
-    """Watches the layers of a model on the meta device: are hidden states all that one hands on?"""
+    """Checks on the meta device whether layers pass on nothing but hidden states."""
 
     def __init__(self, model: Any, layers: nn.ModuleList, hidden_size: int) -> None:
-        self.tuples = 0  # the length of what layers return, if that is a tuple
+        self.tuples = 0  # the length of the tuple that layers return; 0: a tensor
         self.reason = ""
         self._hidden_size = hidden_size
         model.requires_grad_(False)
@@ -63,7 +63,7 @@ class Watch:
 
     def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not args and "hidden_states" not in kwargs:
-            self.reason = "its layers are not given hidden states"
+            self.reason = "its layers do not take hidden states"
             return
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.ndim != 3 or hidden.shape[2] != self._hidden_size:
@@ -104,7 +104,7 @@ class StageRun:
             self._drop_ends(model, bool(model.config.get_text_config().tie_word_embeddings))
 
     def _drop_ends(self, model: Any, tied: bool) -> None:
-        """Forgets embedding and head where the stage does not need them."""
+        """Drops the parameters of embedding and head if the stage does not need them."""
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.embedding_size = embedding.weight.shape[1]
         if not self._stage.first and not (tied and self._stage.last):

@@ -1,5 +1,5 @@
-"""Gives the positions of a step's tokens to modules of transformers that would count the tokens of
-one sequence."""
+"""Passes the positions of a step's tokens to transformers modules that would count the tokens of a
+single sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.common.model.hf.attention import running
 
 
 def takes_positions(base: nn.Module) -> bool:
-    """Returns whether a model's `layers_of` take the positions of their tokens."""
+    """Returns whether a model's layers (`layers_of`) take `position_ids`."""
     given = inspect.signature(base.forward).parameters
     inner: Any = getattr(base, "decoder", None)
     if "args" in given and inner is not None:  # BartDecoderWrapper and others
@@ -22,8 +22,8 @@ def takes_positions(base: nn.Module) -> bool:
 
 
 def take_positions(model: Any, base: nn.Module) -> bool:
-    """Has the embeddings of positions take those of the step where the class gives them none, or
-    none that count from their first one. Returns whether the class is told positions now."""
+    """Has position embeddings use the step's positions if the class passes them none, or positions
+    that count from the first token. Returns whether the class can be passed positions now."""
     for each in _numbered_from_padding(model):
         each.position_embeddings.register_forward_pre_hook(_after_padding)
     if takes_positions(base):
@@ -35,8 +35,8 @@ def take_positions(model: Any, base: nn.Module) -> bool:
 
 
 def _numbered_from_padding(model: nn.Module) -> Iterator[Any]:
-    """Yields the embeddings of RoBERTa and others, whose first token has the position after the
-    padding token's id."""
+    """Yields position embeddings of RoBERTa and others, which number positions from the padding
+    token's id + 1."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids") and hasattr(
             module, "position_embeddings"
@@ -49,7 +49,7 @@ def _after_padding(embedding: Any, args: tuple[Tensor]) -> Tensor:
 
 
 def _counting(model: nn.Module) -> Iterator[Any]:
-    """Yields embeddings that count tokens unless they are given `position_ids` `[T]`."""
+    """Yields embeddings that count tokens unless they get `position_ids` `[T]`."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             given = inspect.signature(module.forward).parameters

@@ -1,4 +1,4 @@
-"""Compares what two ways to compute a model say of a few tokens."""
+"""Compares the results of two implementations of a model for a few tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import Decoder
 
-PROBE_BLOCK = 16  # tokens of the only block of a cache to try a graph with
+PROBE_BLOCK = 16  # tokens; the probe's cache has one block
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""How far a graph and its class may be apart, in parts of the largest number."""
+"""Largest allowed difference between a graph and its class, relative to the largest element."""
 
 
 def probe(model: Decoder, group: GroupCoordinator) -> list[Tensor]:
-    """Returns what a model computes of some inputs, over caches of its own. `group`: its
+    """Returns a model's results for some fixed inputs, over caches of its own. `group`: its
     tensor-parallel ranks."""
     chance = torch.Generator().manual_seed(0)
     found = []
@@ -49,7 +49,7 @@ def _small_cache(model: Decoder, group: GroupCoordinator, kv: KVGroup) -> Tensor
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Says how far results of `probe` are apart, if that is more than rounding."""
+    """Describes the difference of two `probe` results; "" if it is only rounding."""
     for ours, theirs in zip(found, expected, strict=True):
         if not theirs.numel():  # layers of other stages
             continue

@@ -16,7 +16,7 @@ Function = Callable[..., Tensor]
 
 
 def drop_unused(graph: Graph) -> None:
-    """Erases what no other node uses, and what it alone used."""
+    """Erases nodes that no other node uses, and then those that only they used."""
     for node in reversed(list(graph.nodes)):
         kept = node.op in ("placeholder", "output") or node.meta.get("effect")
         if not kept and not node.users:
@@ -26,14 +26,14 @@ def drop_unused(graph: Graph) -> None:
 @dataclass(frozen=True, slots=True)
 class _Call:
     target: Function
-    args: tuple[Any, ...]  # of numbers of values, and what contains some
+    args: tuple[Any, ...]  # indices of values, or containers of them
     kwargs: Mapping[str, Any]
     result: int
-    done: tuple[int, ...]  # values that it is the last one to use
+    done: tuple[int, ...]  # values to free after the call
 
 
 class Program:
-    """Runs a graph, of which it keeps the tensors. Values have numbers; constants are values."""
+    """Runs a graph and owns its tensors. Each value, also a constant, has an index."""
 
     def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], tokens: str) -> None:
         """`tokens`: the placeholder whose first dimension counts the step's tokens."""
@@ -41,7 +41,7 @@ class Program:
         self.calls: list[_Call] = []
         self._inputs: list[int] = []
         self._numbers: dict[Node, int] = {}
-        self._multiples: dict[int, int] = {}  # number of the value, by factor
+        self._multiples: dict[int, int] = {}  # factor → index of the value
         last = _last_uses(graph)
         for node in graph.nodes:
             if node.op == "output":
@@ -88,7 +88,7 @@ class Program:
         return _Call(target, tuple(args), given, self._numbers[node], done)
 
     def _argument(self, value: Any) -> Any:
-        """Returns the number of a value, or what contains some."""
+        """Returns the index of a value, or a container of indices."""
         if isinstance(value, Node):
             return self._numbers[value]
         if isinstance(value, Tokens):
@@ -120,7 +120,7 @@ class _Nested:
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """Returns, by node, the results that it is the last one to use."""
+    """Returns node → values that it is the last to use."""
     seen: set[Node] = set()
     found: dict[Node, list[Node]] = {}
     for node in reversed(graph.nodes):

@@ -1,7 +1,7 @@
-"""Quantizes a recorded class of transformers to int8, after its graph was compared with it.
+"""Quantizes a recorded transformers class to int8, after its graph has been compared with it.
 
-Rounded are linear layers within decoder layers, experts (`experts.py`), the head, and an embedding
-that is tied to it. The numbers are the same however the model is split.
+It quantizes linear layers within decoder layers, experts (`experts.py`), the head, and an embedding
+tied to it. The values are the same however the model is split.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def round_products(
     ranks: GroupCoordinator,
     kernels: Kernels,
 ) -> int:
-    """Rounds the products whose parameters all are in `names`; returns the bytes that this saves.
-    Those in `parts` have some of the inputs of their channels: all ranks call this together."""
+    """Quantizes the products whose parameters are all in `names`; returns the bytes that this
+    saves. Ranks share the inputs of those in `parts`, so all ranks call this together."""
     saved = 0
     for of, product in products.items():
         if not all(name in names for name in of):
             continue
         matrix = product.matrix
-        assert isinstance(matrix, WeightMatrix), "it is rounded once"
+        assert isinstance(matrix, WeightMatrix), "a product is quantized once"
         group = ranks if any(name in parts for name in of) else GroupCoordinator()
         product.matrix = _int8(matrix, group, kernels)
         saved += matrix.nbytes - product.matrix.nbytes
@@ -57,6 +57,6 @@ def _int8(matrix: WeightMatrix, ranks: GroupCoordinator, kernels: Kernels) -> In
 def needs_graph(architecture: str, why: str) -> ConfigError:
     """Returns the error for a class that runs by its own code."""
     return ConfigError(
-        f"--quantization int8: {architecture} runs by its class's own code ({why}), which "
-        "multiplies by unquantized weights alone: leave it out"
+        f"--quantization int8: {architecture} runs by its class's own code ({why}), which needs "
+        "unquantized weights: leave the option out"
     )

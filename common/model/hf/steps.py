@@ -1,4 +1,4 @@
-"""Steps of a class of transformers: by its own code, or by a graph that was recorded of it."""
+"""Computes steps of a transformers class: with its own code, or with a recorded graph."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Steps(Protocol):
 
     @property
     def adapted(self) -> Groups:
-        """The linear layers that may have LoRA adapters; those with one product together."""
+        """The linear layers that may have LoRA adapters; those fused into one product together."""
 
     def forward(self, inputs: Tensor, positions: Tensor, step: Answers) -> Tensor:
         """Takes token ids `[T]`, or hidden states of the stage before, and positions `[T]`; returns
-        `[T, hidden]`. `step` answers attention."""
+        `[T, hidden]`. `step` computes attention."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns `[B, vocabulary]`, which may be padded, of `[B, hidden]`."""
 
 
 class ClassSteps:
-    """Runs the class's own code."""
+    """Computes steps with the class's own code."""
 
     def __init__(self, model: Any, adapted: Mapping[str, nn.Module]) -> None:
         """`adapted`: the linear layers that may have LoRA adapters, by name."""
@@ -76,7 +76,7 @@ class ClassSteps:
 
 @dataclass(frozen=True)
 class _Output:
-    """The output of a class's layers; what else some have is None."""
+    """The output of a class's layers; all other attributes are None."""
 
     last_hidden_state: Tensor
 
@@ -88,15 +88,15 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Stands in for the layers `base`, whose output is known."""
+    """Stands for the layers `base` when the head runs alone; returns a given output."""
 
     hidden: Tensor
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.__dict__["base"] = base  # which is no part of it
+        self.__dict__["base"] = base  # not as a submodule
 
-    def __getattr__(self, name: str) -> Any:  # heads may look at numbers of the layers (Falcon-H1)
+    def __getattr__(self, name: str) -> Any:  # heads may read attributes of the layers (Falcon-H1)
         return getattr(self.__dict__["base"], name)
 
     @property
@@ -109,7 +109,7 @@ class _Given(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class GraphSteps:
-    """Runs graphs instead of the class's code."""
+    """Computes steps with recorded graphs."""
 
     body: Program
     head: Program | None  # None: the stage has none
@@ -129,7 +129,7 @@ class Recorded:
     """The graphs of a stage's steps, and how its layers attend: q, k, v on the meta device."""
 
     def __init__(self, steps: ClassSteps, stage: Stage, size: int, kernels: Kernels) -> None:
-        """`size`: of the inputs of an inner stage. Raises whatever a class of transformers does."""
+        """`size`: of an inner stage's inputs. Raises whatever errors the class's code raises."""
         self._steps, self._stage, self._size, self._kernels = steps, stage, size, kernels
         self._tensors: dict[str, Tensor] = {}
         self._device = steps.model.device
@@ -141,14 +141,14 @@ class Recorded:
         with on_meta(steps.model) as named:
             self._body = self._graph(named, calls, self._run_body)
             output = next(reversed(self._body.nodes)).args[0]
-            self._size = output.meta["shape"][-1]  # not the embedding's in every class (Electra)
+            self._size = output.meta["shape"][-1]  # may differ from the embedding's (Electra)
             self._head = self._graph(named, calls, self._run_head) if stage.last else None
         found = (node for node in self._body.nodes if isinstance(node.target, Attend))
         self.calls = {node.target.layer: node for node in found}
 
     def fused(self, plain: frozenset[int], tables: Set[str]) -> GraphSteps:
-        """Returns the graphs with our kernels, which use up the class's weights. `plain`: layers
-        whose attention is the backend's as it is; `tables`: as `fuse` has them."""
+        """Returns the graphs with our kernels, and releases the class's weights. `plain`: layers
+        whose attention the backend computes unchanged. `tables`: as in `fuse`."""
         graphs = [self._body] if self._head is None else [self._body, self._head]
         names = {name for group in self._steps.adapted for name in group}
         adapted, products = fuse(
@@ -203,12 +203,12 @@ class Recorded:
 def _calling(
     calls: Mapping[nn.Module, Callable[..., Tensor]], recorder: Recorder
 ) -> Iterator[None]:
-    """Lets the modules record one call each, as of experts, whose code looks at where tokens go. It
-    returns a tensor like the first argument, but for packed layers."""
+    """Has the modules record one call each, for example experts, whose code depends on the routing.
+    The call returns a tensor like its first argument, except for packed layers."""
 
     def instead(own: Callable[..., Tensor], target: Callable[..., Tensor]) -> Any:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            gated = bool(args or kwargs)  # of the norms of some
+            gated = bool(args or kwargs)  # some norms take a gate
             if isinstance(target, Norm) and (gated or target.weight.dtype != x.dtype):
                 return own(x, *args, **kwargs)
             with torch._C.DisableTorchFunction():

@@ -1,8 +1,8 @@
-"""Records the torch functions that a class of transformers calls for a step, as a graph.
+"""Records the torch functions that a transformers class calls for a step, as a graph.
 
-The class's code runs twice on the meta device, with two numbers of tokens. Numbers that differ
-between the runs are multiples of the tokens. Code that does otherwise, or looks at the values of
-tensors, cannot be recorded; parts of it that do (experts) are recorded as one call.
+The class's code runs twice on the meta device, with two different numbers of tokens. Integers that
+differ between the runs are multiples of the number of tokens. Code that behaves otherwise, or reads
+the values of tensors, cannot be recorded; modules that do so (experts) are recorded as one call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdserve.common.model.hf.indexers import IndexInputs
 
 COUNTS = (5, 11)  # tokens of the two runs
 META = torch.device("meta")
-DIFFERS = "its code does other things for other numbers of tokens"
+DIFFERS = "its code depends on the number of tokens"
 
 
 class Untraceable(Exception):
@@ -35,14 +35,14 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A number in a graph: so many times the step's tokens."""
+    """An integer in a graph: a multiple of the step's tokens."""
 
     factor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """The attention of a layer, as a graph calls it."""
+    """A graph's call of a layer's attention."""
 
     layer: int
     style: Style
@@ -57,11 +57,11 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class Recur:
-    """A layer with a state, as a graph calls it, with those of its inputs that are tensors."""
+    """A graph's call of a layer with a state, with the tensors among its inputs."""
 
     layer: int
     names: tuple[str, ...]
-    inputs: Any = field(compare=False)  # a `StateInputs`, with what is no tensor
+    inputs: Any = field(compare=False)  # a `StateInputs`, for its other fields
     takes_step = True
 
     def __call__(self, step: Answers, *tensors: Tensor) -> Tensor:
@@ -71,10 +71,10 @@ class Recur:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The choice of a layer's indexer, as a graph calls it."""
+    """A graph's call of a layer's indexer."""
 
     layer: int
-    inputs: IndexInputs = field(compare=False)  # with what is no tensor
+    inputs: IndexInputs = field(compare=False)  # for its other fields
     takes_step = True
 
     def __call__(self, step: Answers, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -82,18 +82,18 @@ class Index:
 
 
 Named = Mapping[int, tuple[str, Tensor]]
-"""Name and tensor of what stands on the meta device, by the `id` of the one that stands there."""
+"""`id` of a tensor on the meta device → (name, real tensor)."""
 
 
 class Recorder(TorchFunctionMode):
-    """Records into `graph` what runs under it. Inputs are made by `input`."""
+    """Records into `graph` the torch functions that run under it. `input` makes the inputs."""
 
     def __init__(self, named: Named, device: torch.device) -> None:
         super().__init__()
         self.graph = Graph()
-        self.tensors: dict[str, Tensor] = {}  # of the nodes `get_attr`
+        self.tensors: dict[str, Tensor] = {}  # tensors of the `get_attr` nodes
         self._named, self._device = named, device
-        self._nodes: dict[int, tuple[Tensor, Node]] = {}  # a tensor that lives keeps its id
+        self._nodes: dict[int, tuple[Tensor, Node]] = {}  # keeps tensors alive: ids stay unique
 
     def input(self, name: str, like: Tensor | None = None) -> Tensor | None:
         node = self.graph.placeholder(name)
@@ -110,8 +110,8 @@ class Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         effect: bool = False,
     ) -> Tensor:
-        """Records a call as a whole; it returns a tensor with the sizes of `like`. `effect`: it
-        does something beside."""
+        """Records one call; returns a tensor with the sizes of `like`. `effect`: the call also has
+        side effects."""
         return self._keep(like, self._call(target, args, kwargs or {}, effect))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +140,7 @@ class Recorder(TorchFunctionMode):
         return tensor
 
     def _recorded(self, value: Any) -> Any:
-        """Returns an argument as the graph has it."""
+        """Returns an argument with tensors replaced by nodes."""
         if isinstance(value, Tensor):
             return self._node(value)
         if isinstance(value, tuple | list):
@@ -156,7 +156,7 @@ class Recorder(TorchFunctionMode):
             return self._nodes[id(tensor)][1]
         name, real = self._named.get(id(tensor), ("", tensor))
         if real.device.type == "meta":
-            raise Untraceable("a tensor comes from elsewhere")
+            raise Untraceable("it uses a tensor made outside of the recording")
         name = name or f"constant {len(self.tensors)}"
         self.tensors[name] = real.to(self._device)
         node = self.graph.get_attr(name)
@@ -165,7 +165,7 @@ class Recorder(TorchFunctionMode):
 
 
 class Recording(threading.local):
-    """The recorder of this thread's run, if one is going on."""
+    """The active recorder of this thread, if any."""
 
     recorder: Recorder | None = None
 
@@ -182,7 +182,7 @@ recording = Recording()
 
 
 class RecordedRanks:
-    """The ranks of `group`, as `parallel.Ranks` has them; their exchanges are recorded as calls."""
+    """The ranks of `group` as `parallel.Ranks`; collectives are recorded as calls."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         self._group, self.rank, self.size = group, group.rank, group.size
@@ -233,7 +233,7 @@ class RecordedAnswers(Answers):
 
 @contextmanager
 def on_meta(model: nn.Module) -> Iterator[Named]:
-    """Puts the model's parameters and buffers on the meta device meanwhile."""
+    """Has the model's parameters and buffers on the meta device while the block runs."""
     twins: dict[int, Tensor] = {}
     named: dict[int, tuple[str, Tensor]] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -258,7 +258,7 @@ def on_meta(model: nn.Module) -> Iterator[Named]:
 
 
 def merged(first: Recorder, second: Recorder) -> Graph:
-    """Returns the graph of two runs for any number of tokens. Raises Untraceable."""
+    """Merges two runs into a graph for any number of tokens. Raises Untraceable."""
     ours, others = list(first.graph.nodes), list(second.graph.nodes)
     if len(ours) != len(others):
         raise Untraceable(DIFFERS)

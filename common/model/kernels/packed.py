@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ROWS = 32  # rows of a packed matrix are a multiple of this: two of the widest vectors
-MAX_BLOCKS = 8  # of inputs: `block_sums.h`
+MAX_BLOCKS = 8  # blocks in which inputs are summed: `block_sums.h`
 MAX_INT8_INPUTS = 1 << 16  # above this, sums of products could exceed 32 bits
 FLIPPED = 0x80808080  # packed int8 values are stored with 128 added
 
@@ -18,8 +18,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Grouped(Structure):
-    """Describes a packed matrix of numbers in groups of inputs: `Grouped` of `grouped.cpp`. Its
-    pointers are to tensors that the caller keeps."""
+    """A packed matrix with groups of inputs: `Grouped` in `grouped.cpp`. Its pointers are to
+    tensors that the caller keeps alive."""
 
     _fields_ = (
         ("bits", c_int64),
@@ -43,8 +43,9 @@ class Packer:
     A packed matrix keeps its shape, dtype and memory but has another order: float32 or bfloat16
     like the tokens, or int8. The result has the tokens' dtype. Sums are in float32; for int8 with
     bfloat16 they are in integers, with each token rounded to 16 bits. A token's result does not
-    depend on other tokens. Inputs may be summed in blocks, a power of two of them: then the sums of
-    ranks that have some blocks each, added up as a tree, have the bits of those of one rank.
+    depend on other tokens. Inputs may be summed in blocks, whose number is a power of two: if each
+    rank has some of the blocks and their sums are added as a tree, the result is bit-identical to
+    that of one rank.
     """
 
     def __init__(self, function: Callable[[str], Callable[..., None]]) -> None:
@@ -66,8 +67,8 @@ class Packer:
         return right and rows % ROWS == 0 and inputs * matrix.itemsize % 4 == 0
 
     def padded(self, matrix: Tensor) -> Tensor:
-        """Returns zeros with the matrix's rows and so many more that they can be packed; the matrix
-        itself if none are missing, or none would help."""
+        """Returns zeros with the matrix's rows plus the padding rows that packing needs; the matrix
+        itself if it needs none, or cannot be packed."""
         rows = -(-len(matrix) // ROWS) * ROWS
         if rows == len(matrix):
             return matrix
@@ -133,7 +134,7 @@ class Packer:
         )
 
     def unpack_grouped(self, numbers: Tensor, bits: int, order: Tensor | None) -> Tensor:
-        """Returns what `pack_grouped` was given."""
+        """Reverses `pack_grouped`."""
         rows, inputs, out = len(numbers), numbers.shape[1] * 8 // bits, torch.empty_like(numbers)
         self._unpack_grouped(
             0, torch.get_num_threads(), rows, inputs, bits, _pointer(order), numbers.data_ptr(),
@@ -144,9 +145,9 @@ class Packer:
     def grouped_linear(
         self, x: Tensor, matrix: Grouped, bias: Tensor | None, partial: bool = False
     ) -> Tensor:
-        """Multiplies `x` `[T, in]` by a packed matrix of groups; returns `[T, out]`, with `partial`
-        as `linear`. In bfloat16 each token's inputs of a run are rounded: to 8 bits for 4-bit
-        numbers, to 16 for 8-bit ones."""
+        """Multiplies `x` `[T, in]` by a packed matrix with groups of inputs; returns `[T, out]`;
+        `partial`: as in `linear`. In bfloat16 each token's inputs of a run are quantized: to 8 bits
+        for 4-bit weights, to 16 bits for 8-bit weights."""
         x = x if x.stride(1) == 1 else x.contiguous()
         out = x.new_empty(len(x), matrix.rows, dtype=torch.float32 if partial else x.dtype)
         self._grouped_linear(
@@ -156,7 +157,7 @@ class Packer:
         return out
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Returns whether it multiplies tokens of this dtype."""
+        """Returns whether the kernels multiply tokens of this dtype."""
         return dtype in _DTYPES
 
 

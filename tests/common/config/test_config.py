@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.node import (
+from pdserve.common.config.engine import (
     AUTO,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    TransferConfig,
-    WorkerNodeConfig,
 )
+from pdserve.common.config.node import TransferConfig, WorkerNodeConfig
 from pdserve.common.config.options import options, to_flags, with_values
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.config.sources import ROLE_CONFIGS, parse

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
+from pdserve.common.core.checkpoint_config import read_json
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import ModelSpec, read_json
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.checkpoint import INDEX_FILE, weights_revision
 from pdserve.common.model.implementation import load_decoder

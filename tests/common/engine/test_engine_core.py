@@ -12,7 +12,7 @@ import pytest
 
 from checksum_ranks import StepsAlone
 from one_group import one_group
-from pdserve.common.config.node import EngineConfig, ParallelConfig, SchedulerConfig
+from pdserve.common.config.engine import EngineConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError, InvalidRequest, NodeError
 from pdserve.common.core.request import Choice, FinishReason, GenerateJob

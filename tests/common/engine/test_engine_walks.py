@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from checksum_ranks import BLOCK_SIZE, EOS, STOP, VOCAB, ChecksumRanks, generate, states, ticks
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.config.speculation import Speculation
 from pdserve.common.core.kv_groups import LayerKV, grouped
 from pdserve.common.core.request import Choice, GenerateJob

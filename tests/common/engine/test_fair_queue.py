@@ -10,7 +10,7 @@ import pytest
 from test_scheduler import land
 
 from one_group import one_group
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.fair_queue import ClientSlots
 from pdserve.common.engine.scheduler import Scheduler

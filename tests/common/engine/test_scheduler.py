@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from one_group import one_group
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.fair_queue import share_budget
 from pdserve.common.engine.messages import StepDelta

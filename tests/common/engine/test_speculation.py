@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from one_group import one_group
-from pdserve.common.config.node import SchedulerConfig, WorkerNodeConfig
+from pdserve.common.config.engine import SchedulerConfig
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.config.speculation import Speculation
 from pdserve.common.core.sampling import SampledToken, SamplingParams

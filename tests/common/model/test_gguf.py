@@ -24,7 +24,7 @@ from transformers import (
 
 from gguf_files import Choose, tiny_folder, write_gguf
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.gguf_index import block_of
 from pdserve.common.core.model_spec import ModelSpec

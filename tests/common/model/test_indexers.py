@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfi
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import LayerKV
-from pdserve.common.model.hf.describe import read_config
+from pdserve.common.model.hf.class_config import read_config
 from pdserve.common.model.hf.layout import choose_layout
 from pdserve.common.model.hf.pipeline import check_stage
 from pdserve.common.model.implementation import read_spec

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paths import MODELS
-from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import kv_row
 from pdserve.common.model.attention import AttentionBatch, AttentionShape

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core import host
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import LayerKV, grouped, kv_groups

@@ -18,7 +18,7 @@ from adapters import ALL, make_adapter
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from crowd import Crowd
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.lora import AdapterFile, read_adapter
 from pdserve.common.core.model_spec import ModelSpec

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from benchmarks.quantized_folder import Scheme, quantize_matrix
 from gguf_files import write_gguf
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.device import choose_kernels

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.quantized_folder import Scheme, load_weights, quantize_folder, quantize_matrix
 from paths import MODELS
-from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import Quantization

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from crowd import Crowd
 from pdserve.cli.main import main
-from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig, ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.all2all import AllToAllV, Replicated
 from pdserve.common.distributed.group import GroupCoordinator
@@ -125,5 +125,5 @@ def test_experts_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
     ranks: Any = OutlineRanks(2)
     sharding = Sharding(ranks, CPU, torch.float32, AllToAllV(ranks))
     config = ModelConfig(model=str(folder), load_format="dummy")
-    with pytest.raises(ConfigError, match="by replicated alone"):
+    with pytest.raises(ConfigError, match="supports replicated only"):
         load_decoder(spec, config, sharding, Stage.whole(spec.num_layers))

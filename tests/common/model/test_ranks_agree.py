@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.quantized_folder import Scheme, quantize_folder
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.all2all import make_all2all
 from pdserve.common.distributed.group import GroupCoordinator

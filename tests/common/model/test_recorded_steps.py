@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention_native import NativeAttention
 from pdserve.common.model.device import choose_kernels

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
+from pdserve.common.core.checkpoint_config import overridden
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.model_spec import ModelSpec, overridden
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.checkpoint import weights_revision
 from pdserve.common.model.rotary import RotaryEmbedding
 from tiny_engine import load, new_cache, some_tokens, step

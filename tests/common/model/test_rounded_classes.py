@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, FalconConfig
 
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.device import choose_kernels

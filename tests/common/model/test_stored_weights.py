@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from benchmarks.quantized_folder import Scheme, load_weights, quantize_matrix
 from paths import MODELS
-from pdserve.common.config.node import ModelConfig
+from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.stored_weights import MXFP4, StoredWeights

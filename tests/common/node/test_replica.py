@@ -11,7 +11,7 @@ import pytest
 
 from live_node import node_config
 from one_group import one_group
-from pdserve.common.config.node import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pdserve.common.config.engine import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.block_hash import hash_blocks
 from pdserve.common.core.errors import ConfigError, NodeError

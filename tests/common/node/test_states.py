@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.config.node import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.common.config.speculation import SpeculationOptions
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import STATES_HELD

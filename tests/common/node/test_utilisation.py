@@ -8,7 +8,7 @@ import torch
 
 from clock import Clock
 from live_node import MODEL, decode_node, generate
-from pdserve.common.config.node import MachineConfig
+from pdserve.common.config.engine import MachineConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.messages import Peaks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.config.node import CacheConfig, SchedulerConfig
+from pdserve.common.config.engine import CacheConfig, SchedulerConfig
 from pdserve.common.config.speculation import SpeculationOptions
 from thinned import only
 from tiny_engine import some_tokens

@@ -27,7 +27,7 @@ from pdserve.cli.main import main
 from pdserve.cli.plan import _show, plan, setup
 from pdserve.client.terminal import console_of
 from pdserve.common.config.cluster import PlanConfig
-from pdserve.common.config.node import EngineConfig
+from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization

@@ -11,7 +11,8 @@ import torch
 
 from fake_card import GIB, FakeCard
 from paths import MODELS
-from pdserve.common.config.node import CacheConfig, EngineConfig, SchedulerConfig, WorkerNodeConfig
+from pdserve.common.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.node import engine_node

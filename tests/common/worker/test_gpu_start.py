@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paths import MODELS
-from pdserve.common.config.node import EngineConfig, SchedulerConfig
+from pdserve.common.config.engine import EngineConfig, SchedulerConfig
 from pdserve.common.distributed.communicator import CommunicatorContext
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.parallel_state import ParallelState

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fake_flashinfer
 from paths import MODELS
 from pdserve.common.config.compilation import CompilationConfig
-from pdserve.common.config.node import EngineConfig, SchedulerConfig
+from pdserve.common.config.engine import EngineConfig, SchedulerConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.group import GroupCoordinator

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from one_group import one_group
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta

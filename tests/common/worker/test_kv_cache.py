@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pdserve.common.config.node import (
+from pdserve.common.config.engine import (
     AUTO,
     CacheConfig,
     EngineConfig,

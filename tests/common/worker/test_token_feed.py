@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paths import MODELS
-from pdserve.common.config.node import SchedulerConfig
+from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.worker import token_feed
 from thinned import slow
