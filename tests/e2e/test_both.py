@@ -19,7 +19,7 @@ from warm import WarmCluster
 MODEL = "mistral"
 PROMPT = tuple(range(5, 155))  # three chunks
 NUM_TOKENS = 24
-LONG = 300  # tokens, about a second
+LONG = 150  # tokens, about half a second
 SEVERAL = {"n": 3, "temperature": 0.9, "seed": 5, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 DRAWN = [  # each differs in what it draws from, or in what it may draw
     SEVERAL,
@@ -83,6 +83,7 @@ def test_choices_share_one_prefill(up: Cluster) -> None:
     assert computed < len(PROMPT) + 3 * 16, "the others compute what is after its last full block"
 
 
+@pytest.mark.slow
 def test_it_draws_what_a_pair_draws(up: Cluster) -> None:
     with WarmCluster(MODEL) as pair:
         for options in DRAWN:

@@ -131,6 +131,7 @@ def text_of(chunks: Iterable[dict[str, Any]]) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_a_router_dies_behind_haproxy(cluster: WarmCluster, behind: WarmCluster) -> None:
     """Streams with ids go on through the other one, at the same address. What was not answered yet
     HAProxy asks there."""
@@ -166,7 +167,7 @@ async def replace_router(cluster: WarmCluster, name: str) -> None:
         while await asyncio.to_thread(cluster.exit_code, pid) is None:
             await asyncio.sleep(0.05)
     cluster.start_router(name=name)
-    for node in (*cluster.names("prefill"), *cluster.names("decode")):
+    for node in cluster.pids.keys() - cluster.routers.keys():
         await ready(cluster, node)
     await eventually(lambda: all_up(cluster))  # before the next one drains
 
@@ -201,9 +202,11 @@ def replace(
 
     asyncio.run(run())
     assert cluster.crashed() == [] and old.isdisjoint(cluster.pids.values())
+    assert "Traceback" not in cluster.log()
     cluster.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_router_and_a_node_are_replaced(cluster: WarmCluster) -> None:
     """Clients know both routers."""
     replace(cluster, ["router-2"], ["decode"], cluster)
@@ -213,7 +216,10 @@ def test_a_router_and_a_node_are_replaced(cluster: WarmCluster) -> None:
 @pytest.mark.parametrize("plain", [False, True])
 def test_everything_is_replaced(cluster: WarmCluster, plain: bool) -> None:
     """Clients know both routers, or one address of HAProxy and nothing of routers."""
-    everything = [*cluster.routers], ["prefill", "decode"]
+    while len(cluster.names("both")) < 2:
+        cluster.start_node("both")
+    cluster.wait_nodes()
+    everything = [*cluster.routers], ["prefill", "decode", "both"]
     if not plain:
         replace(cluster, *everything, cluster)
         return

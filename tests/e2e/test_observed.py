@@ -327,6 +327,7 @@ def has_first_token(cluster: WarmCluster) -> bool:
     return bool(found) and found[0]["first_token"] is not None
 
 
+@pytest.mark.slow
 def test_too_few_blocks_are_decode_slot_and_preempted(slow: WarmCluster) -> None:
     """Answers that do not fit together. When two of them have begun, others find no block."""
 
