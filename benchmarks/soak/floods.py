@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from benchmarks.fleet import Fleet
-from benchmarks.soak.crowd import UNEXPLAINED, crowd_at
+from benchmarks.soak.crowd import UNEXPLAINED, burst
 from benchmarks.soak.faults import Fault, Faults, Kind, NotNow
 from benchmarks.soak.hostile import (
     ADDRESS,
@@ -33,7 +33,7 @@ BOMBS = 8  # at once
 BOMB_MB = 1024  # of zeros, in one megabyte
 FLOODS = 12  # messages at once
 MAX_TAKEN = 128 * 2**10  # bytes of each, with what TLS and HTTP/2 add
-BURST = 4000  # calls at once
+MAX_READ = 2**18  # bytes more, of what the clients' port reads: a request for health
 SILENT = 1300  # connections to a port
 GREEDY, GREEDY_CHOICES = 40, 4  # requests at a time, and of each
 LONGEST_GREED = 10.0  # seconds
@@ -112,10 +112,12 @@ async def grpc_flood(faults: Faults, fault: Fault) -> None:
         "health": (rng.choice((clients, registry, *nodes)), "/grpc.health.v1.Health/Check"),
     }
     name = rng.choice(list(ways))
-    await _note(faults, "grpc-flood", [(name, _flood(fleet, *ways[name], size))])
+    reads = name == "health" and ways[name][0] == clients
+    most = MAX_TAKEN + MAX_READ * reads
+    await _note(faults, "grpc-flood", [(name, _flood(fleet, *ways[name], size, most))])
 
 
-async def _flood(fleet: Fleet, address: str, method: str, size: int) -> str:
+async def _flood(fleet: Fleet, address: str, method: str, size: int, most: int) -> str:
     # A field of bytes that no message knows, so that any parser has to take it.
     message = b"\xfa\x7f" + _varint(size) + bytes(size)
 
@@ -125,8 +127,10 @@ async def _flood(fleet: Fleet, address: str, method: str, size: int) -> str:
         return "told" if is_told else (await call.code()).name
 
     async with _counting(address) as (near, sent), calls(fleet, near, name=address) as channel:
-        told = await asyncio.gather(*(answer(one(channel)) for _ in range(FLOODS)))
-    return TAKEN if sum(sent) > FLOODS * MAX_TAKEN else ", ".join(sorted(set(told)))
+        told = {*await asyncio.gather(*(answer(one(channel)) for _ in range(FLOODS)))}
+    if UNEXPLAINED in told:
+        return UNEXPLAINED
+    return TAKEN if sum(sent) > FLOODS * most else ", ".join(sorted(told))
 
 
 @asynccontextmanager
@@ -173,14 +177,6 @@ def _varint(value: int) -> bytes:
 
 
 # ---- much at once, with a key ----
-
-
-async def burst(faults: Faults, fault: Fault) -> None:
-    """Four thousand calls at once. Each is answered or refused with a code of ours."""
-    with faults.crowds.lasting():
-        told = await crowd_at(faults.fleet, BURST).ask()
-    for words, count in told.items():
-        faults.answers["burst", f"calls at once: {words}"] += count
 
 
 async def greedy(faults: Faults, fault: Fault) -> None:

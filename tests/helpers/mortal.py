@@ -65,11 +65,6 @@ def keepalive(seconds: str, *then: str) -> None:
         import_string(then[0])(*then[1:])
 
 
-def patient() -> None:
-    """Its source waits a minute for the greetings of sinks, which may be late."""
-    vars(import_module("pdserve.kv_transfer.connectors.base.handshake"))["GREETING_S"] = 60.0
-
-
 def hold(path: str) -> None:
     """No step of a node of one rank begins while there is a file at `path`, but for as many as its
     second word says, anew whenever its first word changes; all else goes on."""

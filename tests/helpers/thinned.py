@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 50))  # for a parser
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 25))  # for a parser
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
