@@ -37,7 +37,6 @@ from pdserve.kv_transfer.connector import (
     Landed,
     Progress,
     RankContext,
-    Sent,
     SinkTransfer,
     SourceTransfer,
 )
@@ -190,7 +189,7 @@ class MultiConnector(KVConnector):
                 run.announce(self.children[name], transfer_id)
 
     def _filter_outbound(self, name: str, route: SourceRoute, event: Event) -> Event | None:
-        moved = isinstance(event, Progress | Sent) and event.nbytes > 0
+        moved = isinstance(event, Progress) and event.nbytes > 0
         route.moved = route.moved or moved
         if name == route.active:
             return self._failed(name, route, event) if isinstance(event, Failed) else event
