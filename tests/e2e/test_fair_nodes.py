@@ -25,7 +25,7 @@ Ask = tuple[list[int], dict[str, Any]]  # a prompt, and what else a body has
 def cluster() -> Iterator[WarmCluster]:
     # So few tokens a step that a prompt takes 24.
     options = {"max_num_seqs": SEQS, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 2048}
-    router = {"queue_timeout": 120, "heartbeat_timeout": 30}
+    router = {"queue_timeout": 600, "heartbeat_timeout": 30}
     with WarmCluster("llama-gqa", 0, 0, router, **options) as cluster:
         cluster.start_held("prefill")
         cluster.start_held("decode")
