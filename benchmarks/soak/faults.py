@@ -15,6 +15,7 @@ from time import monotonic
 from benchmarks.fleet import Fleet
 
 ROLES = ("prefill", "decode")
+ATTACKED = ("client", "registry")  # targets of hostile clients and of strangers
 DRAIN_TIMEOUT = 90.0  # seconds after which a node that drains is given up
 READY_TIMEOUT = 60.0  # seconds after which a node that should serve is given up
 NURSE_PERIOD = 0.5  # seconds between looks after nodes that have ended by themselves
@@ -118,7 +119,7 @@ class Faults:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
         self.crashed: list[str] = []  # what should run and did not, in words
-        self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now
+        self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now, and attacks
         self.router_dead = {name: Spans(SETTLE) for name in fleet.routers}
         self.router_frozen = {name: Spans() for name in fleet.routers}
         self.greed = Spans()
@@ -137,7 +138,8 @@ class Faults:
         name = f"{fault.kind} {fault.target} ({fault.seconds:.1f} s)"
         self.fleet.note(f"{name} begins")
         try:
-            await kind.strike(self, fault)
+            with self._alone(fault):
+                await kind.strike(self, fault)
         except NotNow:
             self.fleet.note(f"{name} is left out")
             return
@@ -147,6 +149,22 @@ class Faults:
             self.crashed.append(f"{fault.kind} {fault.target}: {error}")
         self.counts[fault.kind, fault.target] += 1
         self.fleet.note(f"{name} is over")
+
+    @contextmanager
+    def _alone(self, fault: Fault) -> Iterator[None]:
+        """On a full machine attacks last for minutes. Raises NotNow: the last one of this kind goes
+        on; they would pile up."""
+        attack = (fault.kind, fault.target)
+        if fault.target not in ATTACKED:
+            yield
+            return
+        if attack in self.busy:
+            raise NotNow
+        self.busy.add(attack)
+        try:
+            yield
+        finally:
+            self.busy.discard(attack)
 
     async def _nurse(self) -> None:
         """Starts another one for each node that ends by itself."""
