@@ -1,11 +1,10 @@
-"""Compares what `pdserve simulate` predicts with what clusters of such layouts do, on this host.
+"""Compares predictions of `pdserve simulate` with real clusters of the same layouts on this host.
 
     python benchmarks/bench_simulated_live.py [--layouts 1P1D,2P1D] [--requests 30] [--json FILE]
 
-Each layout gets a cluster of its own, after a calibration, and the same made prompts, in an open
-loop: they come at their times whether or not others are answered. The nodes share this host's
-cores, which the simulation does not know: with more nodes than cores, or others' work that comes
-and goes, the two differ.
+After a calibration, each layout gets a cluster and the same synthetic prompts, in an open loop. The
+nodes share this host's cores, which the simulation does not model: with more nodes than cores, or
+with changing other load, the two differ.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Ask:
 
 
 def made(requests: int, per_s: float) -> list[Ask]:
-    """Makes prompts of 40 to 300 tokens, each second one the beginning of which has come before."""
+    """Makes prompts of 40 to 300 tokens; every second one begins like an earlier one."""
     chance, time, known, found = random.Random(1), 0.0, list[list[int]](), list[Ask]()
     for number in range(requests):
         time += chance.expovariate(per_s)
@@ -96,7 +95,7 @@ def calibrated(model: str | None) -> Calibration:
 def compared(
     layout: str, model: str | None, asks: Sequence[Ask], times: Calibration
 ) -> dict[str, Any]:
-    """Returns a row: live and simulated, in milliseconds, and by how much they differ."""
+    """Returns a row: live and simulated milliseconds, and their difference in percent."""
     roles = [role for role, _ in read_layout(layout)]
     counts = {COUNTS[letter]: roles.count(role) for letter, role in ROLES.items()}
     with LLM(model, cpu_threads=1, **OPTIONS, **counts) as llm:
@@ -117,7 +116,7 @@ def compared(
 
 
 async def replay(url: str, asks: Sequence[Ask]) -> list[Answered]:
-    """Asks at the times; returns when each answer began and ended."""
+    """Sends each request at its time; returns when each answer began and ended."""
     loop = asyncio.get_running_loop()
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
         async with session.get(f"{url}/v1/models") as answer:
@@ -133,7 +132,7 @@ async def replay(url: str, asks: Sequence[Ask]) -> list[Answered]:
             first, ended = begun + line["first_token"], begun + line["finished"]
             return Answered(begun, first, ended, ask.output_tokens)
 
-        await one(asks[0])  # connections are made
+        await one(asks[0])  # opens the connections
         start, tasks = loop.time(), []
         for ask in asks:
             await asyncio.sleep(start + ask.time - loop.time())

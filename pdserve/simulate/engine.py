@@ -1,10 +1,10 @@
-"""A node's engine under a virtual clock: the production scheduler and KV pool, steps that take as
-long as a calibration says, and tokens that are all alike.
+"""A node's engine on a virtual clock: the production scheduler and KV pool, steps that take as long
+as a calibration says, and dummy tokens.
 
-    admit → schedule → (time passes) → computed, sampled          as `common.engine.core`
+    admit → schedule → (time passes) → computed, sampled          as in `common.engine.core`
 
-Where all that runs decodes and nothing waits, the next steps are alike until a sequence ends. They
-are computed as one, which whatever comes meanwhile cuts short at the end of a step.
+While all running sequences decode and none waits, consecutive steps are equal until a sequence
+ends. They are simulated as one run; an arrival ends the run after the current step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pdserve.common.engine.sequence import Sequence, check_finish
 from pdserve.simulate.calibration import Times, Work
 
 _FIRST = SampledToken(0)
-MOST_TOKENS = 2**31  # a trace's prompts all fit their model
-MOST_STEPS = 64  # computed as one, since each sequence takes the blocks for them first
+MOST_TOKENS = 2**31  # larger than any prompt of a trace
+MOST_STEPS = 64  # steps per run, because their blocks are allocated first
 
 
 def _future() -> asyncio.Future[Any]:
@@ -32,29 +32,29 @@ def _future() -> asyncio.Future[Any]:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A sequence on an engine, and what is told of it."""
+    """A sequence on an engine, and its progress."""
 
     sequence: Sequence
     on_computed: Callable[[int], None]
     admitted: asyncio.Future[None] = field(default_factory=_future)
-    first: asyncio.Future[float] = field(default_factory=_future)  # when
-    ended: asyncio.Future[float] = field(default_factory=_future)  # when
-    last: float = 0.0  # when it had its last token; the caller sets it if that was elsewhere
+    first: asyncio.Future[float] = field(default_factory=_future)  # time of the first token
+    ended: asyncio.Future[float] = field(default_factory=_future)  # time of the last token
+    last: float = 0.0  # time of its latest token; set by the caller for another node's
 
 
 @dataclass(slots=True)
 class _Run:
-    """Steps in flight that are alike."""
+    """A run of equal steps in flight."""
 
     batch: StepDelta
     begun: float
-    seconds: float  # of each
+    seconds: float  # per step
     steps: int
     timer: asyncio.TimerHandle
 
 
 class SimulatedEngine:
-    """Computes jobs."""
+    """Computes jobs in virtual time."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class SimulatedEngine:
         times: Times,
         on_gap: Callable[[float, int], None],
     ) -> None:
-        """`on_gap` hears that so many tokens came so many seconds after the one before."""
+        """`on_gap(seconds, count)`: `count` tokens came `seconds` after the token before."""
         self.scheduler = scheduler
-        self.computed_tokens = 0  # of prompts
+        self.computed_tokens = 0  # prompt tokens
         self._times = times
         self._on_gap = on_gap
         self.rates = MeasuredRates()
@@ -79,13 +79,13 @@ class SimulatedEngine:
             self._changed()
 
     def activate(self, job: Job) -> None:
-        """Starts decoding a remote sequence whose KV has come, after its first token."""
+        """Starts decoding a remote sequence whose KV has arrived, after its first token."""
         self.scheduler.activate(job.sequence, _FIRST)
         self._check(job, self._loop.time())
         self._changed()
 
     def release(self, job: Job) -> None:
-        """Frees the blocks of a job that has ended, or is remote."""
+        """Frees the blocks of a job that has ended or is remote."""
         del self._jobs[job.sequence.seq_id]
         self.scheduler.release(job.sequence)
         if self._admit():
@@ -98,13 +98,13 @@ class SimulatedEngine:
         found = self.scheduler.admit()
         for sequence in found:
             job = self._jobs[sequence.seq_id]
-            if not job.admitted.done():  # it was not preempted
+            if not job.admitted.done():  # admitted for the first time
                 job.admitted.set_result(None)
             job.on_computed(sequence.num_computed)
         return not all(each.remote for each in found)
 
     def _changed(self) -> None:
-        """Begins a step, or has the steps in flight end with the present one."""
+        """Starts a step, or ends the run in flight after its current step."""
         run = self._run
         if run is None:
             self._begin()
@@ -131,7 +131,7 @@ class SimulatedEngine:
         self._run = _Run(batch, now, seconds, steps, timer)
 
     def _steps_alike(self, work: Work) -> int:
-        """Returns how many steps are like this one, and takes the blocks for them."""
+        """Returns how many steps equal this one, and allocates their blocks."""
         running = self.scheduler.running
         if work.sequences < len(running):
             return 1
@@ -147,7 +147,7 @@ class SimulatedEngine:
         run, self._run = self._run, None
         assert run is not None
         now = self._loop.time()
-        steady = 0  # tokens that came a step after the last
+        steady = 0  # tokens that came one step after the token before
         for entry in run.batch.sequences:
             job = self._jobs[entry.seq_id]
             steady += self._apply(job, len(entry.token_ids), entry.samples, run, now)
@@ -156,8 +156,8 @@ class SimulatedEngine:
         self._begin()
 
     def _apply(self, job: Job, count: int, samples: bool, run: _Run, now: float) -> int:
-        """Takes the run's part of a sequence; returns how many of its tokens came a step after the
-        last."""
+        """Applies the run to a sequence; returns how many of its tokens came one step after the
+        token before."""
         sequence, scheduler = job.sequence, self.scheduler
         scheduler.computed(sequence, count)
         if sequence.num_output_tokens == 0:

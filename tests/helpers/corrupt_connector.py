@@ -1,4 +1,4 @@
-"""Connectors whose sink spoils what has landed, and keeps a ledger of it."""
+"""Connectors whose sink corrupts landed KV, and records it in a ledger."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
     "state": lambda view, transfer: view.cache.shape[4] == 1,  # one slot a block
     "window": lambda view, transfer: transfer.first_block > 0,  # where no prefix is cached
 }
-"""Tells the KV of a group from that of others, in models that have one such group."""
+"""Recognizes the KV of a group, in models that have one such group."""
 
 
 class Corrupt(P2PConnector):
-    """Mixed into a connector. Options: `probability` that an arrival, a second try too, is
-    spoilt; `kind` of KV that is; `seed`; `ledger`, a file that gets a line for each that was: the
-    fault's name."""
+    """A mixin for connectors. Options: `probability` of corruption per arrival, repeated ones
+    included; `kind` of KV to corrupt; `seed`; `ledger`, a file that gets a line with the fault's
+    name per corruption."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         options = dict(config)

@@ -1,4 +1,4 @@
-"""Ranks of executors in the test's own process, forked from one that has imported torch."""
+"""Ranks for executors in a test's process, forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.common.distributed import rank_main
 
 @cache
 def warm() -> ForkServerContext:
-    """Whose processes find torch imported."""
+    """Returns a context whose processes have torch imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["pdserve.common.worker.worker", "pdserve.common.distributed.measure"]
@@ -24,14 +24,14 @@ def warm() -> ForkServerContext:
 
 
 async def spawn(directory: Path, rank: int) -> ForkedRank:
-    """In the place of `pdserve.common.distributed.launch.spawn`."""
+    """Replaces `pdserve.common.distributed.launch.spawn`."""
     return ForkedRank(directory, rank)
 
 
 class ForkedRank:
-    """Has as much of `asyncio.subprocess.Process` as an executor uses."""
+    """The part of `asyncio.subprocess.Process` that an executor uses."""
 
-    stdin = None  # of no event loop: the rank's pipe is closed when it has ended
+    stdin = None  # no stream of an event loop: the pipe is closed after the rank's end
 
     def __init__(self, directory: Path, rank: int) -> None:
         theirs, self._stdin = warm().Pipe(duplex=False)

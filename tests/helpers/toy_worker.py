@@ -19,7 +19,7 @@ class ToyExtension:
         self.rank = rank
         self.emit = emit
         self.go = threading.Event()
-        self.over = threading.Event()  # the rank is to end
+        self.over = threading.Event()  # set when the rank must end
 
     def handle(self, message: bytes) -> bytes:
         if message == b"thread":
@@ -42,8 +42,8 @@ class ToyExtension:
 
 
 class ToyWorker:
-    """`config`: `extension`, whether it has one; `fail_rank` and `exit_rank`, which do not start;
-    `late_rank`, which starts when the file `late_until` is there."""
+    """`config`: `extension`, whether it has one; `fail_rank` and `exit_rank`, ranks that do not
+    start; `late_rank`, which starts when the file `late_until` exists."""
 
     def __init__(self, spec: WorkerSpec, emit: Emit) -> None:
         self.rank = spec.rank
@@ -59,8 +59,8 @@ class ToyWorker:
         return b"%d %d" % (self.rank, os.getpid())
 
     def step(self, message: bytes) -> bytes:
-        """`wait` lasts until the extension is told to "go"; `raise R` and `exit R` concern rank R:
-        `raise R` lasts on the others until they are to end, so that none answers before R raises.
+        """`wait` ends when the extension gets "go". `raise R` and `exit R` concern rank R; on other
+        ranks `raise R` waits until they must end, so that none answers before R raises.
         """
         command, _, argument = message.partition(b" ")
         if command == b"wait" and self.extension is not None:
