@@ -11,11 +11,11 @@ from benchmarks.bench_placement import TRACES, main, place
 from benchmarks.bench_placement_live import SIZE, cut, prompt
 from pdserve.simulate.traces import read_trace
 from pdserve.simulate.workloads import conversations
-from thinned import slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("requests", "least", "ideal"), [("500", 0.92, 0.0835), slow("0", 0.94, 0.1497)]
+    ("requests", "least", "ideal"), [("500", 0.92, 0.0835), ("0", 0.94, 0.1497)]
 )
 def test_prefix_aware_finds_what_can_be_found_and_shares_the_work(
     requests: str, least: float, ideal: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -34,6 +34,7 @@ def test_prefix_aware_finds_what_can_be_found_and_shares_the_work(
     assert f"| mooncake_synthetic | ideal | {ideal} | 1.0 | 1.0 | – |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cost_finds_as_much_and_answers_sooner() -> None:
     asks = read_trace(TRACES / "mooncake_synthetic.csv.gz")
     cost, found, load = (

@@ -171,6 +171,7 @@ def test_another_node_goes_on_with_the_adapter(
     check(cluster, client, role, "SIGKILL", point, count)
 
 
+@pytest.mark.slow
 def test_classes_of_transformers_serve_them(tmp_path: Path) -> None:
     """Beside each other and the model alone, over a hand-off between unequal layouts, and from the
     prefix cache. One that does not fit is the nodes' to refuse: routers do not know its sizes."""

@@ -131,7 +131,7 @@ def test_beside_others(cluster: WarmCluster, expected: list[str]) -> None:
         assert all(each.result() for each in others)
 
 
-@pytest.mark.parametrize("name", only(CONFIGURATIONS, [*CONFIGURATIONS][:2]))
+@pytest.mark.parametrize("name", only(CONFIGURATIONS, [*CONFIGURATIONS][:1]))
 def test_other_nodes(setup: tuple[str, str], expected: list[str], name: str) -> None:
     roles, options = CONFIGURATIONS[name]
     with running(setup, *roles, **options) as other:
@@ -153,6 +153,7 @@ def test_unequal_ranks(
         assert ask_all(other) == expected
 
 
+@pytest.mark.slow
 def test_after_a_preemption(setup: tuple[str, str], cluster: WarmCluster) -> None:
     """The last of several at once lose their blocks and are computed again."""
     body = {"prompt": PROMPT[:20], "max_tokens": 90, **DRAWN}

@@ -134,6 +134,7 @@ async def attacked(cluster: WarmCluster) -> Report:
         return await run(cluster, paced(HOSTILE), load)
 
 
+@pytest.mark.slow
 def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
     model, key = poisoned(MODELS / "llama-gqa", tmp_path / "llama-gqa"), {"cluster_key": "k" * 32}
     router = {**key, "api_key": "the-load,the-hostile,the-probe", "admin_api_key": "an-operator"}
@@ -170,6 +171,7 @@ async def bad_luck(cluster: WarmCluster) -> Report:
     return make_report(tally, 2.0, Counter(), cluster.held(), cluster.crashed())
 
 
+@pytest.mark.slow
 def test_failures_are_counted() -> None:
     # Nothing fails because a node is late.
     routing = {"migration_limit": 0, "queue_timeout": 0.5, "heartbeat_timeout": 30}

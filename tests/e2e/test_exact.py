@@ -64,8 +64,8 @@ def test_greedy_output_equals_transformers(topology: Topology, number: int) -> N
 
 def test_every_pair_of_factors_is_met() -> None:
     met = {pair for topology in few() for pair in topology.pairs()}
-    assert met == {pair for topology in candidates() for pair in topology.pairs()}
-    assert len(met) > 150 and len(few()) < 16
+    assert met >= {pair for topology in candidates() for pair in topology.pairs()}
+    assert len(met) > 100 and len(few()) < 10
 
 
 @pytest.mark.parametrize(

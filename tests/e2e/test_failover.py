@@ -114,7 +114,7 @@ def test_a_decode_node_dies_at_every_token(cluster: WarmCluster, token: int) -> 
     check(cluster, client, "decode", "SIGKILL", f"{D}.sampled", token)
 
 
-@at_every_step(STEPS)
+@at_every_step(STEPS, every=2)
 def test_a_node_fails_at_every_step(
     cluster: WarmCluster, step: tuple[str, str, int], client: Any, number: str
 ) -> None:
@@ -137,6 +137,7 @@ def test_prompt_logprobs_outlive_a_node(
     check(cluster, scored, role, "SIGKILL", point, count)
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_outlive_preemption(both: WarmCluster) -> None:
     """Long answers take the blocks of those that came after them."""
     prompts = [tuple(range(5 + i, 305 + i)) for i in range(6)]

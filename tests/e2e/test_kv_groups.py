@@ -20,7 +20,7 @@ from tiny_engine import some_tokens
 from warm import WarmCluster, run_roles, shared
 from windowed import make_windowed
 
-LENGTHS = (30, 90, 150, 220, 300)
+LENGTHS = (30, 150, 220, 300)
 PROMPTS = [tuple(some_tokens(length, seed=length)) for length in LENGTHS]
 BLOCK_SIZE = 16
 
@@ -51,7 +51,7 @@ def test_a_node_of_both_roles_serves_the_full_context(models: Any) -> None:
         cluster.wait_nodes()
         check(cluster, model)  # cold
         check(cluster, model)
-        check_prompt_logprobs(cluster, PROMPTS[2], n=2)
+        check_prompt_logprobs(cluster, PROMPTS[1], n=2)
 
 
 TP1, TP2 = {"tensor_parallel_size": 1}, {"tensor_parallel_size": 2}
@@ -69,11 +69,11 @@ TRANSFORMERS = {
         ("qwen3", "tcp", TP2, TP1),
         ("deepseek", "shm", PP2, TP2),
         slow("gemma3", "shm", TP1, TP1),
-        ("qwen3-next", "tcp", TP2, TP1),  # through transformers, as those below
+        ("qwen3-next", "tcp", TP2, TP1),  # through transformers, as many below
         slow("qwen3-next", "shm", PP2, TP2),
         slow("qwen3-next", "tcp", TP1, PP2),
         slow("qwen3.5", "shm", TP2, TP1),
-        ("deepseek-v3.2", "tcp", TP2, TP1),
+        slow("deepseek-v3.2", "tcp", TP2, TP1),
         slow("deepseek-v3.2", "shm", PP2_OF_3, {**TP2, "expert_parallel_size": 2}),
         slow("nemotron-h", "tcp", TP2, TP1),
         slow("falcon-h1", "tcp", PP2, TP2),
@@ -109,7 +109,7 @@ def test_a_hand_over(
         for node in cluster.nodes("decode"):
             assert node_metrics(node)["pdserve_kv_transfer_bytes_total"] == expected
         check(cluster, model)  # from the cache
-        check_prompt_logprobs(cluster, PROMPTS[2], n=2)
+        check_prompt_logprobs(cluster, PROMPTS[1], n=2)
         if name in FAILOVER and prefill is TP2:
             start_decode(cluster, kv_connector=connector, **decode)
             cluster.wait_nodes()
@@ -152,7 +152,7 @@ def test_a_decode_node_dies_beyond_the_window(
         for _ in range(2):
             start_decode(cluster, **decode)
         cluster.wait_nodes()
-        check_failover(cluster, model, count=500)
+        check_failover(cluster, model, count=200)
 
 
 def start_decode(cluster: WarmCluster, **options: Any) -> None:
@@ -165,7 +165,7 @@ def start_decode(cluster: WarmCluster, **options: Any) -> None:
 def check_failover(cluster: WarmCluster, model: Path, count: int) -> None:
     """Kills a decode node while it computes `count` tokens: nodes of one rank wait for it, others
     have enough to do."""
-    texts, prompt = [], PROMPTS[3]
+    texts, prompt = [], PROMPTS[2]
     with ExitStack() as holding:
         holding.enter_context(cluster.standing_still("decode", steps=20))
         for event in cluster.stream(list(prompt), max_tokens=count, ignore_eos=True):
@@ -192,7 +192,7 @@ def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_
     )
     said = (
         "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
-        "--quantization int8: Lfm2ForCausalLM has layers with a state",
+        "--quantization int8: Lfm2ForCausalLM has recurrent layers",
         "architecture Gemma3ForCausalLM is not supported",
     )
     for (code, text), expected in zip(ended, said, strict=True):

@@ -206,6 +206,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory, has_full_shm: bool) -> Ite
     assert not audit.told(), audit.told()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no g++ here")
 @pytest.mark.parametrize(
     ("code", "whose"),
@@ -226,6 +227,7 @@ def test_a_descriptor_that_is_not_the_closer_s_is_told_of(
     assert audit.told().count("closed") == 1 and whose in audit.told()
 
 
+@pytest.mark.slow
 def test_a_full_dev_shm_stops_nothing(fragile: Cluster, has_full_shm: bool) -> None:
     if not has_full_shm:
         pytest.skip("mounting a small /dev/shm needs root")
@@ -236,11 +238,13 @@ def test_a_full_dev_shm_stops_nothing(fragile: Cluster, has_full_shm: bool) -> N
     check_exact(fragile)
 
 
+@pytest.mark.slow
 def test_a_storm_of_hang_ups_with_several_ranks(fragile: Cluster) -> None:
     storm(fragile, 30)
     check_exact(fragile)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
     node = fragile.node_process("decode")
     assert node is not None
@@ -252,6 +256,7 @@ def test_a_rank_that_is_killed_ends_its_node(fragile: Cluster) -> None:
     fragile.wait_for(lambda: not any(rank.is_running() for rank in ranks))
 
 
+@pytest.mark.slow
 def test_sigkill_of_up_leaves_no_process(fragile: Cluster) -> None:
     up = fragile.processes.pop("up")
     up.kill()

@@ -19,7 +19,7 @@ from cluster import MODELS
 from raylets import Raylets
 from warm import WarmCluster
 
-pytestmark = pytest.mark.timeout(1800)  # seconds: Ray's own start takes minutes on a busy host
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # seconds: Ray's start may take minutes
 NUM_TOKENS = 12
 MODEL = "llama-gqa"
 
@@ -68,7 +68,6 @@ def test_a_node_is_drained(split: WarmCluster) -> None:
     split.wait_for(lambda: split.exit_code(pid) == 0)
 
 
-@pytest.mark.slow
 def test_stages_of_two_ranks() -> None:
     with Raylets() as raylets, WarmCluster(MODEL, 0, 0) as cluster:
         cluster.start_node("prefill", **on_ray(raylets, tensor_parallel_size=2))
@@ -78,7 +77,6 @@ def test_stages_of_two_ranks() -> None:
         cluster.wait_idle()
 
 
-@pytest.mark.slow
 def test_a_host_without_the_model(tmp_path: Path) -> None:
     """The second raylet sees an empty folder where the first one has the model."""
     folder = tmp_path / "models"

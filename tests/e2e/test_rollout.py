@@ -22,7 +22,6 @@ from benchmarks.soak.faults import restart
 from benchmarks.soak.load import Load, Tally, clients
 from callers import KINDS, call
 from cluster import MODELS, node_metrics
-from thinned import slow
 from warm import WarmCluster
 
 MODEL = "llama-gqa"
@@ -84,6 +83,7 @@ async def drain(cluster: WarmCluster, name: str) -> None:
     assert cluster.exit_code(pid) == 0, cluster.log()[-6000:]
 
 
+@pytest.mark.slow
 def test_the_router_is_replaced(cluster: WarmCluster) -> None:
     """The requests that it was serving are given up, and its nodes find the new one. First, while
     the decode nodes are those that can be held."""
@@ -113,7 +113,8 @@ def moved(cluster: WarmCluster) -> list[float]:
     return [node_metrics(node)["pdserve_kv_transfer_bytes_total"] for node in nodes]
 
 
-@pytest.mark.parametrize("count", [1, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_nodes_are_replaced(cluster: WarmCluster, count: int) -> None:
     """A prefill and a decode node at a time; all of them in the end, or the first."""
     pairs = list(zip(cluster.names("prefill"), cluster.names("decode"), strict=True))[:count]

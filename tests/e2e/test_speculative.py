@@ -92,7 +92,7 @@ def rounded(value: Any) -> Any:
     return round(value, 2) + 0.0 if isinstance(value, float) else value
 
 
-@pytest.mark.parametrize("options", thinned(DRAWN, 2), ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("options", thinned(DRAWN, 4), ids=lambda options: "-".join(options))
 def test_what_is_drawn_is_what_is_drawn_without_it(
     cluster: WarmCluster, plain: WarmCluster, options: dict[str, Any]
 ) -> None:
@@ -107,7 +107,7 @@ def test_what_is_drawn_is_what_is_drawn_without_it(
 
 @pytest.mark.parametrize(
     ("config", "layout"),
-    [(DRAFT, {"tensor_parallel_size": 2}), (NGRAM, {"pipeline_parallel_size": 2})],
+    [(DRAFT, {"tensor_parallel_size": 2}), slow(NGRAM, {"pipeline_parallel_size": 2})],
     ids=["draft_model-tp2", "ngram-pp2"],
 )
 def test_several_ranks_verify_the_same_guesses(
@@ -120,7 +120,7 @@ def test_several_ranks_verify_the_same_guesses(
         assert acceptance(cluster)[1] > 0
 
 
-@pytest.mark.parametrize(("client", "first"), [(greedy, "guessing"), (several, "plain")])
+@pytest.mark.parametrize(("client", "first"), [(greedy, "guessing"), slow(several, "plain")])
 def test_a_node_that_guesses_and_one_that_does_not_take_over_from_each_other(
     cluster: WarmCluster, plain: WarmCluster, guesses: dict[str, str], client: Any, first: str
 ) -> None:
@@ -135,7 +135,8 @@ def test_a_node_that_guesses_and_one_that_does_not_take_over_from_each_other(
     where.wait_idle()
 
 
-@pytest.mark.parametrize("config", [slow(NGRAM), DRAFT], ids=lambda each: str(each["method"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [NGRAM, DRAFT], ids=lambda each: str(each["method"]))
 def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any]) -> None:
     """On a node of both roles whose blocks do not suffice for six choices."""
     body = {"n": 6, "seed": 5, "temperature": 0.6, "ignore_eos": True, "max_tokens": 70}

@@ -100,6 +100,7 @@ def test_choices_streams_and_whole_answers_validate_and_agree(cluster: WarmClust
     assert ask(cluster, structured_outputs=WANTED, temperature=0)[0]["text"] == greedy["text"]
 
 
+@pytest.mark.slow
 def test_preemption_and_neighbours_change_no_token(cluster: WarmCluster) -> None:
     """Half of them have no grammar, and share steps with those that have one."""
     lines = {"guided_regex": "([A-Z][a-zé]{2,8}: [0-9]{2}(, | 🐱 )){20,}"}

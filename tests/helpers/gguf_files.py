@@ -17,7 +17,6 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.quantized_folder import load_weights
 from paths import MODELS
@@ -30,6 +29,8 @@ NORMAL, CONTROL = 1, 3
 
 def tiny_folder(folder: Path, config: Any, scale: float = 0.25) -> Path:
     """Writes a checkpoint with random weights and the tokenizer of the tests' models."""
+    from transformers import AutoModelForCausalLM  # ranks that import this file do not need it
+
     torch.manual_seed(0)
     config.initializer_range = scale
     with torch.inference_mode(False), torch.no_grad():

@@ -57,7 +57,7 @@ LAYOUTS = tuple(
     for layout in itertools.starmap(Layout, itertools.product(SIZES, SIZES, SIZES, REPLICAS))
     if layout.possible
 )
-Pair = frozenset[tuple[str, object]]
+Pair = frozenset[tuple[str, object]]  # or a family alone
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,17 @@ class Topology:
         yield from _met(kind, block, connector)
         yield from map(frozenset, itertools.product(*cut))
         yield from map(frozenset, itertools.product([connector], itertools.chain(*cut)))
+        yield frozenset({("model", self.model)})
         for layout in (self.prefill, self.decode):
             sizes = layout._asdict().items()
             yield from _met(*sizes)
             yield from map(frozenset, itertools.product([kind, block], sizes))
-            small = [(size, value) for size, value in sizes if size != "dp" and value <= 2]
-            yield from map(frozenset, itertools.product([("model", self.model)], small))
             if layout.ep > 1:
                 yield frozenset({("exchange", self.exchange), ("tp", layout.tp)})
+
+
+# More ranks than some models have KV heads, whose KV goes to fewer.
+WIDE = Topology("qwen3-moe", Layout(4, 1, 2), Layout(2), "tcp")
 
 
 def _met(*factors: tuple[str, object]) -> Iterator[Pair]:
@@ -125,7 +128,8 @@ def few() -> list[Topology]:
     shown = {each: sum({bits[pair] for pair in each.pairs()}) for each in candidates()}
     costs = {each: each.cost for each in shown}
     missing = (1 << len(bits)) - 1
-    found: list[Topology] = []
+    missing &= ~sum({bits[pair] for pair in WIDE.pairs() if pair in bits})
+    found = [WIDE]
     while missing:
         best = max(shown, key=lambda each: (shown[each] & missing).bit_count() / costs[each])
         missing &= ~shown[best]
@@ -134,9 +138,9 @@ def few() -> list[Topology]:
 
 
 def candidates() -> Iterator[Topology]:
-    """Yields topologies with up to two stages and experts in two places; `in_turn` has larger
-    ones."""
-    small = [each for each in LAYOUTS if each.pp <= 2 and each.ep <= 2]
+    """Yields topologies with up to two ranks per stage, two stages, and experts in two places;
+    `in_turn` has larger ones."""
+    small = [each for each in LAYOUTS if max(each) <= 2]
     factors = (MODELS, small, small, CONNECTORS, EXCHANGES, BLOCK_SIZES)
     every = itertools.starmap(Topology, itertools.product(*factors))
     return (topology for topology in every if topology.possible)

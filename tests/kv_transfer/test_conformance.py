@@ -30,11 +30,14 @@ ALL_CHECKS = ("--pyargs", "pdserve.kv_transfer.conformance")
 CONTROL = "test_delivery.py::test_blocks_arrive[1]"  # every broken connector passes it
 PATIENCE = 1200.0  # seconds; on quiet cores the longest takes 30
 PART = 7  # broken connectors that share a run
-FEW = MUTANTS[::6]  # of `make test`: one or two for each file of the kit
+FEW = MUTANTS[::12]  # of `make test`
 REST = [mutant for mutant in MUTANTS if mutant not in FEW]
 PARTS = [FEW, *(REST[first : first + PART] for first in range(0, len(REST), PART))]
 BUILT_IN = ("shm", "tcp", "nccl")
-NCCL_FIRST = ("test_cancel.py", "test_delivery.py")  # what its group does that sockets do not
+FIRST = {  # what `make test` checks of runs of which it does not check all
+    "nccl": ("test_cancel.py", "test_delivery.py"),  # what its group does that sockets do not
+    "page": ("test_calls.py",),
+}
 FILES = sorted(path.name for path in KIT.glob("test_*.py"))
 pytestmark = pytest.mark.timeout(PATIENCE)
 
@@ -119,7 +122,7 @@ def runs(
     (page / "my_package").mkdir()
     (page / "my_package" / "connector.py").write_text(block_of_page("python"))
     if "page" in wanted:
-        runs.start("page", *page_command(), source=page)
+        runs.start("page", *page_command(), *checks_of("page", items), source=page)
     yield runs
     try:
         runs.close()
@@ -161,11 +164,12 @@ def block_of_page(language: str) -> str:
 
 
 def page_command() -> list[str]:
-    """The page's arguments of pytest, with the connector by its import string: it is not
-    installed here."""
+    """The page's arguments of pytest but for its checks, which are all, with the connector by its
+    import string: it is not installed here."""
     _, *arguments = shlex.split(block_of_page("bash"))
+    assert {*ALL_CHECKS} <= {*arguments}
     name, where = entry_point(block_of_page("toml"))
-    return [where if argument == name else argument for argument in arguments]
+    return [where if each == name else each for each in arguments if each not in ALL_CHECKS]
 
 
 def entry_point(pyproject: str) -> tuple[str, str]:
@@ -187,7 +191,7 @@ def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> Non
     ("run", "file"),
     [
         slow(run, file)
-        if run == "example" or (run == "nccl" and file not in NCCL_FIRST)
+        if run == "example" or (run in FIRST and file not in FIRST[run])
         else (run, file)
         for run in (*BUILT_IN, "example", "page")
         for file in FILES
@@ -199,7 +203,7 @@ def test_what_is_right_passes(runs: Runs, run: str, file: str) -> None:
     assert {name: why for name, why in outcomes.items() if why} == {}
 
 
-@pytest.mark.parametrize("run", ["shm", "tcp", slow("nccl"), slow("example"), "page"])
+@pytest.mark.parametrize("run", ["shm", "tcp", slow("nccl"), slow("example"), slow("page")])
 def test_everything_is_checked(runs: Runs, run: str) -> None:
     assert len(runs.outcomes(run, "")) > 70
 

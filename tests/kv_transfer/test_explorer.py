@@ -120,6 +120,7 @@ def test_a_stray_write_is_missed_after_the_hash_alone() -> None:
     explore(Setting(reads_again=False, budget={BAD: 1}), choices=2, most_runs=200)
 
 
+@pytest.mark.slow
 def test_every_cell_of_both_tables_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, on = set(), Machine.on
 

@@ -37,6 +37,7 @@ from pdserve.router.kit.checks import check_policy
 from pdserve.router.kit.nodes import PlainNode, PlainNodes
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.request_state import RequestState
+from thinned import only
 
 
 def nodes(*loads: int) -> list[PlainNode]:
@@ -310,7 +311,7 @@ class Dawdles(Policy):
         return min(nodes.by_load(), key=lambda node: sum(range(1000)), default=None)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", only(BUILT_IN, ["cost"]))
 def test_the_kit_passes_what_is_built_in(name: str) -> None:
     make = BUILT_IN[name]
     if make is PowerOfTwo:
@@ -333,6 +334,7 @@ def test_the_kit_catches_what_is_broken(policy, check: str, fault: str) -> None:
     assert fault in check_policy(policy, [getattr(checks, check)])[check]
 
 
+@pytest.mark.slow
 def test_the_kit_passes_the_example_of_the_page() -> None:
     page = (ROOT / "docs" / "placement.md").read_text()
     names: dict[str, Any] = {}
