@@ -22,7 +22,11 @@ _CONTEXT = (
     "max_target_positions",
     "model_max_length",
 )
-_DEFAULT_CONTEXT = {"bloom": 2048, "falcon": 2048}
+_DEFAULT_CONTEXT = {
+    "bloom": 2048,
+    "falcon": 2048,
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), 32768),  # states have no limit
+}
 """Context window of model types whose config may omit it."""
 _NUMBERED_FROM_PADDING = {
     "camembert",

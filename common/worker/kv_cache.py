@@ -259,11 +259,12 @@ def _peak_of_largest_step(
 ) -> int:
     """Returns torch's peak bytes in the largest possible step, weights included, plus the memory of
     the CUDA graphs."""
-    step = (config.scheduler.tokens, config.max_num_rows)
-    blocks = num_dummy_blocks(*step, block_size=config.cache.block_size)
+    step, block_size = (config.scheduler.tokens, config.max_num_rows), config.cache.block_size
+    blocks = num_dummy_blocks(*step, block_size)
     cache = KVCache.allocate([resized(shape, blocks) for shape in shapes], device)
     torch.cuda.reset_peak_memory_stats(device)
-    ModelRunner(model, cache.tensors, device, True, link).warm_up(*step)
+    runner = ModelRunner(model, cache.tensors, device, True, link, block_size=block_size)
+    runner.warm_up(*step)
     torch.cuda.synchronize(device)
     peak, sizes = torch.cuda.max_memory_allocated(device), graph_sizes(model, config)
     if not sizes:

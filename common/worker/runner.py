@@ -40,12 +40,14 @@ class ModelRunner:
         samples: bool,
         link: StageLink | None = None,
         adapters: RankAdapters | None = None,
+        block_size: int | None = None,
     ) -> None:
         """`samples`: true on the one rank whose tokens are used. `link`: to the other pipeline
-        stages, if any. `adapters`: the LoRA adapters that sequences may name."""
+        stages, if any. `adapters`: the LoRA adapters that sequences may name. `block_size`: if the
+        first cache does not tell it, because it is of states."""
         self.model = model
         self.caches = caches
-        self.block_size = caches[0].shape[4]
+        self.block_size = block_size or caches[0].shape[4]
         self.device = device
         self.samples = samples
         self.graphs: DecodeGraphs | None = None  # set after they are captured

@@ -162,7 +162,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     samples = spec.rank == spec.output_rank
     lora = engine.lora
     adapters = RankAdapters(model, lora.max_lora_rank) if lora.enable_lora else None
-    runner = ModelRunner(model, cache.tensors, device, samples, link, adapters)
+    size = engine.cache.block_size
+    runner = ModelRunner(model, cache.tensors, device, samples, link, adapters, size)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
     drafter = None

@@ -145,6 +145,19 @@ inline void accumulate(Lanes& lanes, const uint8_t* stripe, const uint8_t* secre
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline void scramble(Lanes& lanes) {
+    const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
+    for (int i = 0; i < 2; i++) {
+        __m256i value = lanes.values[i];
+        value = _mm256_xor_si256(value, _mm256_srli_epi64(value, 47));
+        value = _mm256_xor_si256(value, load(SECRET + SECRET_NBYTES - 64 + 32 * i));
+        __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), prime);
+        lanes.values[i] =
+            _mm256_add_epi64(_mm256_mul_epu32(value, prime), _mm256_slli_epi64(high, 32));
+    }
+}
+#else
 void scramble(Lanes& lanes) {  // once in 1 KiB: the compiler does it well enough
     uint64_t values[8];
     static_assert(sizeof values == sizeof lanes, "eight lanes");
@@ -155,6 +168,7 @@ void scramble(Lanes& lanes) {  // once in 1 KiB: the compiler does it well enoug
     }
     std::memcpy(&lanes, values, sizeof values);
 }
+#endif
 
 uint64_t fold(uint64_t a, uint64_t b) {
     unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
@@ -201,15 +215,9 @@ class XXH3 {
     void copy(uint8_t* target, const uint8_t* source, size_t nbytes, const uint8_t* next,
               bool past_caches) {
         size_t begun = carried_ ? 64 - carried_ : 0;  // ends a stripe of an earlier part
-        size_t copied = 0;
         if (nbytes < begun) begun = nbytes;
         update(source, begun, source + begun);
-#if defined(__AVX512F__)
-        if (reinterpret_cast<uintptr_t>(target) % LINE == 0 && begun % 4 == 0)
-            copied = copy_lines(target, source, nbytes, next, begun, past_caches);
-#else
-        (void)past_caches;
-#endif
+        size_t copied = copy_lines(target, source, nbytes, next, begun, past_caches);
         std::memcpy(target + copied, source + copied, nbytes - copied);
         update(source + begun + copied, nbytes - begun - copied, next);
     }
@@ -226,48 +234,89 @@ class XXH3 {
     }
 
   private:
-#if defined(__AVX512F__)
     // Copies whole lines and hashes as many stripes, of which the first is at `begun`. Returns the
     // bytes copied.
     size_t copy_lines(uint8_t* target, const uint8_t* source, size_t nbytes, const uint8_t* next,
                       size_t begun, bool past_caches) {
         size_t at = 0;
-        // A stripe is the end of one line and the beginning of the next: no load crosses lines.
-        const __m512i words = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i picked = _mm512_add_epi32(words, _mm512_set1_epi32(static_cast<int>(begun / 4)));
+        if (!lines_fit(target, begun)) return at;
         Lanes lanes = lanes_;
         uint64_t in_block = in_block_;
         for (; at + 5 * LINE <= nbytes && at / 64 + 4 <= due_; at += 4 * LINE) {
-            __m512i lines[5];
-            for (int i = 0; i < 5; i++) lines[i] = load(source + at + i * LINE);
-            for (int i = 0; i < 4; i++) {
-                fetch_ahead(source, at + i * LINE, nbytes, next);
-                auto* line = reinterpret_cast<__m512i*>(target + at + i * LINE);
-                past_caches ? _mm512_stream_si512(line, lines[i]) : _mm512_store_si512(line, lines[i]);
-                __m512i stripe = _mm512_permutex2var_epi32(lines[i], picked, lines[i + 1]);
-                accumulate(lanes, stripe, SECRET + 8 * in_block);
-                if (++in_block == STRIPES) scramble(lanes), in_block = 0;
-            }
+            for (int i = 0; i < 4; i++) fetch_ahead(source, at + i * LINE, nbytes, next);
+            copy_four(lanes, in_block, target + at, source + at, begun, past_caches);
         }
         lanes_ = lanes, in_block_ = in_block, due_ -= at / 64;
         if (at) remember(source + begun + at - 64, 64);
         return at;
     }
+
+    static void next_stripe(uint64_t& in_block, Lanes& lanes) {
+        if (++in_block == STRIPES) scramble(lanes), in_block = 0;
+    }
+
+#if defined(__AVX512F__)
+    static bool lines_fit(const uint8_t* target, size_t begun) {
+        return reinterpret_cast<uintptr_t>(target) % LINE == 0 && begun % 4 == 0;
+    }
+
+    static void copy_four(Lanes& lanes, uint64_t& in_block, uint8_t* target, const uint8_t* source,
+                          size_t begun, bool past_caches) {
+        // A stripe is the end of one line and the beginning of the next: no load crosses lines.
+        const __m512i words = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i picked = _mm512_add_epi32(words, _mm512_set1_epi32(static_cast<int>(begun / 4)));
+        __m512i lines[5];
+        for (int i = 0; i < 5; i++) lines[i] = load(source + i * LINE);
+        for (int i = 0; i < 4; i++) {
+            auto* line = reinterpret_cast<__m512i*>(target + i * LINE);
+            past_caches ? _mm512_stream_si512(line, lines[i]) : _mm512_store_si512(line, lines[i]);
+            __m512i stripe = _mm512_permutex2var_epi32(lines[i], picked, lines[i + 1]);
+            accumulate(lanes, stripe, SECRET + 8 * in_block);
+            next_stripe(in_block, lanes);
+        }
+    }
+#elif defined(__AVX2__)
+    static bool lines_fit(const uint8_t* target, size_t) {
+        return reinterpret_cast<uintptr_t>(target) % LINE == 0;
+    }
+
+    static void copy_four(Lanes& lanes, uint64_t& in_block, uint8_t* target, const uint8_t* source,
+                          size_t begun, bool past_caches) {
+        __m256i halves[8];
+        for (int i = 0; i < 8; i++) halves[i] = load(source + i * 32);
+        for (int i = 0; i < 8; i++) {
+            auto* half = reinterpret_cast<__m256i*>(target + i * 32);
+            past_caches ? _mm256_stream_si256(half, halves[i]) : _mm256_store_si256(half, halves[i]);
+        }
+        for (int i = 0; i < 4; i++) {
+            accumulate(lanes, source + begun + i * 64, SECRET + 8 * in_block);
+            next_stripe(in_block, lanes);
+        }
+    }
+#else
+    static bool lines_fit(const uint8_t*, size_t) { return false; }
+
+    static void copy_four(Lanes&, uint64_t&, uint8_t*, const uint8_t*, size_t, bool) {}
 #endif
 
     void stripes(const uint8_t* data, uint64_t count, const uint8_t* next) {
         Lanes lanes = lanes_;
         due_ -= count;
-        const uint8_t* first = data;
-        const size_t nbytes = count * 64;
-        while (count) {
-            uint64_t now = count < STRIPES - in_block_ ? count : STRIPES - in_block_;
-            const uint8_t* secret = SECRET + 8 * in_block_;
-            for (uint64_t i = 0; i < now; i++, data += 64, secret += 8) {
-                fetch_ahead(first, data - first, nbytes, next);
-                accumulate(lanes, data, secret);
+        for (size_t at = 0, nbytes = count * 64; at < nbytes;) {
+            uint64_t now = (nbytes - at) / 64;
+            if (now > STRIPES - in_block_) now = STRIPES - in_block_;
+            if (now == STRIPES && at + AHEAD + STRIPES * LINE <= nbytes) {  // most of a long range
+                for (size_t i = 0; i < STRIPES; i++) {
+                    __builtin_prefetch(data + at + AHEAD + i * LINE);
+                    accumulate(lanes, data + at + i * 64, SECRET + 8 * i);
+                }
+            } else {
+                for (size_t i = 0; i < now; i++) {
+                    fetch_ahead(data, at + i * LINE, nbytes, next);
+                    accumulate(lanes, data + at + i * 64, SECRET + 8 * (in_block_ + i));
+                }
             }
-            count -= now, in_block_ += now;
+            at += now * 64, in_block_ += now;
             if (in_block_ == STRIPES) scramble(lanes), in_block_ = 0;
         }
         lanes_ = lanes;

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MambaConfig
+from transformers import RwkvConfig
 
 import reference
 from cluster import node_metrics
@@ -77,6 +77,9 @@ TRANSFORMERS = {
         slow("deepseek-v3.2", "shm", PP2_OF_3, {**TP2, "expert_parallel_size": 2}),
         slow("nemotron-h", "tcp", TP2, TP1),
         slow("falcon-h1", "tcp", PP2, TP2),
+        ("mamba", "tcp", TP1, TP1),  # states alone
+        slow("mamba", "shm", PP2, TP2),
+        slow("mamba2", "tcp", TP2, PP2),
         slow("lfm2", "shm", TP1, PP2),
         slow("gemma4", "tcp", TP2, TP1),
         slow("llama4", "tcp", TP2, PP2),
@@ -178,20 +181,20 @@ def check_failover(cluster: WarmCluster, model: Path, count: int) -> None:
 
 
 def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_path: Path) -> None:
-    mamba = tmp_path / "mamba"
-    MambaConfig(vocab_size=512, architectures=["MambaForCausalLM"]).save_pretrained(mamba)
+    rwkv = tmp_path / "rwkv"
+    RwkvConfig(vocab_size=512, architectures=["RwkvForCausalLM"]).save_pretrained(rwkv)
     flags = ("--router", "127.0.0.1:9", "--device", "cpu", "--model")
     gemma, states = str(models("gemma3")), str(models("lfm2"))
     ended = run_roles(
         tmp_path,
         [
-            ("decode_node", *flags, str(mamba)),
+            ("decode_node", *flags, str(rwkv)),
             ("decode_node", *flags, states, "--quantization", "int8"),
             ("decode_node", *flags, gemma, "--model-impl", "native"),
         ],
     )
     said = (
-        "MambaForCausalLM: layer 0 is linear attention or a Mamba mixer",
+        "RwkvForCausalLM takes no positions",
         "--quantization int8: Lfm2ForCausalLM has recurrent layers",
         "architecture Gemma3ForCausalLM is not supported",
     )

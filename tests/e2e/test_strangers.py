@@ -272,7 +272,7 @@ def test_a_crowd_at_the_kv_port_learns_nothing_and_keeps_no_node_out(guarded: Wa
     with ExitStack() as stack:
         for _ in range(CROWD):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
-        guarded.start_node("prefill", ("mortal:patient",))  # one that has no connection yet
+        guarded.start_node("prefill")  # one that has no connection yet
         guarded.wait_nodes()
         for _ in range(4):
             ask(guarded)

@@ -13,7 +13,7 @@ class Crowd:
     """Ranks as threads of this process: a fake of the real group's collectives."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=600)  # a failure ends it at once
         self.parts: list[torch.Tensor] = [torch.empty(0)] * size
 
     def run(self, work: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from pdserve.router.requests.generation import (
     Update,
 )
 from pdserve.router.requests.pipeline import Pipeline
+from waiting import eventually
 
 VOCAB_SIZE = 200
 ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE}
@@ -54,7 +56,8 @@ def event_at(position: int, job: pb.Job, choice: int = 0) -> pb.TokenEvent:
 
 
 class FakeNode:
-    """`on_run`: a fault in every job. `on_token[k]`: a fault before a job's token k here."""
+    """`on_run`: a fault in every job. `on_token[k]`: a fault before a job's token k here, once the
+    router has taken the job's earlier events."""
 
     def __init__(self, cluster: FakeCluster, name: str) -> None:
         self.cluster = cluster
@@ -66,14 +69,13 @@ class FakeNode:
         self.on_retarget: Fault | None = None
         self.on_landed: Fault | None = None
         self.token_offset = 0  # added to every token
-        self.tells: Callable[[Any], Iterable[Any]] = lambda event: (
-            event,
-        )  # replaces an event by others
+        self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # replaces an event
         self.jobs: list[pb.Job] = []
         self.local_prefills = 0
         self.finished: list[int] = []  # choices that the router has finished
         self.prompt_logprobs: pb.PromptLogprobs | None = None  # sent for every prompt
         self.open = 0  # running jobs
+        self.said = Counter[tuple[str, int]]()  # events by stream and job number
         self.committed: dict[bytes, asyncio.Future[pb.FirstToken]] = {}
         self.streams = RouterStreams()
         self.times = (0.0, 0.0, 0.0)  # times in the tokens of timed jobs
@@ -166,6 +168,7 @@ class FakeNode:
         async for event in self._told(self._decode(request, context)):
             if isinstance(event, bytes):
                 return event
+            self.said[request.stream, request.job_number] += 1
             if isinstance(event, pb.DecodeEvent):
                 writer.event(event)
                 continue
@@ -187,8 +190,13 @@ class FakeNode:
             for each in self.streams_message(message):
                 yield each
 
-    async def _before(self, count: int, context: Any) -> None:
+    async def _before(
+        self, count: int, context: Any, request: pb.DecodeRequest | None = None
+    ) -> None:
         if (fault := self.on_token.get(count)) is not None:
+            if request is not None:  # which is told on another stream than the fault
+                job, heard = (request.stream, request.job_number), self.cluster.heard
+                await eventually(lambda: heard[job] >= self.said[job])
             await fault(context)
 
     async def _prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[Any]:
@@ -218,7 +226,7 @@ class FakeNode:
         position = len(job.prompt_token_ids) + len(job.choices[0].output_token_ids)
         if request.local_prefill:
             self.local_prefills += 1
-            await self._before(0, context)
+            await self._before(0, context, request)
             prefilled = pb.Prefilled(cached_tokens=3, queue_s=0.25, compute_s=0.5, step_s=0.5)
             yield pb.DecodeEvent(prefilled=prefilled)
         else:
@@ -239,7 +247,7 @@ class FakeNode:
             if not (left := [choice for choice, each in due.items() if each < end]):
                 return
             if count or not request.local_prefill:
-                await self._before(count, context)
+                await self._before(count, context, request)
             for choice in left:
                 yield self._event(due[choice], job, choice)
                 due[choice] += 1
@@ -278,6 +286,23 @@ class FakeCluster:
             self.config, self.registry, tokenizer, self.channels, self.metrics, VOCAB_SIZE
         )
         self.nodes: dict[str, FakeNode] = {}
+        self.heard = Counter[tuple[str, int]]()  # of what decode nodes said
+        self._count_heard()
+
+    def _count_heard(self) -> None:
+        job = self.pipeline.streams.job
+
+        def counted(node: Any, request: Any, receiver: Any) -> AbstractContextManager[Any]:
+            take = receiver.take
+
+            def count(event: Any) -> None:
+                self.heard[request.stream, request.job_number] += 1
+                take(event)
+
+            receiver.take = count
+            return job(node, request, receiver)
+
+        self.pipeline.streams.job = counted  # type: ignore[method-assign,assignment]
 
     async def start(self, *names: str) -> None:
         for name in names:
@@ -404,6 +429,4 @@ async def hangs(context: Any) -> None:
 
 
 async def dies(context: Any) -> None:
-    """Ends the node after a moment, in which earlier events arrive."""
-    await asyncio.sleep(0.03)
     await context.abort(grpc.StatusCode.UNAVAILABLE)

@@ -20,7 +20,6 @@ from pdserve.common.config.engine import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
-    SchedulerConfig,
 )
 from pdserve.common.config.lora import LoRAConfig
 from pdserve.common.config.node import NodeConfig, WorkerNodeConfig
@@ -39,16 +38,13 @@ from waiting import eventually
 MODEL = MODELS / "mistral"
 
 
-def node_config(
-    replicas: int = 1, stall: float = 20.0, lora: LoRAConfig | None = None
-) -> WorkerNodeConfig:
+def node_config(replicas: int = 1, lora: LoRAConfig | None = None) -> WorkerNodeConfig:
     return WorkerNodeConfig(
         node=NodeConfig(router="127.0.0.1:9"),
         engine=EngineConfig(
             model=ModelConfig(model=str(MODEL), dtype="float32"),
             parallel=ParallelConfig(device="cpu", cpu_threads=1, data_parallel_size=replicas),
             cache=CacheConfig(num_gpu_blocks_override=256),
-            scheduler=SchedulerConfig(engine_stall_timeout=stall),
             lora=lora or LoRAConfig(),
         ),
     )
@@ -56,12 +52,12 @@ def node_config(
 
 @asynccontextmanager
 async def decode_node(
-    replicas: int = 1, stall: float = 20.0, lora: LoRAConfig | None = None
+    replicas: int = 1, lora: LoRAConfig | None = None
 ) -> AsyncIterator[tuple[DecodeNode, asyncio.Task[int], list[Gate]]]:
     """Yields the node, its serving task, and a gate per replica. No router runs at its router's
-    address. A step longer than `stall` seconds counts as stalled."""
+    address."""
     torch_threads = torch.get_num_threads()
-    node = DecodeNode(node_config(replicas, stall, lora))
+    node = DecodeNode(node_config(replicas, lora))
     serving = asyncio.create_task(node.serve())
     await eventually(lambda: node.server._metrics or serving.done(), 120)
     gates = [Gate(replica.ranks.executor) for replica in node.replicas]

@@ -65,11 +65,6 @@ def keepalive(seconds: str, *then: str) -> None:
         import_string(then[0])(*then[1:])
 
 
-def patient() -> None:
-    """Makes its source wait a minute for the greetings of sinks, which may be late."""
-    vars(import_module("pdserve.kv_transfer.connectors.base.handshake"))["GREETING_S"] = 60.0
-
-
 def hold(path: str) -> None:
     """Holds the steps of a node of one rank while the file at `path` exists. Its second word is a
     number of steps to let through, counted anew when its first word changes. Everything else

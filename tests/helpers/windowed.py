@@ -21,6 +21,8 @@ from transformers import (
     GptOssConfig,
     Lfm2Config,
     Llama4TextConfig,
+    Mamba2Config,
+    MambaConfig,
     MinistralConfig,
     MistralConfig,
     NemotronHConfig,
@@ -127,6 +129,26 @@ STATES = {
         mamba_chunk_size=16,
     ),
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "conv", "full_attention", "conv"]),
+    "mamba": MambaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        initializer_range=0.2,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    ),
+    "mamba2": Mamba2Config(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+        state_size=16,
+        chunk_size=16,
+        initializer_range=0.2,
+        eos_token_id=0,
+    ),
     "nemotron-h": NemotronHConfig(
         **{**SIZES, "initializer_range": 0.1},
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
@@ -142,7 +164,8 @@ STATES = {
     ),
 }
 """Models with a gated delta net in three of four layers; Mamba-2 beside attention in all layers;
-short convolutions in three layers; and Mamba-2 in one layer with two that keep nothing."""
+short convolutions in three layers; Mamba or Mamba-2 in all layers, without attention; and Mamba-2
+in one layer, with two layers that see only one token."""
 
 THROUGH_TRANSFORMERS = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),

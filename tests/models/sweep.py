@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import resource
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 FILE = Path(__file__).parents[2] / "common" / "model" / "models.json"
-LIMIT_S = 180
+LIMIT_S = 180  # of CPU time that a class may take, so that a busy machine changes no result
+STUCK_S = 20 * LIMIT_S  # of wall-clock time
 VOCAB = 128
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -167,7 +169,7 @@ CASES: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
         "initializer_range": 0.1,  # else transformers' own cache says otherwise than no cache
     },
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
     "xmod": {"default_language": "en_XX"},
     "gemma4_assistant": {
         "text_config": {
@@ -183,6 +185,9 @@ CASES: dict[str, dict[str, Any]] = {
     "xglm": {"attention_heads": 4, "num_layers": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
+for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    CASES[name] = {"rope_parameters": rope, "use_sliding_window": False}
 CASES["gemma4_unified_text"] = CASES["gemma4_text"]
 CASES["inkling2_loop_text"] = CASES["inkling2_text"]
 """Sizes that a class needs beyond `SIZES`."""
@@ -579,11 +584,16 @@ def run(name: str) -> dict[str, Any]:
     """Compares one class in a process of its own, a fork of this one."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    child = fork.Process(target=lambda: sender.send(one(name)), daemon=True)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+        sender.send(one(name))
+
+    child = fork.Process(target=work, daemon=True)
     child.start()
     sender.close()
     try:
-        if receiver.poll(LIMIT_S):
+        if receiver.poll(STUCK_S):
             return dict(receiver.recv())
     except EOFError:
         pass

@@ -851,30 +851,34 @@ async def test_a_prompt_that_kills_nodes_does_not_kill_them_all(tmp_path: Path, 
 
 
 async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: Path) -> None:
-    """Each time it comes, all that are there die with it before any has a token, and the node is
-    started again: nothing is known of the new one."""
+    """Twice all that are there die with it before any has a token, and the node is started again:
+    nothing is known of the new one. One more death would end each of them, so each comes alone."""
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
         node, bad = cluster["d0"], cluster.request()
-        present: dict[str, asyncio.Event] = {}
-        starts = 0
+        together, starts = asyncio.Barrier(4), 0
+        beside: list[int] = []  # requests on the node, this one included, at each last chance
+        restarts = set[asyncio.Task[None]]()
+
+        def in_flight() -> int:
+            return next(n.in_flight for n in cluster.registry.nodes() if n.info.node_id == "d0")
+
+        async def restart() -> None:
+            nonlocal starts
+            await eventually(lambda: not in_flight())
+            starts += 1
+            node.register("", f"start {starts}")
 
         async def token(context: Any) -> None:
-            nonlocal starts
-            request_id = dict(context.invocation_metadata())[REQUEST_ID_KEY]
-            died = present[request_id] = asyncio.Event()
-            if request_id != bad.request_id:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(died.wait(), 0.6)
+            if starts < 2:
+                number = await together.wait()
             else:
-                await asyncio.sleep(0.3)  # what else is in its step
-                starts += 1
-                for each in present.values():
-                    each.set()
-                present.clear()
-                asyncio.get_running_loop().call_later(0.3, node.register, "", f"start {starts}")
-            present.pop(request_id, None)
-            if died.is_set():
-                await dies(context)
+                beside.append(in_flight())
+                number = 0
+                if dict(context.invocation_metadata())[REQUEST_ID_KEY] != bad.request_id:
+                    return
+            if number == 0:
+                restarts.add(asyncio.create_task(restart()))
+            await dies(context)
 
         node.on_token = {0: token}
 
@@ -886,6 +890,8 @@ async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: P
         results = await asyncio.gather(*asked, poison(), return_exceptions=True)
         assert isinstance(results[-1], NodeError) and results[-1].code == "POISON_REQUEST"
         assert not [each for each in results[:-1] if isinstance(each, BaseException)], results
+        assert beside == [1, 1, 1, 1]
+        await asyncio.gather(*restarts)
 
 
 # ---- nodes that the router does not reach ----

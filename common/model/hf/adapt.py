@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from pdserve.common.model.hf.attention import take_temperatures
 from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.indexers import take_indexers
-from pdserve.common.model.hf.mixers import take_mixers
+from pdserve.common.model.hf.mixers import ALONE, take_mixers
 from pdserve.common.model.hf.own_attention import take_attention
 from pdserve.common.model.hf.positions import take_positions
 
@@ -23,7 +23,8 @@ def adapt(model: Any) -> bool:
     take_mixers(model)
     take_indexers(model)
     has_bias = take_attention(model)
-    return take_positions(model, layers_of(model)[1]) or has_bias
+    told = take_positions(model, layers_of(model)[1])
+    return told or has_bias or model.config.model_type in ALONE
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.Module]:

@@ -93,16 +93,14 @@ def describe(folder: Path, overrides: Mapping[str, Any]) -> ModelSpec:
     quantization, stored = _formats(folder, overrides)
     outline = Outline.from_folder(folder, overrides)
     attends = next((call for call in calls if isinstance(call, Call)), None)
-    if attends is None:
-        raise ConfigError(f"{name} has no layer with attention, which is not supported")
     return ModelSpec(
         architecture=name,
         family=str(config.model_type),
         hidden_size=model.get_input_embeddings().weight.shape[1],
         num_layers=len(calls),
-        num_heads=attends.q.shape[1],
-        num_kv_heads=attends.kv.num_kv_heads,
-        head_dim=attends.kv.head_dim,
+        num_heads=0 if attends is None else attends.q.shape[1],
+        num_kv_heads=0 if attends is None else attends.kv.num_kv_heads,
+        head_dim=0 if attends is None else attends.kv.head_dim,
         intermediate_size=_intermediate_size(config),
         vocab_size=outline.vocab_size,
         max_position_embeddings=outline.max_position_embeddings,

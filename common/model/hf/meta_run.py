@@ -18,7 +18,7 @@ from pdserve.common.model.hf.attention import OUTLINE, Answers, Mask, Style, ans
 from pdserve.common.model.hf.class_config import model_class, name_of
 from pdserve.common.model.hf.delta_net import MODEL_TYPES
 from pdserve.common.model.hf.indexers import IndexInputs
-from pdserve.common.model.hf.mixers import MIXERS, Mixer
+from pdserve.common.model.hf.mixers import ALONE, MIXERS, Mixer
 from pdserve.common.model.hf.own_attention import list_attentions
 from pdserve.common.model.hf.positions import takes_positions
 
@@ -130,17 +130,19 @@ def run_outline(model: Any) -> CallRecorder:
     with answering(recorder):
         base(
             input_ids=tokens,
-            attention_mask=_masks(model.config) or torch.ones_like(tokens),
+            attention_mask=_masks(model.config, tokens),
             use_cache=False,
             **told,
         )
     return recorder
 
 
-def _masks(config: Any) -> dict[str, Mask | None]:
+def _masks(config: Any, tokens: Tensor) -> Any:
     """Returns masks by layer type, for classes that would read the values of a mask."""
+    if config.model_type in ALONE:
+        return None
     if not has_states(config):
-        return {}
+        return torch.ones_like(tokens)
     window = getattr(config, "sliding_window", None)
     masks = {"full_attention": Mask(), "sliding_attention": Mask(window)}
     return {**masks, "linear_attention": None, "conv": None}

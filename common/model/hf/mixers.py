@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from pdserve.common.model.hf.attention import running
+from pdserve.common.model.hf.mamba import take_mamba
 from pdserve.common.model.hf.mamba2 import take_mamba2
 
 MIXERS = {
     "bamba": "BambaMixer",  # in `MAMBA2`; here for activations that `mamba2.py` lacks
     "falcon_h1": "FalconH1Mixer",
+    "falcon_mamba": "FalconMambaMixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "jamba": "JambaMambaMixer",
     "kimi_linear": "KimiLinearDeltaAttention",
@@ -30,17 +32,21 @@ MIXERS = {
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
     "lfm3": "Lfm3ShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
     "minimax": "MiniMaxLightningAttention",
     "nemotron_h": "NemotronHMamba2Mixer",
     "bailing_hybrid": "BailingHybridDeltaAttention",
 }
 """Model type → class of the layers with a recurrent state."""
-MAMBA2 = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
+MAMBA = {"falcon_mamba", "jamba", "mamba"}
+"""Model types whose layers are Mamba (`mamba.py`)."""
+MAMBA2 = {"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"}
 """Model types whose layers are Mamba-2 (`mamba2.py`)."""
+ALONE = {"falcon_mamba", "mamba", "mamba2"}
+"""Model types without attention, whose layers need no positions."""
 BESIDE = {"falcon_h1": "FalconH1Attention"}
 """Model type → class of the attention in the same layer, which counts as a layer before it."""
-FROM_NOTHING = ("JambaMambaMixer",)
-"""Classes whose code computes several tokens only from an empty state."""
 
 
 class States:
@@ -96,7 +102,6 @@ class Mixer:
 
     def __init__(self, net: Any) -> None:
         self.layer: int = net.layer_idx
-        self._from_nothing = type(net).__name__ in FROM_NOTHING
         self.pair = type(net).__name__ == "MiniMaxLightningAttention"  # is what it returns
         self._own = net.forward
         self._parts: dict[tuple[str, int], _Part] = {}
@@ -116,12 +121,6 @@ class Mixer:
     def run(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """hidden `[B, n, size]`, before float32 `[B, numbers]` → `[B, n, size]`, states after."""
         assert before.shape[1] == self.numbers(hidden)
-        if self._from_nothing and hidden.shape[1] > 1 and before.any():
-            outs = []
-            for token in hidden.split(1, dim=1):
-                found, before = self.run(token, before)
-                outs.append(found)
-            return torch.cat(outs, dim=1), before
         states, start = States(), 0
         for (kind, index), part in self._parts.items():
             end = start + prod(part.shape)
@@ -153,7 +152,9 @@ def take_mixers(model: Any) -> None:
             continue
         if kind in BESIDE:
             net.layer_idx = 2 * net.layer_idx + 1
-        if kind not in MAMBA2 or not take_mamba2(net):
+        if kind in MAMBA:
+            take_mamba(net)
+        elif kind not in MAMBA2 or not take_mamba2(net):
             net.forward = partial(_forward, Mixer(net))
 
 

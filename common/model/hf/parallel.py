@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 GATHERED, PLANNED = "gathered", "planned"
 
 KV = ("k_proj", "v_proj")  # suffixes of the layers that compute keys and values
+_WHOLE = ("x_proj", "dt_proj")  # suffixes of the layers whose matrices `mamba.py` applies
 _AS_IT_IS = {
     "replicate",
     "replicated_with_grad_allreduce",  # replicated: there are no gradients here
@@ -118,6 +119,7 @@ class _Splitter:
             (name, module)
             for name, module in self._model.named_modules()
             if name.startswith(self._layers) and isinstance(module, nn.Linear | Conv1D)
+            if not name.endswith(_WHOLE)
         ]
         if way == GATHERED:
             for name, module in linears:

@@ -35,6 +35,8 @@ SIGNATURES = {
     "paged_attention": "IIIIIIIIDPIPPPPPPPIP",
     "delta_net": "IIIIIIIPPPPPPPPPIP",
     "ssd": "IIIIIIIPPPPPPPPPPPIP",
+    "convolve": "IIIIIIPPPPPPPPIP",
+    "selective_scan": "IIIIIIPPPPPPPPPPIP",
     "linear": "IIIIPIPPPIP",
     "pack_rows": "IIIP",
     "unpack_rows": "IIIPPP",
@@ -57,6 +59,8 @@ class NativeKernels(Kernels):
         self._add_rms_norm = self.function("add_rms_norm")
         self._silu_and_mul = self.function("silu_and_mul")
         self.delta_net, self.ssd = self.function("delta_net"), self.function("ssd")
+        self.convolve = self.function("convolve")
+        self.selective_scan = self.function("selective_scan")
         self.packer = Packer(self.function)
 
     def function(self, name: str) -> Callable[..., None]:

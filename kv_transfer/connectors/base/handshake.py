@@ -13,7 +13,9 @@ from pdserve.common.core.printable import MAX_PEER_TEXT, peer_code, printable
 from pdserve.kv_transfer.frame import HEADER_NBYTES, MAX_GREETING, Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe
 
-GREETING_S = 5.0  # in which a peer must have sent its greeting
+# As long as any other frame may take. A sink bounds strangers by their number, and a source's
+# transfer ends with its lease: a shorter time would only part peers on busy hosts.
+GREETING_S = 30.0
 MAX_FINGERPRINT = 200  # characters of a peer's fingerprint that are logged
 
 
@@ -91,7 +93,7 @@ def time_limit(pipe: KVPipe, seconds: float, peer: Blame) -> Iterator[None]:
     except OSError as error:
         if not late.is_set():
             raise
-        message = f"the {peer} rank sent no greeting within {seconds} s"
+        message = f"the {peer} rank sent no greeting within {seconds:g} s"
         raise TransferError(message, code="CONNECT_FAILED", blame=peer) from error
     finally:
         timer.cancel()

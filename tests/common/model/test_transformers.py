@@ -37,7 +37,7 @@ from pdserve.common.model.implementation import load_decoder, read_spec
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import Stage
 from sweep import CASES, logits, one, tiny
-from windowed import THROUGH_TRANSFORMERS
+from windowed import SIZES, THROUGH_TRANSFORMERS
 
 EVERY_TIME = (
     "bart",  # positions of a decoder that counts its tokens
@@ -49,6 +49,7 @@ EVERY_TIME = (
     "gpt_oss",  # sinks
     "lfm2",  # short convolutions
     "llama4_text",  # chunks
+    "mamba",  # no attention
     "mistral3",  # natively, without its tower
     "nemotron_h",  # Mamba-2, and layers that keep nothing
     "opt",  # no rope
@@ -117,6 +118,24 @@ def test_a_model_with_towers_is_served_as_its_text_model(tmp_path: Path) -> None
     path.write_text(json.dumps({**config, "model_type": "paligemma"}))
     with pytest.raises(ConfigError, match="images or audio"):
         read_spec(tmp_path, "auto", {})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_rotation_for_images_is_that_of_text_without_them(nested: bool, tmp_path: Path) -> None:
+    """Qwen's own configs have the text model's keys beside `vision_config`."""
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    text = {**SIZES, "rope_scaling": rope, "rope_theta": 1e6, "tie_word_embeddings": True}
+    outer = {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "vision_config": {"hidden_size": 32},
+    }
+    inner = {**text, "model_type": "qwen2_5_vl_text", "architectures": outer["architectures"]}
+    config = {**outer, "text_config": inner} if nested else {**text, **outer}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path, "auto", {})
+    assert (spec.impl, spec.architecture, spec.qkv_bias) == ("native", "Qwen2ForCausalLM", True)
+    assert (spec.rope.kind, spec.rope.theta, spec.tie_word_embeddings) == ("default", 1e6, True)
 
 
 def test_defaults_of_text_models_are_those_of_transformers() -> None:

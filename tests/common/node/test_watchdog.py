@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clock import Clock
-from live_node import decode_node, eventually, generate
+from live_node import Gate, decode_node, eventually, generate
 from pdserve.common.core.errors import Blame, NodeError, TransferError
 from pdserve.common.engine.core import EngineProgress
 from pdserve.common.node.replica import Watchdog
@@ -39,7 +39,6 @@ IDLE = EngineProgress(
 )  # fmt: skip
 
 
-STALL = 2.5  # seconds
 QUEUED = replace(IDLE, waiting=2, needed_blocks=5, free_blocks=3)
 
 
@@ -230,23 +229,47 @@ async def health(node: DecodeNode, channel: grpc.aio.Channel) -> tuple[bool, int
     return check.status == health_pb2.HealthCheckResponse.SERVING, status, reason, metric
 
 
+class WatchedNode:
+    """Its watchdogs go by a clock that stands still while a step may take long by accident."""
+
+    def __init__(self, node: DecodeNode) -> None:
+        self.clock = Clock()
+        for replica in node.replicas:
+            replica.watchdog = Watchdog(20.0, self.clock)
+
+    async def pass_until(self, condition: Callable[[], bool]) -> None:
+        """Lets time pass, each time more than a watchdog allows, while it looks."""
+        async with asyncio.timeout(60):
+            while not condition():
+                self.clock.time += 21
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.usefixtures("forked_ranks")
 async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until_it_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     async with (
-        decode_node(replicas=2, stall=STALL) as (node, _, gates),
+        decode_node(replicas=2) as (node, _, gates),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
+        watched = WatchedNode(node)
         sample, (one, two) = node.metrics.registry.get_sample_value, node.replicas
         assert await generate(channel) == 4, "on replica 0: all else is equal"
         assert one.scheduler.generation_tokens == 4
         assert await health(node, channel) == (True, 200, "ok", 1.0)
 
-        gates[0].open.clear()
+        async def stall(replica: Any, gate: Gate) -> None:
+            """Raises what the node says of a job whose step does not return."""
+            gate.open.clear()
+            job = asyncio.create_task(generate(channel))
+            await eventually(lambda: replica.engine.progress().computing)
+            await watched.pass_until(job.done)
+            await job
+
         with pytest.raises(NodeError, match=r"replica 0: step \d+ has been running") as caught:
-            await generate(channel)
+            await stall(one, gates[0])
         assert caught.value.code == "ENGINE_STALLED"
         assert caught.value.blame is Blame.DECODE and caught.value.retryable
         pool = one.scheduler.pool
@@ -258,9 +281,8 @@ async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until
         assert node.load("router-0").reason == reason
         assert [sample("pdserve_engine_healthy", {"engine": e}) for e in "01"] == [0, 1]
 
-        gates[1].open.clear()
         with pytest.raises(NodeError, match="replica 1: step"):
-            await generate(channel)
+            await stall(two, gates[1])
         with pytest.raises(NodeError, match=r"replica 0: .*replica 1: "):
             await generate(channel)
         await eventually(lambda: "unhealthy: replica 0" in caplog.text)
@@ -281,13 +303,14 @@ async def test_a_replica_whose_step_stalls_is_avoided_and_the_node_says_so_until
 
 async def test_a_node_without_memory_says_so_and_recovers() -> None:
     async with (
-        decode_node(stall=STALL) as (node, _, _),
+        decode_node() as (node, _, _),
         grpc.aio.insecure_channel(node.address) as channel,
     ):
+        watched = WatchedNode(node)
         (pool,) = node.replicas[0].scheduler.pool.pools
         taken = pool.allocate(pool.num_blocks)
         waiting = asyncio.create_task(generate(channel))
-        await eventually(lambda: not node.ready()[0])
+        await watched.pass_until(lambda: not node.ready()[0])
         assert "first of 1 waiting sequences needs 3 blocks, 0 of 256 are free" in node.ready()[1]
         pool.free(taken)
         node.replicas[0].engine._work.set()  # as whoever frees blocks does
