@@ -78,7 +78,7 @@ def row(length: int, num_nodes: int, rounds: int) -> dict[str, Any]:
 
 
 class Placement:
-    """As many prefill as decode nodes, with measured rates, and the policy that selects among
+    """Equal numbers of prefill and decode nodes with measured rates, and the policy that selects
     them."""
 
     def __init__(self, policy: str, num_nodes: int, hashes: Sequence[int]) -> None:

@@ -97,7 +97,7 @@ class Supervisor:
         """Returns when all workers serve."""
         await self.take_ports()
         first, *others = self.workers
-        await self._start(first)  # alone, so that a wrong option is said once
+        await self._start(first)  # alone, so that a wrong option is reported once
         await asyncio.gather(*map(self._start, others))
         self._tasks += [asyncio.create_task(self._watch(each)) for each in self.workers]
         self._tasks.append(asyncio.create_task(self._collect()))
@@ -105,7 +105,7 @@ class Supervisor:
             propagate_failure(task, self._failed)
         logger.info(
             "%d workers serve, HTTP on port %d, gRPC on port %d; nodes register on port %d, and "
-            "are told of the others",
+            "learn the other ports there",
             len(self.workers), self._ports["http"], self._ports["grpc"], self._ports["registry"],
         )  # fmt: skip
 

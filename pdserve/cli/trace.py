@@ -30,7 +30,7 @@ SHOWN = 50  # running requests; the ones without progress for longest
 
 
 class Standing(msgspec.Struct):
-    """What a running request waits for."""
+    """The reason why a running request makes no progress."""
 
     waits_for: str
     node: dict[str, Any] | None
