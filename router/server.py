@@ -156,9 +156,11 @@ class RouterServer:
         config, routing, state = self._config.server, self._config.routing, self._state
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
-        door = ClientDoor(state.keys, messages, state.metrics)
         streams = max_streams(routing)
-        server = GrpcServer(door, limit, shares_port=self._shares_ports, max_streams=streams)
+        door = ClientDoor(state.keys, messages, state.metrics, streams)
+        server = GrpcServer(
+            door, limit, shares_port=self._shares_ports, max_streams=streams, patient=True
+        )
         server.add(
             inference_pb2.DESCRIPTOR.services_by_name["Inference"],
             inference_pb2_grpc.add_InferenceServicer_to_server,

@@ -25,18 +25,15 @@ gc.disable()  # until all is imported
 
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 
-# Files whose tests wait for time-outs more than they compute, and, after them, those whose ranks
-# are forked by a server that each process of the run would have to start.
+# Files whose tests wait for time-outs more than they compute.
 WAITING = (
     *("test_failover", "test_lifecycle", "test_partition", "test_health", "test_routers"),
     *("test_group", "test_request_path", "test_watchdog", "test_executor", "test_connectors"),
-    *("test_transfer_long", "test_grpc_doors", "test_broadcast", "test_expert_parallel"),
-    *("test_windows", "test_cluster_check", "test_kv_events", "test_plan", "test_states"),
-    *("test_utilisation", "test_runner", "test_spanned"),
+    *("test_transfer_long", "test_grpc_doors", "test_kv_events", "test_spanned"),
 )
 # The others, from those on that take longest; what is in neither list fills up what is left.
 LONGEST = (
-    *("test_exact", "test_ray_nodes", "test_chaos", "test_conformance", "test_transformers"),
+    *("test_exact", "test_chaos", "test_conformance", "test_transformers"),
     *("test_up", "test_offline", "test_kv_groups", "test_adapters", "test_rollout"),
     *("test_policies", "test_bench_placement", "test_preprocess_workers", "test_explorer"),
     *("test_speculative",),

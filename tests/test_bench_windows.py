@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import bench_windows
 
 
+@pytest.mark.slow
 def test_a_window_holds_the_same_at_every_context(tmp_path: Path) -> None:
     small = ["--window", "32", "--contexts", "128,1024", "--sequences", "2", "--chunk", "16"]
     bench_windows.main([*small, "--json", str(tmp_path / "found.json")])

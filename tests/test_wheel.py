@@ -184,6 +184,7 @@ print(pdserve.__file__, pdserve.__version__, *(set(sys.modules) - before))
     assert run([python.with_name("pdserve"), "--version"], work) == f"pdserve {version}\n"
 
 
+@pytest.mark.slow
 def test_a_cluster_serves_from_the_wheel(python: Path, work: Path, tmp_path: Path) -> None:
     """The KV goes by a connector that is found by its entry point."""
     program = python.with_name("pdserve")

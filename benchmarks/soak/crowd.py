@@ -15,16 +15,21 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic
 
 import grpc
 
 from benchmarks.fleet import HOSTILE, Fleet
+from benchmarks.soak.faults import Fault, Faults
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
+BURST = 4000  # calls at once
 SILENCE = 60  # seconds without an answer to any call, after which the rest hangs
 HUNG = "hung"
 UNEXPLAINED = "without a reason"  # a call that ended without a reason from the router: a failure
+CUT_SHORT = "Internal error from Core"  # grpc.aio's own INTERNAL, in place of the server's status
+GONE = "the router had gone"  # a failure too, unless the router was killed
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,6 +63,18 @@ def crowd_at(fleet: Fleet, calls: int) -> Crowd:
     """Returns a crowd of `calls` hostile calls to the fleet's first router."""
     address = f"127.0.0.1:{fleet.ports['grpc']}"
     return Crowd(calls, address, fleet.api_key(HOSTILE), fleet.client_files())
+
+
+async def burst(faults: Faults, fault: Fault) -> None:
+    """Four thousand calls at once. Each is answered or refused with a code of ours, except by a
+    router that is killed."""
+    since = monotonic()
+    with faults.crowds.lasting():
+        told = await crowd_at(faults.fleet, BURST).ask()
+    if not faults.router_dead["router"].meet(since, monotonic()):
+        told[UNEXPLAINED] += told.pop(GONE, 0)
+    for words, count in (+told).items():
+        faults.answers["burst", f"calls at once: {words}"] += count
 
 
 async def ask_at_once(crowd: Crowd) -> Counter[str]:
@@ -105,11 +122,17 @@ async def _ask(stub: pb_grpc.InferenceStub, crowd: Crowd) -> str:
         async for _ in stub.Generate(request, metadata=tuple(crowd.metadata.items())):
             pass
     except grpc.aio.AioRpcError as error:
-        codes = {key for key, _ in error.trailing_metadata() or ()}
-        # UNAVAILABLE: the router is not running
-        explained = "pdserve-error-code" in codes or error.code() is grpc.StatusCode.UNAVAILABLE
-        return error.code().name if explained else UNEXPLAINED
+        return refusal(error)
     return "OK"
+
+
+def refusal(error: grpc.aio.AioRpcError) -> str:
+    """Returns what a call was told that did not end well."""
+    if "pdserve-error-code" in {key for key, _ in error.trailing_metadata() or ()}:
+        return error.code().name
+    if error.details() == CUT_SHORT:
+        return "ended during a write"
+    return GONE if error.code() is grpc.StatusCode.UNAVAILABLE else UNEXPLAINED
 
 
 if __name__ == "__main__":

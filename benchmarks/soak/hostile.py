@@ -18,7 +18,7 @@ import aiohttp
 import grpc
 
 from benchmarks.fleet import HOSTILE, Fleet
-from benchmarks.soak.crowd import HUNG
+from benchmarks.soak.crowd import HUNG, refusal
 from benchmarks.soak.faults import Fault, Faults, Kind
 from benchmarks.soak.poisoned import TOKEN
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -31,6 +31,7 @@ SMALL = 4096  # bytes of a silent reader's buffer
 SEGMENT = 536  # bytes: small ones keep the server's buffer small, too
 MB = 1 << 20
 TEXT = "/v1/completions"
+UNFIT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # without a code of ours
 
 Generate = Callable[[pb.GenerateRequest], Any]  # a call of a stream
 
@@ -92,7 +93,7 @@ async def answer(attack: Awaitable[str]) -> str:
     except TimeoutError:
         return HUNG
     except grpc.aio.AioRpcError as error:
-        return error.code().name
+        return refusal(error) if error.code() in UNFIT else error.code().name
     except (aiohttp.ClientError, OSError):
         return "closed"
 

@@ -257,6 +257,11 @@ class Registration:
                 answer = await beats.read()
         except (asyncio.InvalidStateError, grpc.aio.UsageError):  # it has ended since the last one
             pass
+        except grpc.aio.AioRpcError as error:
+            # grpc.aio calls it so when a call ends during a write, whatever its status is: the next
+            # call says why.
+            if error.code() is not grpc.StatusCode.INTERNAL:
+                raise
         finally:
             if not isinstance(answer, pb.HeartbeatResponse):
                 self._hang_up()

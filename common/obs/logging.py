@@ -52,6 +52,8 @@ def setup_logging(
         old.close()
     root.addHandler(handler)
     root.setLevel(config.log_level.upper())
+    # gRPC's own lines have another format, and tell of each peer that stops.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # The role itself logs each request once, with its id and outcome.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 

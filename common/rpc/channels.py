@@ -152,8 +152,10 @@ class Channels:
         known = {*self._channels, *self._retired}
         await self.drop(known.difference(addresses))
 
-    def __len__(self) -> int:
-        return len(self._channels)
+    @property
+    def addresses(self) -> Collection[str]:
+        """Where its channels lead."""
+        return self._channels.keys()
 
     async def close(self) -> None:
         await self.drop({*self._channels, *self._retired})

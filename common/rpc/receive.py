@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any
 
@@ -187,10 +187,20 @@ def one_of_few(
             del calls[host]
 
 
-def refuse(error: PdserveError, details: Details = lambda error: ()) -> Handler:
-    """Returns a handler that answers with the error without reading messages."""
+async def _at_once(context: Context) -> None:
+    pass
+
+
+def refuse(
+    error: PdserveError,
+    details: Details = lambda error: (),
+    turn: Callable[[Context], Awaitable[None]] = _at_once,
+) -> Handler:
+    """Returns a handler that answers with the error without reading messages. `turn`: waits until
+    the call may be answered."""
 
     async def refused(_: Any, context: Context) -> None:
+        await turn(context)
         await abort(context, error, details(error))
 
     return grpc.stream_stream_rpc_method_handler(_forgetting(refused))

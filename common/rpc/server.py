@@ -57,7 +57,9 @@ MESSAGE_LIMITS = [
 ]
 WINDOW = 16 * 2**10  # bytes of a call that are buffered before its handler reads
 MAX_PENDING = 2**15  # arrived calls that the event loop has not seen yet
-SILENCE_MS = 5_000  # limit for the TLS and HTTP/2 handshakes of a connection
+# Limit for the TLS and HTTP/2 handshakes of a connection. A client on a full machine may take
+# seconds until it answers the server's settings.
+SILENCE_MS = 20_000
 IDLE_MS = 60_000  # limit for a connection without calls
 CONNECTIONS = 0.25  # connections as a share of this process's limit of open files
 _OPTIONS = [
@@ -75,6 +77,9 @@ _OPTIONS = [
     ("grpc.http2.bdp_probe", 0),  # else the window grows to megabytes
     ("grpc.server_handshake_timeout_ms", SILENCE_MS),
     ("grpc.http2.settings_timeout", SILENCE_MS),
+    # Else gRPC counts ended calls for `max_streams` until the event loop has let go of them, and
+    # refuses more of a client that keeps to the bound (REFUSED_STREAM, which is UNAVAILABLE).
+    ("grpc.http.overload_protection", 0),
     ("grpc.max_connection_idle_ms", IDLE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
@@ -90,17 +95,20 @@ class GrpcServer:
         trace: grpc.aio.ServerInterceptor | None = None,
         shares_port: bool = False,
         max_streams: int | None = None,
+        patient: bool = False,
     ) -> None:
         """Without `auth` everyone may call. `max_message`: bytes. `shares_port`: other processes of
         this user may listen at its port, too, and the kernel spreads connections over all.
-        `max_streams`: calls of a connection at once; its client holds the others back."""
+        `max_streams`: calls of a connection at once; its client holds the others back. `patient`: a
+        peer that does not answer a ping has 20 s instead of 5 s: its machine may be full."""
         auth = auth or AuthInterceptor()
         # If an option occurs twice, gRPC uses the first.
         limit = [] if max_message is None else [("grpc.max_receive_message_length", max_message)]
         crowd = ("grpc.max_allowed_incoming_connections", max_connections())
         shared = [("grpc.so_reuseport", 1)] if shares_port else []
         streams = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
-        options = [*limit, crowd, *shared, *streams, *_OPTIONS]
+        pings = [("grpc.http2.ping_timeout_ms", SILENCE_MS)] if patient else []
+        options = [*limit, crowd, *shared, *streams, *pings, *_OPTIONS]
         self._shares_port = shares_port
         interceptors = [auth, *filter(None, [trace])]
         self.server = grpc.aio.server(options=options, interceptors=interceptors)

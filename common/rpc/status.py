@@ -55,6 +55,9 @@ _CLASS = {status: cls for cls, status in reversed(list(STATUS.items()))}
 _CLASS[grpc.StatusCode.UNAUTHENTICATED] = errors.ClusterAuthError
 
 
+# grpc.aio's error of a call that is read or written after its server has stopped.
+_STOPPED = "_ServerStoppedError"
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Details = Callable[[PdserveError], Sequence[Message]]
 
@@ -77,6 +80,8 @@ async def serving(
     except (GeneratorExit, grpc.aio.AbortError, CallGone):
         raise
     except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, grpc.aio.InternalError) or type(error).__name__ == _STOPPED:
+            raise CallGone from None  # read or written after its end
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise  # cancelled by the caller, or this server is stopping
         # The exception's text may contain anything, so it is only logged.
@@ -102,7 +107,8 @@ def _defect(text: str, here: Blame) -> PdserveError:
 
 
 class CallGone(asyncio.CancelledError):
-    """The caller left before it got an error. (gRPC does not log a handler that ends with this.)"""
+    """The caller left before it got an error, or the server has stopped. (gRPC does not log a
+    handler that ends with this.)"""
 
 
 async def abort(context: Context, error: PdserveError, details: Sequence[Message] = ()) -> None:

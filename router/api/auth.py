@@ -78,17 +78,10 @@ class APIKeys:
             )
 
     def client(self, authorization: str | None, address: str | None) -> str:
-        """The client's name in shares of this server: its key, or without keys its host. For IPv6
-        it is the network, as one host may have any number of addresses."""
+        """The client's name in shares of this server: its key, or without keys its host."""
         if self._digests:
             return _name(_digest((authorization or "").partition(" ")[2].strip()))
-        try:
-            host = ipaddress.ip_address((address or "").partition("%")[0])
-        except ValueError:  # a Unix socket, or a connection that is gone
-            return address or ""
-        if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is None:
-            return str(ipaddress.ip_network((host, 64), strict=False))
-        return str(host)
+        return host_of(address)
 
     def cache_salt(self, client: str, given: str | None) -> str:
         """The salt of a request's cached blocks; `client` is the result of `client`, `given` the
@@ -100,6 +93,18 @@ class APIKeys:
         if given is not None:
             PARAMETERS["cache_salt"].check_length(given)
         return f"{client} {given or ''}" if self._salted else given or ""
+
+
+def host_of(address: str | None) -> str:
+    """The host's name in shares. For IPv6 it is the network, as one host may have any number of
+    addresses."""
+    try:
+        host = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:  # a Unix socket, or a connection that is gone
+        return address or ""
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is None:
+        return str(ipaddress.ip_network((host, 64), strict=False))
+    return str(host)
 
 
 def _digests(flag: str, keys: str | None) -> list[bytes]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from math import ceil
 from typing import Any
@@ -17,6 +18,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, Ret
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import (
+    Overloaded,
     PdserveError,
     RequestError,
     Unauthenticated,
@@ -32,7 +34,7 @@ from pdserve.common.rpc.reflection import Reflection
 from pdserve.common.rpc.server import Door
 from pdserve.common.rpc.status import MAX_MESSAGE
 from pdserve.router.api.auth import HEADER as AUTHORIZATION
-from pdserve.router.api.auth import APIKeys
+from pdserve.router.api.auth import APIKeys, host_of
 from pdserve.router.requests.fair_share import FairShare
 
 INFERENCE = "/pdserve.v1.Inference/"
@@ -41,6 +43,8 @@ MAX_NBYTES = 2**18
 HELD = 16  # messages of MAX_NBYTES; parsed, one may be 45 times as large
 SPARE_STREAMS = 64  # of a connection, for what takes no place
 MAX_WAITING = 4096  # calls; for each gRPC holds metadata and the first 16 KiB of a message
+REFUSALS = 32  # calls that are refused within
+REFUSAL_PAUSE = 0.1  # seconds
 
 DOMAIN = "pdserve"
 RETRY_DELAY = 1.0  # seconds, where the error names none
@@ -111,10 +115,35 @@ class Messages:
             ) from None
 
 
+class Refusals:
+    """Sets a pace for refusals, in which hosts take turns. A client that is refused asks again at
+    once, and its calls stand before those of others until the event loop has seen them; meanwhile
+    it can have no more calls than its connections carry."""
+
+    def __init__(self) -> None:
+        self._turns = FairShare(REFUSALS)
+
+    async def turn(self, context: Context) -> None:
+        """Waits until the call may be refused: not at all if too many wait."""
+        host = host_of(_address(context))
+        try:
+            self._turns.make_room(host, MAX_WAITING, "refusals")
+            await self._turns.acquire(host)
+        except Overloaded:
+            return
+        asyncio.get_running_loop().call_later(REFUSAL_PAUSE, self._turns.release, host)
+
+
 class ClientDoor(Door):
     """Refuses calls without a key before their message is read, and admits the others."""
 
-    def __init__(self, keys: APIKeys, messages: Messages, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, keys: APIKeys, messages: Messages, metrics: RouterMetrics, max_calls: int = 2**31
+    ) -> None:
+        """`max_calls`: that a client may have at once, over all of its connections."""
+        self._max_calls = max_calls
+        self._calls: Counter[str] = Counter()  # by client
+        self._refusals = Refusals()
         self._keys = keys
         self._messages = messages
         self._metrics = metrics
@@ -129,26 +158,46 @@ class ClientDoor(Door):
             self._keys.check(given if isinstance(given, str) else None)
         except Unauthenticated as error:
             self._metrics.observe_error(error)
-            return refuse(error, details)
+            return refuse(error, details, self._refusals.turn)
         if handler.request_streaming:
             return self._reflection.bounded(handler, lambda context: None)
         return reading_first(handler, self._reading, details)
 
     @asynccontextmanager
     async def _reading(self, context: Context) -> AsyncIterator[bytes]:
+        client = client_of(self._keys, context)
         try:
-            async with self._messages.reading(client_of(self._keys, context), context) as raw:
-                yield raw
+            if self._calls[client] >= self._max_calls:
+                await self._refusals.turn(context)
+                raise Overloaded(
+                    f"this client has {self._max_calls} calls already", retry_after=1.0
+                )
+            with self._counted(client):
+                async with self._messages.reading(client, context) as raw:
+                    yield raw
         except PdserveError as error:
             self._metrics.observe_error(error)
             raise
 
+    @contextmanager
+    def _counted(self, client: str) -> Iterator[None]:
+        self._calls[client] += 1
+        try:
+            yield
+        finally:
+            self._calls[client] -= 1
+            if not self._calls[client]:
+                del self._calls[client]
+
 
 def client_of(keys: APIKeys, context: Context) -> str:
     """The client's name, as `APIKeys.client` has it."""
+    return keys.client(metadata_of(context, AUTHORIZATION), _address(context))
+
+
+def _address(context: Context) -> str:
     # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "unix:…"
-    address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
-    return keys.client(metadata_of(context, AUTHORIZATION), address)
+    return unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def metadata_of(context: Context, key: str) -> str | None:

@@ -26,6 +26,7 @@ from pdserve.common.distributed.torch_communicator import GlooCommunicator
 QUICK = ["--device=cpu", "--sizes=1024,70000", "--seconds=0.01", "--timeout=20"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

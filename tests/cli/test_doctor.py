@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +81,15 @@ def test_a_check_that_breaks_stops_no_other(
     assert seen["cores"]["verdict"] == "ok"
 
 
-def test_gpus_that_are_not_there_are_said_so() -> None:
-    """It is a command: a table, its fixes whole, without colours in a pipe."""
-    pdserve = Path(sys.executable).with_name("pdserve")
-    done = subprocess.run(
-        [pdserve, "doctor", "--gpu"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 1, done.stderr
-    assert "failed   torch for CUDA" in done.stdout and "\x1b" not in done.stdout
+def test_gpus_that_are_not_there_are_said_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a table, its fixes whole, without colours in a pipe."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--gpu"]) == 1
+    text = capsys.readouterr().out
+    assert "failed   torch for CUDA" in text and "\x1b" not in text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 import requests
 import torch
 
+from benchmarks.warm_start import alive
 from paths import MODELS
 from pdserve.cli.main import main
 from pdserve.common.config.node import NodeConfig
@@ -37,7 +38,8 @@ from pdserve.common.obs.process import read_ports
 from pdserve.common.rpc.channels import Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.demo_model import embedded
-from warm import run_roles
+from waiting import wait_until
+from warm import run_roles, shared
 
 MODEL = str(MODELS / "llama-gqa")
 MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
@@ -46,19 +48,6 @@ MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node
 def arguments(role: str, *flags: str) -> list[str]:
     ports = ["--grpc-port=0", *(["--port=0", "--registry-port=0"] if role == "router" else [])]
     return [f"--model={MODEL}", *ports, *flags]
-
-
-def start(
-    role: str, *flags: str, stderr: int = subprocess.PIPE, prepare: Callable[[], None] | None = None
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"pdserve.{MODULES[role]}", *arguments(role, *flags)]
-    return subprocess.Popen(command, stderr=stderr, text=True, preexec_fn=prepare)
-
-
-def refusal(process: subprocess.Popen[str]) -> str:
-    """The line a process ends with that cannot start as configured."""
-    _, output = process.communicate(timeout=250)
-    return last_line(process.returncode, output)
 
 
 def last_line(code: int, output: str) -> str:
@@ -90,13 +79,21 @@ def test_every_role_says_which_option_it_refuses(tmp_path: Path) -> None:
         assert re.search(expected, output), (output, expected)
 
 
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-
 def test_every_role_says_that_it_may_open_too_few_files() -> None:
-    started = {role: start(role, prepare=few_files) for role in MODULES}
-    found = {role: refusal(process) for role, process in started.items()}
+    """Real commands, with nothing imported before."""
+    shell = 'ulimit -n 64; exec "$@"'
+    started = {
+        role: subprocess.Popen(
+            ["sh", "-c", shell, "-", sys.executable, "-m", f"pdserve.{module}", *arguments(role)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for role, module in MODULES.items()
+    }
+    found = {}
+    for role, process in started.items():
+        _, output = process.communicate(timeout=250)
+        found[role] = last_line(process.returncode, output)
     router = found.pop("router")
     assert re.search(r"may open 64 files .*ulimit -n .*--max-concurrent-req", router)
     for output in found.values():
@@ -133,19 +130,19 @@ def test_a_refusal_of_the_host_says_the_fix(number: int, fix: str) -> None:
 def test_a_log_on_a_full_disk_stops_no_role(tmp_path: Path) -> None:
     """/dev/full is one."""
     ports = tmp_path / "ports.json"
-    with open("/dev/full", "w") as full:
-        router = start("router", f"--ports-file={ports}", stderr=full.fileno())
+    flags = arguments("router", f"--ports-file={ports}")
+    router = shared().start("router", flags, Path("/dev/full"))
     try:
         while (found := read_ports(ports)) is None:
-            assert router.poll() is None
+            assert alive(router)
             time.sleep(0.02)
         url = f"http://127.0.0.1:{found['http']}"
         assert requests.post(f"{url}/v1/completions", data=b"{", timeout=30).status_code == 400
         assert requests.get(f"{url}/health", timeout=30).status_code == 200
     finally:
-        router.send_signal(signal.SIGTERM)
-        code = router.wait(60)
-    assert code == 0
+        os.kill(router, signal.SIGTERM)
+        wait_until(lambda: shared().exit_code(router) is not None)
+    assert shared().exit_code(router) == 0
 
 
 # ---- full disks ------------------------------------------------------------------------------
@@ -167,8 +164,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_under_the_ports_file(small_disk: Path) -> None:
-    output = refusal(start("router", f"--ports-file={small_disk}/ports.json"))
+def test_a_full_disk_under_the_ports_file(
+    small_disk: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    command = ["router", *arguments("router", f"--ports-file={small_disk}/ports.json")]
+    (ended,) = run_roles(tmp_path_factory.mktemp("log"), [command])
+    output = last_line(*ended)
     assert f"{small_disk}/ports.json: No space left on device: free some space" in output
 
 

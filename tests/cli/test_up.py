@@ -35,6 +35,7 @@ from pdserve.common.config.router import ServerConfig
 from pdserve.common.core.core_table import lent_seconds
 from pdserve.common.core.errors import ConfigError, NodeError
 from processes import alive
+from thinned import slow
 from waiting import eventually
 
 FAKE_ROLE = str(HELPERS / "fake_role.py")
@@ -132,17 +133,22 @@ async def test_children_take_options_from_flags_alone(
 ) -> None:
     monkeypatch.setenv("PDSERVE_HOST", "0.0.0.0")
     monkeypatch.setenv("PDSERVE_CACHE", "/cache")
-    async with running(lines, engine=EngineConfig(cache=CacheConfig(block_size=32))):
+    ports = {"port": 0, "grpc_port": 0, "registry_port": 0}
+    server = ServerConfig(**ports, api_key="correct-horse", admin_api_key="battery-staple")
+    engine = EngineConfig(cache=CacheConfig(block_size=32))
+    async with running(lines, engine=engine, server=server):
         pass
-    for name in ("router", "prefill-0", "decode-0"):
-        assert "cluster-key" not in lines.flags(name)
-        # Secrets are the exception: everybody on the host can read a command line.
-        assert lines.of(name)[1].endswith("options ['PDSERVE_CACHE', 'PDSERVE_CLUSTER_KEY']")
+    # Secrets are the exception: everybody on the host can read a command line.
+    shared = ["PDSERVE_CACHE", "PDSERVE_CLUSTER_KEY"]
+    router = ["PDSERVE_ADMIN_API_KEY", "PDSERVE_API_KEY", *shared]
+    for name, options in (("router", router), ("prefill-0", shared), ("decode-0", shared)):
+        assert not [flag for flag in lines.flags(name) if "key" in flag]
+        assert sorted(re.findall(r"PDSERVE_\w+", lines.of(name)[1])) == options
     assert lines.flags("prefill-0")["block-size"] == "32"
     assert "block-size" not in lines.flags("router")
 
 
-@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("role", ["router", slow("prefill"), "decode"])
 async def test_a_restart_loop_ends(
     lines: Lines, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,8 +162,8 @@ async def test_a_restart_loop_ends(
 
 @pytest.mark.parametrize(
     ("sizes", "name"),
-    [({"decode": 2}, "decode-1"), ({"both": 1, "prefill": 1, "decode": 1}, "both-0"),
-     ({"both": 1, "prefill": 1, "decode": 1}, "prefill-0")],
+    [({"decode": 2}, "decode-1"), slow({"both": 1, "prefill": 1, "decode": 1}, "both-0"),
+     slow({"both": 1, "prefill": 1, "decode": 1}, "prefill-0")],
 )  # fmt: skip
 async def test_the_others_go_on_without_a_node_in_a_restart_loop(
     lines: Lines, sizes: dict[str, int], name: str

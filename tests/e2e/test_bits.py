@@ -123,6 +123,7 @@ def test_every_prefix_that_is_cached(cluster: WarmCluster, expected: list[str]) 
     assert ask_all(cluster, salt) == expected
 
 
+@pytest.mark.slow
 def test_beside_others(cluster: WarmCluster, expected: list[str]) -> None:
     with ThreadPoolExecutor(len(BESIDE) + 4) as pool:
         others = [pool.submit(ask, cluster, "", prompt) for prompt in BESIDE for _ in range(2)]

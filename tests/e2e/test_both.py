@@ -19,7 +19,7 @@ from warm import WarmCluster
 MODEL = "mistral"
 PROMPT = tuple(range(5, 155))  # three chunks
 NUM_TOKENS = 24
-LONG = 300  # tokens, about a second
+LONG = 150  # tokens, about half a second
 SEVERAL = {"n": 3, "temperature": 0.9, "seed": 5, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 DRAWN = [  # each differs in what it draws from, or in what it may draw
     SEVERAL,

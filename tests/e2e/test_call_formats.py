@@ -14,6 +14,7 @@ import pytest
 from test_tools import ASK, GET_WEATHER
 
 from paths import MODELS
+from thinned import thinned
 from warm import WarmCluster
 
 THINK = 510  # a token
@@ -109,7 +110,7 @@ WHOLE = {"name": "get_weather", "arguments": {"city": "Oslo"}}  # what it writes
 
 @pytest.mark.parametrize(
     ("parser", "begin", "end", "arguments"),
-    [
+    thinned([
         ("granite", "<|tool_call|>[", "\n]", {"city": "Oslo"}),
         (
             "kimi_k2",
@@ -129,7 +130,7 @@ WHOLE = {"name": "get_weather", "arguments": {"city": "Oslo"}}  # what it writes
         ("pythonic", "[get_weather(all=", ")]", {"all": WHOLE}),
         ("functiongemma", "<start_function_call>call:get_weather{all:<escape>",
          "<escape>}<end_function_call>", {"all": f"\n{json.dumps(WHOLE)}\n"}),
-    ],
+    ], 3),
 )  # fmt: skip
 def test_each_way_of_writing_calls(
     tmp_path: Path, parser: str, begin: str, end: str, arguments: dict[str, Any]

@@ -8,19 +8,30 @@ import json
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import islice
+from math import ceil
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 import reference
 from benchmarks.chaos import NODE_OPTIONS, Soak, run
+from benchmarks.fleet import HOSTILE as HOSTILE_CLIENT
+from benchmarks.fleet import LOAD
 from benchmarks.soak.client import Answer, difference
 from benchmarks.soak.faults import NODE_KINDS, ROLES, make_plan
 from benchmarks.soak.load import Tally, clients
 from benchmarks.soak.poisoned import TOKEN, poisoned
 from benchmarks.soak.report import Report, make_report
 from cluster import MODELS
+from pdserve.common.config.router import RoutingConfig
+from pdserve.common.rpc.pb import inference_pb2 as pb
+from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
+from pdserve.router.grpc.door import INFERENCE, max_streams
 from thinned import thinned
 from warm import WarmCluster, slowness
 
@@ -134,6 +145,36 @@ async def attacked(cluster: WarmCluster) -> Report:
         return await run(cluster, paced(HOSTILE), load)
 
 
+async def crowded(cluster: WarmCluster) -> None:
+    """A client of many connections has the calls of one; the others are refused in words. Another
+    client's call is answered beside them."""
+    most, apart = max_streams(RoutingConfig()), [("grpc.use_local_subchannel_pool", 1)]
+    hostile, load = (tuple(cluster.api_key(each).items()) for each in (HOSTILE_CLIENT, LOAD))
+    async with AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc, apart))
+            for _ in range(61)
+        ]
+        ask = [channel.stream_stream(f"{INFERENCE}GetModel") for channel in channels]
+        calls = [one(metadata=hostile) for one in ask[1:] for _ in range(ceil(1.2 * most / 60))]
+        told = [asyncio.create_task(call.read()) for call in calls]
+        errors: list[Any] = []
+        for each in islice(asyncio.as_completed(told), len(calls) - most):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await each
+            errors.append(caught.value)
+        assert {error.code() for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert all("pdserve-retry-after" in dict(error.trailing_metadata()) for error in errors)
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=pb.SamplingParams(max_tokens=2)
+        )
+        stub = pb_grpc.InferenceStub(channels[0])
+        assert [each async for each in stub.Generate(request, metadata=load)]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*told, return_exceptions=True)
+
+
 @pytest.mark.slow
 def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
     model, key = poisoned(MODELS / "llama-gqa", tmp_path / "llama-gqa"), {"cluster_key": "k" * 32}
@@ -141,6 +182,7 @@ def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
     with WarmCluster(model, 2, 2, router=router, **NODE_OPTIONS, **key) as cluster:
         report = asyncio.run(attacked(cluster))
         assert not any(report.failures.values()), f"{report}\n{cluster.log()[-6000:]}"
+        asyncio.run(crowded(cluster))
     assert {name.split()[0] for name in report.faults} == {*HOSTILE.kinds}, report
     assert report.answers.keys() == {*HOSTILE.kinds} - {"router-stop"}, report
     assert report.completed > paced(HOSTILE).requests

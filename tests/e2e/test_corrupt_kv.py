@@ -154,8 +154,9 @@ def test_without_digests_tokens_are_wrong(
     assert wrong > 0
 
 
-@pytest.mark.parametrize("when", only(WHEN, ["on the way"]))
-@pytest.mark.parametrize("kind", only(GROUPS, ["window"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("kind", GROUPS)
 def test_no_fault_of_a_kv_group_becomes_a_token(kind: str, when: str, tmp_path: Path) -> None:
     """The state that a model keeps beside full attention, or in its place, is as well guarded, and
     was spoilt: a node without digests says wrong tokens."""

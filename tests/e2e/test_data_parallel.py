@@ -117,7 +117,7 @@ def test_a_rank_dies_and_its_node_with_it(cluster: WarmCluster) -> None:
     pid = cluster.pids[name]
     cluster.start_node("decode", data_parallel_size=1)
     cluster.wait_nodes()
-    num_tokens, cases = 120, [prompt(number) for number in range(6)]
+    num_tokens, cases = 60, [prompt(number) for number in range(6)]
     for case in cases:
         reference.greedy(cluster.model, case, num_tokens)
     node = next(node for node in cluster.state()["nodes"] if node["name"] == name)

@@ -22,7 +22,7 @@ Ask = tuple[list[int], dict[str, Any]]  # a prompt, and what else a body has
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    # So few tokens a step that a prompt of the window takes 48.
+    # So few tokens a step that a prompt takes 24.
     options = {"max_num_seqs": SEQS, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 2048}
     router = {"queue_timeout": 120, "heartbeat_timeout": 30}
     with WarmCluster("llama-gqa", 0, 0, router, **options) as cluster:
@@ -73,16 +73,16 @@ def in_flight(cluster: WarmCluster) -> int:
 
 
 def test_a_client_of_many_choices_does_not_starve_others_on_a_decode_node(cluster: WarmCluster):
-    """Eight sequences are computed in a step; one client has 64 in hand, each of 100 tokens."""
-    greedy = [([5 + i, 6, 7], {"n": 4, "max_tokens": 100}) for i in range(REQUESTS)]
+    """Eight sequences are computed in a step; one client has 64 in hand, each of 50 tokens."""
+    greedy = [([5 + i, 6, 7], {"n": 4, "max_tokens": 50}) for i in range(REQUESTS)]
     another = [([9, 8, 7 + i], {"max_tokens": 4}) for i in range(3)]
     ends = order(cluster, "decode", greedy, another)
     assert ANOTHER not in ends[REQUESTS // 2 + 3 :], "it waited until the others had ended"
 
 
 def test_a_client_of_many_prompts_does_not_starve_others_on_a_prefill_node(cluster: WarmCluster):
-    """A prompt is computed in 48 steps; one client has eight on the node, and as many behind
+    """A prompt is computed in 24 steps; one client has eight on the node, and as many behind
     them."""
-    greedy = [([5 + i, *[9] * 767], {"max_tokens": 1}) for i in range(REQUESTS)]
-    ends = order(cluster, "prefill", greedy, [([200, *[9] * 767], {"max_tokens": 1})])
+    greedy = [([5 + i, *[9] * 383], {"max_tokens": 1}) for i in range(REQUESTS)]
+    ends = order(cluster, "prefill", greedy, [([200, *[9] * 383], {"max_tokens": 1})])
     assert ends.index(ANOTHER) <= 4, "it waited until the others had ended"

@@ -131,6 +131,7 @@ def text_of(chunks: Iterable[dict[str, Any]]) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_a_router_dies_behind_haproxy(cluster: WarmCluster, behind: WarmCluster) -> None:
     """Streams with ids go on through the other one, at the same address. What was not answered yet
     HAProxy asks there."""
@@ -201,9 +202,11 @@ def replace(
 
     asyncio.run(run())
     assert cluster.crashed() == [] and old.isdisjoint(cluster.pids.values())
+    assert "Traceback" not in cluster.log()
     cluster.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_router_and_a_node_are_replaced(cluster: WarmCluster) -> None:
     """Clients know both routers."""
     replace(cluster, ["router-2"], ["decode"], cluster)

@@ -29,7 +29,7 @@ ROUTING = {
     "max_concurrent_requests": 1,
     "max_queued_requests": 0,
 }
-LONG = 400  # tokens, a second or two
+LONG = 150  # tokens
 UP = (str(Path(sys.executable).with_name("pdserve")), "up", "--port=0")
 
 

@@ -30,7 +30,7 @@ from warm import WarmCluster, networked
 
 MODEL = "llama-gqa"
 SOON = 60.0  # seconds
-IN_MAKE_TEST = ("decode nodes alone", "the roles have different dtypes", "a proxy buffers")
+IN_MAKE_TEST = ("decode nodes alone", "the roles have different dtypes")
 
 
 def test_a_right_cluster_is_proved(capsys: pytest.CaptureFixture[str]) -> None:

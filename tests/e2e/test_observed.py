@@ -304,6 +304,7 @@ def test_a_slow_link_is_kv_transfer(slow: WarmCluster) -> None:
     pytest.fail(f"{found}")
 
 
+@pytest.mark.slow
 def test_too_few_blocks_are_decode_slot_and_preempted(slow: WarmCluster) -> None:
     """Answers that do not fit together, of which some find no block at first."""
     lines: list[Counter[str]] = []

@@ -283,7 +283,7 @@ def stopped_in_the_middle(program: Sequence[str], out: Path, whole: int) -> subp
 
 
 def test_a_run_goes_on_with_what_is_missing(url: str, tmp_path: Path) -> None:
-    long = {"max_tokens": 150, "ignore_eos": True}
+    long = {"max_tokens": 80, "ignore_eos": True}
     lines = [completion(number, **long) for number in range(len(STORIES))]
     path, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = ["run-batch", "-i", str(path), "-o", str(out), "--url", url]

@@ -59,8 +59,8 @@ def test_layers_are_cut_unevenly(cluster: WarmCluster) -> None:
 
 def test_blocks_run_out_while_steps_are_in_flight(cluster: WarmCluster) -> None:
     (node,) = cluster.nodes("decode")
-    cases = [prompt(10 + number, 20) for number in range(8)]
-    ask_until_preempted(node, lambda: check_at_once(cluster, cases, num_tokens=80))
+    cases = [prompt(10 + number, 20) for number in range(7)]
+    ask_until_preempted(node, lambda: check_at_once(cluster, cases, num_tokens=60))
 
 
 def test_clients_leave_while_chunks_are_in_flight(cluster: WarmCluster) -> None:

@@ -16,6 +16,7 @@ import reference
 from callers import fresh_prompt
 from cluster import METRIC, MODEL_NAME
 from paths import MODELS
+from thinned import slow
 from warm import WarmCluster, run_roles
 
 MODEL = "llama-gqa"
@@ -109,6 +110,7 @@ def test_a_node_that_died_is_forgotten_and_another_takes_over(cluster: WarmClust
     assert other != home and cached == len(longest)
 
 
+@pytest.mark.slow
 def test_many_with_one_beginning_are_shared_by_the_nodes(cluster: WarmCluster) -> None:
     cluster.wait_nodes()
     before, shared = prefilled(cluster), fresh_prompt(4 * SIZE)
@@ -141,7 +143,7 @@ def test_cost_keeps_conversations_and_sessions_where_they_began() -> None:
         assert said['pdserve_placement_policy_failures_total role="prefill"'] == 0
 
 
-@pytest.mark.parametrize("policy", ["prefix-aware", "cost"])
+@pytest.mark.parametrize("policy", [slow("prefix-aware"), "cost"])
 def test_the_next_turn_of_a_chat_is_computed_where_the_answer_was(policy: str) -> None:
     router = {"decode_policy": policy, "local_prefill_threshold": 4 * SIZE}
     with WarmCluster(MODEL, prefill=1, decode=2, router=router) as cluster:
@@ -167,6 +169,7 @@ def knows(cluster: WarmCluster, count: float) -> bool:
     return known_blocks(cluster, "decode") >= count
 
 
+@pytest.mark.slow
 def test_nodes_of_both_roles_keep_their_conversations() -> None:
     router = {"decode_policy": "prefix-aware"}
     with WarmCluster(MODEL, prefill=0, decode=0, router=router) as cluster:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -78,6 +79,7 @@ def test_a_checkpoint_that_is_dequantized(tmp_path: Path) -> None:
         cluster.wait_idle()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     """Its text is that of the weights' values, read by another reader, with the adapter in them."""
     scheme = Scheme("awq", group_size=64)
@@ -100,6 +102,7 @@ def test_an_adapter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
         cluster.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_class_of_transformers_in_int8(tmp_path: Path) -> None:
     """The tokens are transformers' own with the rounded weights, over unequal layouts."""
     folder, rounded = MODELS / "qwen3", tmp_path / "rounded"
@@ -119,6 +122,7 @@ def test_a_class_of_transformers_in_int8(tmp_path: Path) -> None:
         cluster.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_packed_checkpoint_in_a_class_of_transformers(tmp_path: Path) -> None:
     """The tokens are those of the native path, over unequal layouts."""
     folder = quantize_folder(LLAMA, tmp_path / "quantized", Scheme("awq", group_size=64))

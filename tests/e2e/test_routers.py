@@ -151,7 +151,7 @@ WAYS = ("/v1/completions", "/v1/chat/completions")
 
 def bodies(path: str, **options: Any) -> dict[str, Any]:
     """A request whose answer takes a while."""
-    body = {"max_tokens": 300, "ignore_eos": True, **options}
+    body = {"max_tokens": 100, "ignore_eos": True, **options}
     if path == WAYS[0]:
         return {"prompt": fresh_prompt(20), **body}
     return {"messages": [{"role": "user", "content": "a b c"}], **body}
@@ -196,7 +196,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return {**one, "ids": 0} == {**other, "ids": 0}
 
 
-@pytest.mark.parametrize(("path", "options"), thinned(STYLES, 2, first=1))
+@pytest.mark.parametrize(("path", "options"), thinned(STYLES, 4, first=1))
 def test_a_stream_outlives_its_router(
     cluster: WarmCluster, path: str, options: dict[str, Any]
 ) -> None:
@@ -269,7 +269,7 @@ def collected(responses: Iterable[pb.GenerateResponse]) -> dict[Any, Any]:
 
 
 def test_a_grpc_stream_outlives_its_router(cluster: WarmCluster) -> None:
-    sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True, temperature=1, seed=5, n=2)
+    sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True, temperature=1, seed=5, n=2)
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=fresh_prompt(20)), sampling=sampling, return_token_ids=True
     )

@@ -1,17 +1,19 @@
-"""Rank processes that run functions of tests; spawned once for many tests."""
+"""Rank processes that run functions of tests; started once for many tests."""
 
 from __future__ import annotations
 
 import os
 import traceback
+import uuid
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forked_ranks import warm
+from forked_ranks import end, start
 from pdserve.common.distributed.environment import init_distributed_environment
 from pdserve.common.distributed.parallel_state import (
     ParallelState,
@@ -27,16 +29,13 @@ class Ranks:
     """`run` returns the results of all ranks, or fails with the traceback of one."""
 
     def __init__(self, size: int, folder: Path, timeout: float = 60.0) -> None:
-        context = warm()
+        address = f"\0pdserve-ranks-{uuid.uuid4()}"
         self._pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, folder, timeout, theirs))
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+        self.pids: list[int] = []
+        with Listener(address) as listener:
+            for rank in range(size):
+                self.pids.append(start(__name__, str(rank), str(folder), str(timeout), address))
+                self._pipes.append(listener.accept())  # type: ignore[arg-type]
 
     def run(self, work: Work, *args: Any, **layout: Any) -> list[Any]:
         """`layout`: tp, pp, ep, communicator, hosts. Uses the first tp * pp ranks. `hosts`: a
@@ -60,18 +59,22 @@ class Ranks:
         return [result for _, result in answers.values()]
 
     def signal(self, rank: int, number: int) -> None:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
+        os.kill(self.pids[rank], number)
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for pid in self.pids:
+            end(pid)
+
+
+def main(flags: list[str]) -> int:
+    rank, folder, timeout, address = flags
+    torch.set_num_threads(1)
+    with suppress(EOFError), Client(address) as pipe:  # until the test's process is gone
+        _serve(int(rank), Path(folder), float(timeout), pipe)  # type: ignore[arg-type]
+    return 0
 
 
 def _serve(rank: int, folder: Path, timeout: float, pipe: Connection) -> None:
-    torch.set_num_threads(1)
     states: dict[str, ParallelState] = {}
     while True:
         work, args, layout = pipe.recv()

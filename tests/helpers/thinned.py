@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 50))  # examples per parser
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 25))  # examples per parser
 
 
 def slow(*values: Any, id: str | None = None) -> Any:

@@ -208,6 +208,7 @@ def test_everything_is_checked(runs: Runs, run: str) -> None:
     assert len(runs.outcomes(run, "")) > 70
 
 
+@pytest.mark.slow
 def test_nothing_is_checked_unasked(tmp_path: Path) -> None:
     """Whoever collects the kit's folder by accident runs none of it."""
     outcomes = run_kit(tmp_path, ALL_CHECKS)

@@ -24,13 +24,13 @@ from pdserve.kv_transfer.connector import BlockRun, RunDigest
 from pdserve.kv_transfer.control.ticket import Ticket
 from pdserve.kv_transfer.layout import CacheView
 from pdserve.kv_transfer.rank.digester import Digester
-from thinned import only
+from thinned import EXAMPLES, only
 from transfers import FAKE, pair
 
 CPU_IPC = "cpu_ipc:CpuIpcConnector"  # the logic of cuda_ipc
 SHM, TCP = "reread:RereadShm", "reread:RereadTCP"
 CONNECTORS = (SHM, TCP, "nccl", f"{SHM},tcp", CPU_IPC, FAKE)
-FAULTS_IN_PLACE = 18_000  # for each connector: 108,000 altogether
+FAULTS_IN_PLACE = min(18_000, 360 * EXAMPLES)  # for each connector
 GEOMETRY = Geometry(layers=2, num_blocks=320)
 LAYOUTS = ((1, 1), (2, 1), (1, 2))  # ranks of the source and of the sink
 

@@ -400,7 +400,10 @@ source("reports success before the answer", P.HONEST_SUCCESS,
 # fmt: on
 
 
-LATE = {  # found after seconds; each breaks a promise that others break at once
+LATE = {  # found late; each breaks a promise that others break at once
+    "obeys old aborts",
+    "suspends when a rank refuses",
+    "takes old commits",
     "takes one group s blocks for all",
     "believes old digests",
     "a source given up outbids the router",

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
 import pytest
 
 from clock import Clock
-from paths import HELPERS, ROOT
+from paths import ROOT
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.block_hash import hash_blocks, short_hash
 from pdserve.common.core.errors import ConfigError
@@ -33,6 +31,7 @@ from pdserve.router.cluster.policies import (
 from pdserve.router.cluster.policy import NOT_MEASURED, Policy, PolicyRequest, Rates
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.kit import checks
+from pdserve.router.kit.__main__ import main as kit_main
 from pdserve.router.kit.checks import check_policy
 from pdserve.router.kit.nodes import PlainNode, PlainNodes
 from pdserve.router.requests.generation import GenerationRequest
@@ -342,18 +341,13 @@ def test_the_kit_passes_the_example_of_the_page() -> None:
     assert set(check_policy(names["Roomiest"]).values()) == {""}
 
 
-def test_the_kit_has_a_command() -> None:
-    def run(*names: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pdserve.router.kit", *names]
-        path = {"PYTHONPATH": f"{ROOT}:{HELPERS}", "PATH": ""}
-        return subprocess.run(command, env=path, capture_output=True, text=True, check=False)
-
-    bad = run("bad_policies:Absent")
-    assert bad.returncode == 1, bad.stderr
-    assert "ok     bad_policies:Absent: is quick" in bad.stdout
-    assert "FAILED bad_policies:Absent: chooses one of the nodes: it chose" in bad.stdout
-    missing = run("nonsense")
-    assert missing.returncode == 2 and "unknown name 'nonsense'; choose one of:" in missing.stderr
+def test_the_kit_has_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kit_main(["bad_policies:Absent"]) == 1
+    said = capsys.readouterr().out
+    assert "ok     bad_policies:Absent: is quick" in said
+    assert "FAILED bad_policies:Absent: chooses one of the nodes: it chose" in said
+    assert kit_main(["nonsense"]) == 2
+    assert "unknown name 'nonsense'; choose one of:" in capsys.readouterr().err
 
 
 # ---- what the router makes of a policy ----

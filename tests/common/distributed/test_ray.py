@@ -285,26 +285,6 @@ def all_free(raylets: Raylets) -> Iterator[None]:
         time.sleep(0.1)
 
 
-async def test_an_actor_serves_and_its_death_is_named() -> None:
-    with pytest.MonkeyPatch.context() as patch, Raylets(1, cpus=1) as cluster:
-        patch.setenv("NCCL_DEBUG", "WARN")
-        ray_executor.connect(cluster.address)
-        executor = RayExecutor(toys(1), 1, "cpu")
-        heard: list[tuple[int, bytes]] = []
-        deaths: list[tuple[int, str]] = []
-        executor.on_event(lambda rank, event: heard.append((rank, event)))
-        executor.on_death(lambda rank, reason: deaths.append((rank, reason)))
-        ((pid, _, _),) = await places(executor)
-        assert await executor.step(b"1") == b"step 0 1"
-        assert await executor.call(0, b"emit") == b"call 0 emit"
-        assert heard == [(0, b"event")]
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: deaths)
-        assert deaths[0][0] == 0 and "died" in deaths[0][1]
-        await executor.shutdown(5.0)
-        ray.shutdown()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_free")
 async def test_a_stage_is_on_one_host_and_stages_are_on_several() -> None:

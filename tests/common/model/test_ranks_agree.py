@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,17 @@ FEW = [
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model, or of one in a scheme."""
     made = tmp_path_factory.mktemp("quantized")
-    return {
-        name: quantize_folder(MODELS / "llama-gqa", made / name, scheme)
-        for name, scheme in SCHEMES.items()
-    }
+
+    @cache
+    def folder(name: str) -> Path:
+        if name not in SCHEMES:
+            return MODELS / name
+        return quantize_folder(MODELS / "llama-gqa", made / name, SCHEMES[name])
+
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -109,8 +115,8 @@ def test_ranks_compute_the_bits_of_one(
     ep: int,
     communicator: str,
     ranks: Ranks,
-    folders: dict[str, Path],
+    folder_of: Callable[[str], Path],
 ) -> None:
-    kind = (str(folders.get(name, MODELS / name)), dtype, quantization)
+    kind = (str(folder_of(name)), dtype, quantization)
     found: list[Any] = ranks.run(_logits, *kind, tp=tp, ep=ep, communicator=communicator)
     assert found == [alone(*kind)] * tp

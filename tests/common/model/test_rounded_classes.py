@@ -53,6 +53,7 @@ def test_numbers_are_those_of_rounded_weights_however_the_class_is_split(
     check_rounded(made(name, tmp_path), {}, {"tp": 2}, {"pp": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm4_moe", slow("nemotron_h"), slow("qwen3_next")])
 def test_ranks_round_their_experts(name: str, tmp_path: Path) -> None:
     """They split each, or have some of them; some classes have states beside."""
@@ -94,8 +95,8 @@ def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (STATES["lfm2"], "Lfm2ForCausalLM has layers with a state"),
-        (tiny(FalconConfig), "pdserve knows no linear layers of FalconForCausalLM"),
+        (STATES["lfm2"], "Lfm2ForCausalLM has recurrent layers"),
+        (tiny(FalconConfig), "found no linear layers of FalconForCausalLM"),
     ],
     ids=["states", "layers"],
 )

@@ -162,6 +162,28 @@ async def test_heartbeats_are_one_stream_which_is_opened_anew_where_the_router_e
         await eventually(lambda: router.beats > before + 5 and router.load.routers == 1)
 
 
+async def test_a_stream_that_ends_during_a_write_is_opened_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """grpc.aio says INTERNAL then, whatever the call's status is; the next call says more."""
+    internal = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, *(grpc.aio.Metadata(),) * 2)
+    monkeypatch.setattr(registration, "_RPC_TIMEOUT", PATIENT)
+    ended = []
+
+    async def write(call: object, beat: object) -> None:
+        ended.append(call)
+        raise internal
+
+    async with serving(HOSTS[0]) as (router, port), node(f"{HOSTS[0]}:{port}"):
+        await eventually(lambda: router.beats > 1)
+        with monkeypatch.context() as patched:
+            patched.setattr("grpc.aio._call.StreamStreamCall.write", write)
+            await eventually(lambda: len({*ended}) > 1)
+        before = router.beats
+        await eventually(lambda: router.beats > before and router.load.routers == 1)
+    assert "trying again" not in caplog.text
+
+
 async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import forked_ranks
 from live_node import node_config
 from one_group import one_group
 from pdserve.common.config.engine import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -27,7 +28,7 @@ from pdserve.common.node.load import SchedulerCollector, node_load
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from pdserve.decode_node.node import DecodeNode
-from processes import descendants
+from processes import alive
 
 # ---- the choice -----------------------------------------------------------------------------
 
@@ -214,17 +215,25 @@ def test_what_memory_cannot_hold_and_gpus_that_are_not_there_say_what_to_lower(
 # ---- starting -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_when_one_replica_cannot_start_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
     def specs(config: WorkerConfig, role: str, log: LogConfig, replica: int) -> list[WorkerSpec]:
         if replica == 1:
             config = replace(config, engine=replace(config.engine, model=ModelConfig(model="/no")))
         return worker_specs(config, role, log, replica)
 
+    def start(*command: str) -> int:
+        started.append(fork(*command))
+        return started[-1]
+
     monkeypatch.setattr(ranks, "worker_specs", specs)
-    before = descendants()  # of other tests of this process
+    fork = forked_ranks.start
+    monkeypatch.setattr(forked_ranks, "start", start)
     with pytest.raises(ConfigError, match="/no"):
         await DecodeNode(node_config(replicas=2)).serve()
-    assert descendants() <= before
+    assert started and not any(map(alive, started))
 
 
 class Started:

@@ -160,6 +160,18 @@ def test_the_last_lines_are_written_before_a_process_ends_though_nobody_reads_th
     assert ended(3 * MAX_LINES, pipe[1]).returncode == 0
 
 
+def test_grpc_is_told_to_write_errors_alone(
+    root_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other lines have another format, and tell of each peer that stops."""
+    monkeypatch.setenv("GRPC_VERBOSITY", "given")
+    setup_logging("router", LogConfig())
+    assert os.environ["GRPC_VERBOSITY"] == "given"
+    monkeypatch.delenv("GRPC_VERBOSITY")
+    setup_logging("router", LogConfig())
+    assert os.environ["GRPC_VERBOSITY"] == "ERROR"
+
+
 async def test_each_task_logs_its_own_request() -> None:
     formatter = TextFormatter("router", colour=False)
 

@@ -18,6 +18,7 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.server import GrpcServer
+from pdserve.common.rpc.status import serving
 from prefill_server import serving_prefill
 
 FAST = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
@@ -94,6 +95,39 @@ async def test_pings_are_never_too_many() -> None:
             await asyncio.sleep(1)
             assert not call.done() and not servicer.gone.is_set()
             call.cancel()
+
+
+class Unready(SilentPrefill):
+    """Has something to say when its call has ended already."""
+
+    async def Run(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        async with serving(context):
+            yield pb.PrefillEvent()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            try:
+                await context.write(pb.PrefillEvent())
+            finally:
+                self.gone.set()
+
+
+@pytest.mark.parametrize("leaves", ["client", "server"])
+async def test_what_a_handler_writes_after_the_call_s_end_is_no_defect(
+    leaves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer = Unready()
+    async with serving_prefill(servicer) as address, grpc.aio.insecure_channel(address) as channel:
+        call = await answered(pb_grpc.PrefillStub(channel))
+        if leaves == "client":
+            call.cancel()
+            await asyncio.wait_for(servicer.gone.wait(), 60)
+    await asyncio.wait_for(servicer.gone.wait(), 60)
+    assert "unexpected error" not in caplog.text and "Traceback" not in caplog.text
 
 
 def test_calls_may_wait_for_a_busy_event_loop_for_an_hour() -> None:

@@ -128,6 +128,7 @@ def test_windows_are_captured_each_with_its_blocks(model: CausalLM, tmp_path: Pa
     assert sum(kept.values()) == kept_bytes(windowed, sizes, [3, 2])
 
 
+@pytest.mark.slow
 def test_mixtures_are_captured_where_a_kernel_counts(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from pdserve.common.worker.input_batch import BadWords, StepSequence, TokenCount
 from pdserve.common.worker.philox import philox4x32
 from pdserve.common.worker.sampler import FailedRow, sample
 
-ROWS = int(os.environ.get("FUZZ_ROWS", 10_000))
+ROWS = int(os.environ.get("FUZZ_ROWS", 5_000))
 BATCH = 250
 LARGEST = 3.4028234663852886e38  # of float32
 NAN, INF = math.nan, math.inf
