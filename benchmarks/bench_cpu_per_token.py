@@ -1,14 +1,16 @@
 """Measures the CPU time of router and nodes per token and per request, with a model so small that
 it hardly counts.
 
-    python benchmarks/bench_cpu_per_token.py [--clients 1,8,32] [--policy least-load,cost]
+    python benchmarks/bench_cpu_per_token.py [--clients 1,8,32] [--json FILE]
+    python benchmarks/bench_cpu_per_token.py --clients 8 --policy least-load,cost --rounds 5
 
-A cluster of its own (`pdserve up`, one prefill and one decode node), closed-loop clients that
-stream. Each number of clients is measured with short and with long answers: CPU = requests × a +
-tokens × b has then one solution, `a` in ms a request and `b` in µs a token. `all` is everything
-divided by the tokens of the long answers. CPU time is the kernel's (`/proc/PID/task/*/stat`), by
-process and by thread; the clients' is not in it. Clients and cluster share the host: its tokens/s
-are no throughput.
+Each policy has a cluster of its own (`pdserve up`, one prefill and one decode node) and closed-loop
+clients that stream; several policies take turns. Each number of clients is measured with short and
+with long answers: CPU = requests × a + tokens × b has then one solution, `a` in ms a request and
+`b` in µs a token. `all` is everything divided by the tokens of the long answers. The last table
+compares that between policies, by the least and the median of all rounds. CPU time is the kernel's
+(`/proc/PID/task/*/stat`), by process and by thread; the clients' is not in it. Clients and cluster
+share the host: its tokens/s are no throughput.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
@@ -39,7 +43,7 @@ from benchmarks.fleet import flags  # noqa: E402
 from pdserve.common.obs.process import read_ports  # noqa: E402
 
 PROMPT = "Once there was a little dog who"
-START_TIMEOUT = 60.0  # seconds
+START_TIMEOUT = 180.0  # seconds
 WARM_UP = 1.0  # seconds of load before anything counts
 TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
 ROLES = ("router", "prefill", "decode")
@@ -164,6 +168,8 @@ async def measure(
         requests, began = load.requests, time.monotonic()
         before = {role: ticks(pid) for role, pid in pids.items()}
         await _sleep(seconds, tasks)
+        while load.requests < requests + clients:  # a very busy host
+            await _sleep(seconds, tasks)
         after = {role: ticks(pid) for role, pid in pids.items()}
         wall, requests = time.monotonic() - began, load.requests - requests
     finally:
@@ -201,33 +207,55 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--lengths", default="16,128", help="tokens of short and long answers")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
-    parser.add_argument("--policy", default="least-load", help="of placement; several: one by one")
+    parser.add_argument("--policy", default="least-load", help="of placement; several: in turns")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--option", action="append", default=[], help="of `pdserve up`: name=value")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    short, long = map(int, args.lengths.split(","))
+    lengths = [int(each) for each in args.lengths.split(",")]
     options = dict(each.split("=", 1) for each in args.option)
-    rows = []
-    for policy in args.policy.split(","):
-        placed = {"prefill_policy": policy, "decode_policy": policy}
-        with cluster(args.model, placed | options) as (port, pids):
-            for clients in map(int, args.clients.split(",")):
+    policies, rows = args.policy.split(","), []
+    with ExitStack() as stack:
+        clusters = {
+            policy: stack.enter_context(
+                cluster(args.model, {"prefill_policy": policy, "decode_policy": policy} | options)
+            )
+            for policy in policies
+        }
+        for number, clients in product(range(args.rounds), map(int, args.clients.split(","))):
+            for policy in policies if number % 2 == 0 else reversed(policies):
+                port, pids = clusters[policy]
                 runs = [
                     asyncio.run(measure(port, pids, args.model.name, clients, length, args.seconds))
-                    for length in (short, long)
+                    for length in lengths
                 ]
-                rows.append(
-                    {
-                        "policy": policy,
-                        "clients": clients,
-                        "roles": {role: shares(*runs, role) for role in pids},
-                        "short": runs[0],
-                        "long": runs[1],
-                    }
-                )
+                row = {"policy": policy, "round": number + 1, "clients": clients}
+                row["roles"] = {role: shares(*runs, role) for role in pids}
+                rows.append(row | {"short": runs[0], "long": runs[1]})
                 report(rows[-1])
+    if len(policies) > 1:
+        compare(rows, policies)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
+
+
+def compare(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> None:
+    """Prints the router's CPU of each policy, and how much more that is than the first one's."""
+    table = Table(title="the router's CPU")
+    for column in ("clients", "policy", "µs a token in all: least", "median"):
+        table.add_column(column, justify="right")
+    for clients in dict.fromkeys(row["clients"] for row in rows):
+        base: list[float] = []
+        for policy in policies:
+            own = [r for r in rows if (r["clients"], r["policy"]) == (clients, policy)]
+            costs = [each["roles"]["router"]["us_per_token_in_all"] for each in own]
+            found = [min(costs), median(costs)]
+            base = base or found
+            cells = (
+                f"{x:.0f} ({100 * (x / y - 1):+.1f} %)" for x, y in zip(found, base, strict=True)
+            )
+            table.add_row(str(clients), policy, *cells)
+    Console(width=120).print(table)
 
 
 def report(row: dict[str, Any]) -> None:

@@ -1,10 +1,16 @@
 """Compares predictions of `pdserve simulate` with real clusters of the same layouts on this host.
 
-    python benchmarks/bench_simulated_live.py [--layouts 1P1D,2P1D] [--requests 30] [--json FILE]
+    python benchmarks/bench_simulated_live.py [--layouts 1P1D,2P1D] [--requests 101] [--json FILE]
+    python benchmarks/bench_simulated_live.py --again FILE
 
-After a calibration, each layout gets a cluster and the same synthetic prompts, in an open loop. The
-nodes share this host's cores, which the simulation does not model: with more nodes than cores, or
-with changing other load, the two differ.
+Each layout gets a cluster of its own and the same made prompts, in an open loop: they come at their
+times whether or not others are answered. The first ones, which come at once, do not count: nodes
+are cold. A prefill and a decode node beside it, idle meanwhile, are measured before and after each
+layout; its prediction is by the mean of the two, so that a machine whose speed drifts is followed.
+Nothing else should run on it. With the defaults it takes about 12 minutes on two cores.
+
+`--json` keeps the answers and the measurements; `--again` simulates a kept run anew, without
+clusters. ITL is the mean of an answer. Of 101 requests, p99 is the second largest.
 """
 
 from __future__ import annotations
@@ -14,33 +20,45 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from pdserve import LLM
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.core.block_hash import hash_blocks
+from pdserve.common.core.host import usable_cores
 from pdserve.router.cluster.placement import load_policies
-from pdserve.simulate.calibrate import ONE_OF_EACH, VOCABULARY, Points, measure
+from pdserve.simulate.calibrate import (
+    ONE_OF_EACH,
+    VOCABULARY,
+    Points,
+    calibration,
+    measured,
+)
 from pdserve.simulate.calibration import Calibration
 from pdserve.simulate.cluster import ROLES, Setup, read_layout, simulate
 from pdserve.simulate.outcome import Answered, percentile, table
 from pdserve.simulate.workloads import Arrival
 
 SIZE = 16  # tokens of a block
+COLD, WARM_AFTER = 12, 10.0  # prompts that come at once and do not count; seconds until the others
 COUNTS = {"P": "prefill", "D": "decode", "B": "both"}
 KEY = "bench"
 OPTIONS = {"api_key": KEY} | {
     key: value for key, value in ONE_OF_EACH.items() if key not in COUNTS.values()
 }
 POINTS = CalibrateConfig(
-    chunk="16,64,256", cached="0,256", batch="1,2,4", context="64,320", repetitions=2
+    chunk="1,8,16,32,64,128", cached="0,64", batch="1,2,4", context="32,160", cpu_threads=1
 )
+TTFT, ITL = attrgetter("ttft"), attrgetter("tpot")
+GOALS = {0.5: 5, 0.99: 15}  # percent that a percentile may be off
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,19 +66,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", help="a checkpoint folder (default: the embedded model)")
     add("--layouts", default="1P1D,2P1D,1P2D,2P2D,1B,2B")
-    add("--requests", type=int, default=30)
-    add("--per-s", type=float, default=0.7)
+    add("--requests", type=int, default=101)
+    add("--per-s", type=float, default=1.6)
     add("--json", type=Path)
+    add("--again", type=Path, help="what --json wrote")
+    add("--plot", type=Path)
     args = parser.parse_args(argv)
-    asks = made(args.requests, args.per_s)
-    rows = []
     for layout in args.layouts.split(","):
-        rows.append(compared(layout, args.model, asks, calibrated(args.model)))
+        read_layout(layout)
+    runs, rows = list[Run](), list[dict[str, Any]]()
+    for run in again(args.again) if args.again else live(args):
+        runs.append(run)
+        rows.append(compared(run))
         print(json.dumps(rows[-1]), file=sys.stderr)
+        if args.json:
+            kept = msgspec.to_builtins({"rows": rows, "runs": runs})
+            args.json.write_text(json.dumps(kept, indent=1) + "\n")
+    missed = sum(row["missed"] for row in rows)
     print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"\noff by more than 5 % (p50) or 15 % (p99): {missed} of {4 * len(rows)}")
+    if args.plot:
+        plot(rows, args.plot)
     return 0
+
+
+class Run(msgspec.Struct, frozen=True):
+    """The answers of a layout, with all that its prediction needs."""
+
+    layout: str
+    cores: int
+    requests: int
+    per_s: float
+    times: Calibration
+    answers: list[Answered]
+
+
+# ---- the requests ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,68 +117,115 @@ class Ask:
 
 
 def made(requests: int, per_s: float) -> list[Ask]:
-    """Makes prompts of 40 to 300 tokens; every second one begins like an earlier one."""
-    chance, time, known, found = random.Random(1), 0.0, list[list[int]](), list[Ask]()
-    for number in range(requests):
-        time += chance.expovariate(per_s)
+    """Makes prompts of 16 to 128 tokens, each second one the beginning of which has come before;
+    the first `COLD` come at once."""
+    chance, time, known, found = random.Random(1), WARM_AFTER, list[list[int]](), list[Ask]()
+    for number in range(COLD + requests):
+        time += chance.expovariate(per_s) if number >= COLD else 0.0
         begin = chance.choice(known) if number % 2 else []
-        prompt = [*begin, *chance.choices(VOCABULARY, k=chance.randrange(40, 160))][:300]
+        prompt = [*begin, *chance.choices(VOCABULARY, k=chance.randrange(16, 64))][:128]
         known.append(prompt)
-        found.append(Ask(time, prompt, chance.randrange(8, 33)))
+        found.append(Ask(time if number >= COLD else 0.0, prompt, chance.randrange(8, 25)))
     return found
 
 
-def calibrated(model: str | None) -> Calibration:
-    with LLM(model, cpu_threads=1, **ONE_OF_EACH) as llm:
-        return measure(llm, Points(POINTS), POINTS)
+# ---- clusters ----
 
 
-def compared(
-    layout: str, model: str | None, asks: Sequence[Ask], times: Calibration
-) -> dict[str, Any]:
-    """Returns a row: live and simulated milliseconds, and their difference in percent."""
+def live(args: argparse.Namespace) -> Iterator[Run]:
+    asks = made(args.requests, args.per_s)
+    with LLM(args.model, cpu_threads=1, **ONE_OF_EACH) as beside:
+        turns = measured(beside, Points(POINTS))
+        next(turns)  # does not count: the nodes are cold
+        before = next(turns)
+        for layout in args.layouts.split(","):
+            answers = served(layout, args.model, asks)
+            after = next(turns)
+            times = calibration([before, after], POINTS)
+            before = after
+            yield Run(layout, usable_cores(), args.requests, args.per_s, times, answers)
+
+
+def served(layout: str, model: str | None, asks: Sequence[Ask]) -> list[Answered]:
     roles = [role for role, _ in read_layout(layout)]
     counts = {COUNTS[letter]: roles.count(role) for letter, role in ROLES.items()}
     with LLM(model, cpu_threads=1, **OPTIONS, **counts) as llm:
-        live = asyncio.run(replay(llm.url, asks))
-    setup = Setup(layout, times, load_policies(RoutingConfig()), block_size=SIZE)
-    simulated = simulate(setup, [ask.arrival for ask in asks]).answered
-    row: dict[str, Any] = {"layout": layout}
-    for name, read in (("ttft", lambda each: each.ttft), ("tpot", lambda each: each.tpot)):
-        for share in (0.5, 0.99):
-            ours, theirs = (
-                percentile(sorted(map(read, found)), share) or 0.0 for found in (simulated, live)
-            )
-            label = f"{name} p{100 * share:.0f}"
-            row[f"{label} live"] = round(1e3 * theirs)
-            row[f"{label} simulated"] = round(1e3 * ours)
-            row[f"{label} off"] = f"{100 * (ours / theirs - 1):+.0f} %"
-    return row
+        return asyncio.run(replay(llm.url, asks))
 
 
 async def replay(url: str, asks: Sequence[Ask]) -> list[Answered]:
     """Sends each request at its time; returns when each answer began and ended."""
     loop = asyncio.get_running_loop()
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
+    headers = {"Authorization": f"Bearer {KEY}", "X-PDServe-Timeline": "1"}
+    async with aiohttp.ClientSession(headers=headers) as session:
         async with session.get(f"{url}/v1/models") as answer:
             name = (await answer.json())["data"][0]["id"]
+        start = loop.time()
 
         async def one(ask: Ask) -> Answered:
             body = {"model": name, "prompt": ask.prompt, "temperature": 0, "ignore_eos": True}
             body["max_tokens"] = ask.output_tokens
-            headers, begun = {"X-PDServe-Timeline": "1"}, loop.time()
-            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+            await asyncio.sleep(start + ask.time - loop.time())
+            begun = loop.time() - start
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
                 answer.raise_for_status()
                 line = (await answer.json())["pdserve"]["timeline"]
             first, ended = begun + line["first_token"], begun + line["finished"]
             return Answered(begun, first, ended, ask.output_tokens)
 
-        await one(asks[0])  # opens the connections
-        start, tasks = loop.time(), []
-        for ask in asks:
-            await asyncio.sleep(start + ask.time - loop.time())
-            tasks.append(loop.create_task(one(ask)))
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*map(one, asks))
+
+
+def again(path: Path) -> Iterator[Run]:
+    yield from msgspec.convert(json.loads(path.read_text())["runs"], list[Run])
+
+
+# ---- figures ----
+
+
+def compared(run: Run) -> dict[str, Any]:
+    """Returns a row: live and simulated, in milliseconds, and by how much they differ."""
+    asks = made(run.requests, run.per_s)
+    policies = load_policies(RoutingConfig())
+    setup = Setup(run.layout, run.times, policies, block_size=SIZE, host_cores=run.cores)
+    simulated = simulate(setup, [ask.arrival for ask in asks]).answered
+    row: dict[str, Any] = {"layout": run.layout}
+    missed = 0
+    for name, read in (("ttft", TTFT), ("itl", ITL)):
+        for share, goal in GOALS.items():
+            ours, theirs = (
+                percentile(sorted(map(read, counted(found))), share) or 0.0
+                for found in (simulated, run.answers)
+            )
+            off = 100 * (ours / theirs - 1)
+            missed += abs(off) > goal
+            label = f"{name} p{100 * share:.0f}"
+            row[f"{label} live"] = round(1e3 * theirs)
+            row[f"{label} simulated"] = round(1e3 * ours)
+            row[f"{label} off"] = f"{off:+.0f} %" + (" (missed)" if abs(off) > goal else "")
+    return row | {"missed": missed}
+
+
+def counted(answers: Sequence[Answered]) -> list[Answered]:
+    return [each for each in answers if each.arrived >= WARM_AFTER]
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws what was simulated over what was measured: on the diagonal the two are equal."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    for name, axes in zip(("ttft", "itl"), figure.subplots(1, 2), strict=True):
+        for p in ("p50", "p99"):
+            xs, ys = ([r[f"{name} {p} {way}"] for r in rows] for way in ("live", "simulated"))
+            axes.plot(xs, ys, "o", label=p)
+            for row, x, y in zip(rows, xs, ys, strict=True):
+                axes.annotate(row["layout"], (x, y), fontsize=7)
+        most = max(max(axes.get_xlim()), max(axes.get_ylim()))
+        axes.plot([0, most], [0, most], "k:", linewidth=1)
+        axes.set(title=name.upper(), xlabel="live, ms", ylabel="simulated, ms")
+        axes.legend()
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def measure_sampler(vocab: int, rows: int, mask: bytes | None, temperature: floa
         StepSequence(i, (5,), 7, (0,), params, seed=random.Random(i).randrange(99), mask=words)
         for i in range(rows)
     ]
-    sample(logits, batch)
-    return timed(lambda: sample(logits, batch), times=10) / rows
+    sample(logits, batch).results()
+    return timed(lambda: sample(logits, batch).results(), times=10) / rows
 
 
 def main() -> None:

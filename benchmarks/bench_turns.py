@@ -3,8 +3,9 @@ that generated the previous answer (--local-prefill-threshold).
 
     python benchmarks/bench_turns.py [--model FOLDER] [--chats 6] [--turns 4] [--json FILE]
 
-Each turn's prompt is the previous prompt, its answer, and a message. A cluster of one prefill and
-one decode node answers one chat at a time; both variants get the same prompts.
+Each turn's prompt is the one before, its answer, and a message. A cluster of one prefill and one
+decode node answers one chat after the other; both ways take the same prompts. The first chat finds
+cold nodes and does not count.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, threshold in ways.items():
         options = {"local_prefill_threshold": threshold, "decode_policy": "prefix-aware"}
         with LLM(args.model, cpu_threads=1, **ONE_OF_EACH, **options) as llm:
-            found = [chat(llm, args, number) for number in range(args.chats)]
+            _, *found = (chat(llm, args, number) for number in range(1 + args.chats))
         answers.append([each[0] for each in found])
         ttft = sorted(seconds for each in found for seconds in each[1])
         rows.append(

@@ -131,8 +131,8 @@ def steps(run: Run) -> Iterator[Result]:
 
 
 def clusters(run: Run) -> Iterator[Result]:
-    """Runs one prefill and one decode node on this device over each connector, with and without
-    graphs. All clusters of one dtype must generate the same text."""
+    """One prefill and one decode node on this device over each connector, with and without graphs
+    and asynchronous scheduling. Within a dtype all must say the same text."""
     served: list[tuple[str, Served]] = []
     for name, cluster in CLUSTERS.items():
         if run.on_cpu and not cluster.on_cpu:
@@ -142,7 +142,8 @@ def clusters(run: Run) -> Iterator[Result]:
             continue
         found = text_of_cluster(cluster, run.work / f"cluster-{name}.log", run.device, run.left)
         served.append((cluster.group, found))
-        says = found.error or f"text {found.digest[:12]}, ready in {found.ready_seconds:.0f} s"
+        said = f"text {found.digest[:12]} in {found.answer_seconds:.2f} s"
+        says = found.error or f"{said}, ready in {found.ready_seconds:.0f} s"
         yield Result(f"cluster {name}", FAILED if found.error else OK, says, details=asdict(found))
     yield from _agreements(served)
 

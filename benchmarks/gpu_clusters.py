@@ -49,6 +49,7 @@ CLUSTERS = {
     "bf16-one-node": Cluster("bfloat16", {"both": 1}),
     "bf16-ipc-graphs": Cluster("bfloat16", {"kv_connector": "cuda_ipc"}),
     "bf16-tcp-graphs": Cluster("bfloat16", {"kv_connector": "tcp"}),
+    "bf16-tcp-async": Cluster("bfloat16", {"kv_connector": "tcp", "async_scheduling": True}),
     "bf16-tcp-eager": Cluster("bfloat16", {"kv_connector": "tcp", "enforce_eager": True}),
 }
 

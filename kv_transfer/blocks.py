@@ -271,18 +271,19 @@ class RunsHash:
         self._code = (
             code if code is not None and len(prefix) + nbytes >= MIN_HASHED_NBYTES else None
         )
-        if self._code is not None:
-            self._state = self._code.begin_hash(prefix, nbytes)
-        else:
-            self._hasher = xxhash.xxh3_128(prefix)
+        # Compiled code that moves the parts may continue it; None: only `update` can.
+        self.state = None if self._code is None else self._code.begin_hash(prefix, nbytes)
+        self._hasher = xxhash.xxh3_128(prefix)
 
     def update(self, part: ByteRuns) -> None:
-        if self._code is not None:
+        if self._code is not None and self.state is not None:
             memory = self._cache.address, len(self._cache.memory)
-            self._code.update_hash(self._state, *memory, part.offsets, part.lengths)
+            self._code.update_hash(self.state, *memory, part.offsets, part.lengths)
             return
         for piece in part.slices(self._cache.memory.data):
             self._hasher.update(piece)
 
     def digest(self) -> bytes:
-        return self._hasher.digest() if self._code is None else self._code.end_hash(self._state)
+        if self._code is not None and self.state is not None:
+            return self._code.end_hash(self.state)
+        return self._hasher.digest()

@@ -101,7 +101,8 @@ class SourceTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Reports that `nbytes` more have moved, each byte counted once. It renews the lease."""
+    """Reports that `nbytes` more have moved, each byte counted once. It renews the lease, as do
+    Landed and Sent, which may report the last bytes alone."""
 
     transfer_id: bytes
     epoch: int

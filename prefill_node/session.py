@@ -47,7 +47,7 @@ class PrefillSession:
         self._metrics = replica.metrics
         self._job = job
         self._ticket = ticket
-        self._sequence = self._engine.new_sequence(job, job.choices[0])
+        self._sequence = self._engine.new_sequence(job, job.choices[0], hands_over=True)
         self._num_tokens = self._sequence.num_tokens  # tokens with KV to hand over
         self._known_token = known_token
         self._first_token: asyncio.Future[pb.FirstToken]

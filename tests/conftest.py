@@ -33,15 +33,16 @@ WAITING = (
 )
 # The others, from those on that take longest; what is in neither list fills up what is left.
 LONGEST = (
-    *("test_exact", "test_chaos", "test_conformance", "test_transformers"),
-    *("test_up", "test_offline", "test_kv_groups", "test_adapters", "test_rollout"),
-    *("test_policies", "test_bench_placement", "test_preprocess_workers", "test_explorer"),
-    *("test_speculative",),
-    *("test_placement", "test_observed", "test_structured", "test_bits", "test_api", "test_fuzz"),
-    *("test_secured", "test_lora", "test_haproxy", "test_both", "test_start", "test_corrupt_kv"),
-    *("test_data_parallel", "test_disconnect", "test_attention", "test_quantized"),
-    *("test_call_formats", "test_quantization", "test_graphs", "test_architecture"),
-    *("test_pipeline", "test_share_cores", "test_bad_checkpoints", "test_misdeployed"),
+    *("test_exact", "test_transformers", "test_offline", "test_kv_groups", "test_conformance"),
+    *("test_adapters", "test_preprocess_workers", "test_api", "test_explorer", "test_promises"),
+    *("test_up", "test_both", "test_chaos", "test_rollout", "test_speculative", "test_placement"),
+    *("test_pipeline", "test_data_parallel", "test_fuzz", "test_expert_parallel", "test_bits"),
+    *("test_broadcast", "test_tools", "test_attention", "test_windows", "test_quantization"),
+    *("test_share_cores", "test_fair_nodes", "test_observed", "test_structured", "test_disconnect"),
+    *("test_policies", "test_corrupt_kv", "test_quantized", "test_plan", "test_stored_weights"),
+    *("test_lora", "test_call_formats", "test_graphs", "test_architecture", "test_start"),
+    *("test_secured", "test_bad_checkpoints", "test_misdeployed"),
+    *("test_ray_nodes", "test_ray", "test_haproxy", "test_bench_placement"),  # of make test-all
 )
 KINDS = ("waiting", "clusters", "computing")  # of files
 DEALT_OUT = re.compile(  # what some cases have in common, of files whose cases are many

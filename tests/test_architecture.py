@@ -95,7 +95,7 @@ ALLOWED = {
     "offline": {"common.core", "common.config", "cli", "client"},
     "simulate": {
         "common.core", "common.config", "common.engine", "common.rpc", "router.cluster",
-        "router.requests", "client", "offline",
+        "router.requests", "client", "cli", "offline",
     },
 }  # fmt: skip
 

@@ -92,7 +92,7 @@ async def ask_at_once(crowd: Crowd) -> Counter[str]:
         if not calls.done():
             told[HUNG] += crowd.calls - told.total()
             calls.cancel()
-            await asyncio.wait((calls,))
+            await asyncio.gather(calls, return_exceptions=True)
         elif calls.exception() is not None:
             await calls
     return told

@@ -15,12 +15,13 @@ from time import monotonic
 from benchmarks.fleet import Fleet
 
 ROLES = ("prefill", "decode")
-DRAIN_TIMEOUT = 90.0  # seconds until a draining node counts as crashed
-READY_TIMEOUT = 60.0  # seconds until a starting node counts as crashed
-NURSE_PERIOD = 0.5  # seconds between checks for nodes that have ended by themselves
-ROUTER_AWAY = 1.0  # seconds at most of a frozen or killed router
-CROWD_SETTLES = 3.0  # seconds until a server has closed a crowd's connections
-SETTLE = 2.0  # seconds after a router's return in which clients may notice its death
+ATTACKED = ("client", "registry")  # targets of hostile clients and of strangers
+DRAIN_TIMEOUT = 90.0  # seconds after which a node that drains is given up
+READY_TIMEOUT = 60.0  # seconds after which a node that should serve is given up
+NURSE_PERIOD = 0.5  # seconds between looks after nodes that have ended by themselves
+ROUTER_AWAY = 1.0  # seconds at most
+CROWD_SETTLES = 3.0  # seconds until a server has closed the connections of a crowd that has left
+SETTLE = 2.0  # seconds after a router's return in which clients may still learn of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,8 @@ class Faults:
         self.well = {*fleet.pids}
         self.counts: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
-        self.crashed: list[str] = []  # descriptions of processes that ended by themselves
-        self.busy: set[tuple[str, str]] = set()  # edges between nodes that are faulty now
+        self.crashed: list[str] = []  # what should run and did not, in words
+        self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now, and attacks
         self.router_dead = {name: Spans(SETTLE) for name in fleet.routers}
         self.router_frozen = {name: Spans() for name in fleet.routers}
         self.greed = Spans()
@@ -137,7 +138,8 @@ class Faults:
         name = f"{fault.kind} {fault.target} ({fault.seconds:.1f} s)"
         self.fleet.note(f"{name} begins")
         try:
-            await kind.strike(self, fault)
+            with self._alone(fault):
+                await kind.strike(self, fault)
         except NotNow:
             self.fleet.note(f"{name} is skipped")
             return
@@ -147,6 +149,22 @@ class Faults:
             self.crashed.append(f"{fault.kind} {fault.target}: {error}")
         self.counts[fault.kind, fault.target] += 1
         self.fleet.note(f"{name} is over")
+
+    @contextmanager
+    def _alone(self, fault: Fault) -> Iterator[None]:
+        """On a full machine attacks last for minutes. Raises NotNow: the last one of this kind goes
+        on; they would pile up."""
+        attack = (fault.kind, fault.target)
+        if fault.target not in ATTACKED:
+            yield
+            return
+        if attack in self.busy:
+            raise NotNow
+        self.busy.add(attack)
+        try:
+            yield
+        finally:
+            self.busy.discard(attack)
 
     async def _nurse(self) -> None:
         """Replaces each node that ends by itself."""

@@ -274,6 +274,12 @@ class SchedulerConfig:
         f"{LARGE_GPU_TOKENS} if the node may use 32 GiB of it)",
         minimum=1,
     )
+    async_scheduling: bool = option(
+        False,
+        "send step n + 1 to the ranks while they compute step n, whose tokens they use by "
+        "themselves: no gap between steps, and one unused token at the end of most sequences; "
+        "needs one pipeline stage and no --speculative-config",
+    )
     engine_stall_timeout: float = option(
         20.0,
         "seconds after which the node reports itself unhealthy: without an answer to a step, or "
@@ -352,6 +358,20 @@ class EngineConfig:
                 f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step "
                 "could not compute one token of every running sequence"
             )
+        if self.scheduler.async_scheduling:
+            self._check_async()
+
+    def _check_async(self) -> None:
+        if self.parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "--async-scheduling needs --pipeline-parallel-size 1: stages already compute "
+                "several steps at once, and the first one does not have the last one's tokens"
+            )
+        if self.speculation.speculation is not None:
+            raise ConfigError(
+                "--async-scheduling needs the tokens of a step to be one for each sequence: leave "
+                "out --speculative-config, which drafts several, or --async-scheduling"
+            )
 
     @property
     def max_num_rows(self) -> int:
@@ -362,5 +382,6 @@ class EngineConfig:
 
     @property
     def tokens_in_flight(self) -> int:
-        """Most tokens that the steps of all pipeline stages compute at a time."""
-        return self.scheduler.tokens * self.parallel.pipeline_parallel_size
+        """Most tokens of the steps that ranks have at a time."""
+        steps = 2 if self.scheduler.async_scheduling else self.parallel.pipeline_parallel_size
+        return self.scheduler.tokens * steps

@@ -25,6 +25,12 @@ class SimulateConfig:
         "as the calibration: 2P3D, 1P+1P@0.5+2D, 4B",
     )
     calibration: str | None = option(None, "what `pdserve calibrate` has measured", metavar="FILE")
+    host_cores: int = option(
+        0,
+        "cores of the one host that all nodes are on: steps of more nodes than have cores slow "
+        "each other down (0: every node has cores, or a GPU, of its own)",
+        minimum=0,
+    )
     requests: int = option(0, "most requests (0: all)", minimum=0)
     skip: int = option(0, "requests at the beginning of the trace to leave out", minimum=0)
     speed: float = option(1.0, "how many times as fast requests come", minimum=0.001)
@@ -51,7 +57,7 @@ class CalibrateConfig:
     repetitions: int = option(3, "measurements of each point", minimum=1)
     batch: str = option("1,4,8", "sequences of decode steps", metavar="N,N,...")
     context: str = option("64,512", "tokens of their contexts", metavar="N,N,...")
-    chunk: str = option("16,64,256", "prompt tokens that a step computes", metavar="N,N,...")
+    chunk: str = option("1,16,64,256", "prompt tokens that a step computes", metavar="N,N,...")
     cached: str = option("0,512", "cached tokens before them", metavar="N,N,...")
     cpu_threads: int = same_option(ParallelConfig, "cpu_threads")
     device: str = same_option(ParallelConfig, "device")

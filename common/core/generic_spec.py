@@ -106,8 +106,8 @@ def read_outline(folder: Path, impl: str, overrides: Mapping[str, Any]) -> Outli
 def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config") or {}
     text = {**config, **inner}
-    if inner.get("model_type") in _TEXT_DEFAULTS:
-        vocabulary, positions = _TEXT_DEFAULTS[inner["model_type"]]
+    if (kind := str(inner.get("model_type"))) in _TEXT_DEFAULTS:
+        vocabulary, positions = _TEXT_DEFAULTS[kind]
         text.setdefault("vocab_size", vocabulary)
         text.setdefault("max_position_embeddings", positions)
     return text

@@ -56,6 +56,11 @@ class SamplingParams:
         return self.penalised or bool(self.bad_words_token_ids or self.grammar)
 
     @property
+    def needs_host(self) -> bool:
+        """Whether the host must know each token before the next can be sampled."""
+        return bool(self.bad_words_token_ids or self.grammar)
+
+    @property
     def speculates(self) -> bool:
         """Whether several tokens may be drawn in one step: each depends on earlier tokens only
         through the model."""

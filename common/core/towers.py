@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _TYPES = """
-    aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4 gemma4_unified
-    got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
-    llava llava_next llava_onevision mistral3 ovis2 qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5
-    qwen3_5_moe qwen3_vl smolvlm video_llama_3 vipllava
+    aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4
+    gemma4_unified got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25
+    lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpmv4_6
+    mistral3 ovis2 qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm
+    video_llama_3 video_llava vipllava
 """
 WITH_TOWERS = frozenset(_TYPES.split())
 """Their model types. `tests/models/sweep.py` checks that for text the text model alone gives what
@@ -52,7 +53,7 @@ def text_name(name: str) -> str | None:
 
 def has_towers(config: Mapping[str, Any]) -> bool:
     """Returns whether `config.json` describes one of these models."""
-    kind, inner = config.get("model_type"), config.get("text_config")
+    kind, inner = str(config.get("model_type")), config.get("text_config")
     return kind in WITH_TOWERS and (isinstance(inner, Mapping) or (inner is None and kind in _FLAT))
 
 
@@ -66,7 +67,8 @@ def native_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in ("eos_token_id", "dtype", "torch_dtype", "quantization_config"):
         if key in config:
             text.setdefault(key, config[key])
-    if (kind := text.get("model_type")) in _WITH_MROPE:
+    kind = str(text.get("model_type"))
+    if kind in _WITH_MROPE:
         tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         return {
             **_without_mrope(text),
@@ -76,7 +78,7 @@ def native_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if "tie_word_embeddings" in config:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
     if not text.get("architectures"):
-        named = _ARCHITECTURES.get(text.get("model_type", ""))
+        named = _ARCHITECTURES.get(kind)
         text["architectures"] = [named] if named else config.get("architectures")
     return text
 

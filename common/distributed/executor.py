@@ -60,9 +60,10 @@ class Worker(Protocol):
     def ready(self) -> bytes:
         """Returns a msgpack `RankReady`; called once."""
 
-    def step(self, message: bytes) -> bytes:
+    def step(self, message: bytes) -> bytes | Callable[[], bytes]:
         """Runs one step: msgpack `StepDelta` in, msgpack `StepOutput` out (that of the
-        `output_rank` is used)."""
+        `output_rank` is used). Instead of the output it may return a callable that waits for it,
+        which the executor calls on another thread: the next step begins meanwhile."""
 
     def close(self) -> None: ...
 
@@ -147,6 +148,7 @@ class InProcessExecutor(Executor):
         self._spec = spec
         self._worker: Worker | None = None
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="rank-0-steps")
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="rank-0-answers")
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="rank-0-calls")
 
     async def start(self) -> Sequence[bytes]:
@@ -165,7 +167,8 @@ class InProcessExecutor(Executor):
 
     async def step(self, message: bytes) -> bytes:
         worker = self._running()
-        return await self._run(self._steps, lambda: worker.step(message))
+        answer = await self._run(self._steps, lambda: worker.step(message))
+        return answer if isinstance(answer, bytes) else await self._run(self._answers, answer)
 
     async def call(self, rank: int, message: bytes) -> bytes:
         extension = self._running().extension
@@ -188,6 +191,7 @@ class InProcessExecutor(Executor):
             except TimeoutError:
                 logger.warning("rank 0 is still computing after %.1f s", deadline)
         self._steps.shutdown(wait=False)
+        self._answers.shutdown(wait=False)
         self._calls.shutdown(wait=False)
 
     async def _close(self, worker: Worker, deadline: float) -> None:

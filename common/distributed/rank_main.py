@@ -15,7 +15,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -194,25 +196,32 @@ def _no_extension(message: bytes) -> bytes:
 
 def _serve(
     requests: zmq.Socket,
-    handle: Callable[[bytes], bytes],
+    handle: Callable[[bytes], bytes | Callable[[], bytes]],
     out: Outbox,
     on_error: RankMessage,
     answer: bool = True,
 ) -> float:
     """Serves until the stop message; returns its deadline in seconds. Without `answer` it only
-    reports errors."""
-    while True:
-        head, body = requests.recv_multipart()
-        (number,) = wire.NUMBER.unpack(head)
-        if number == wire.STOP:
-            return _seconds.decode(body)
+    reports errors. Another thread waits for results that come later (`Worker.step`)."""
+
+    def serve(number: int, work: Callable[[], bytes | Callable[[], bytes]]) -> None:
         try:
-            result = handle(body)
+            result = work()
         except Exception as error:  # every failure becomes a typed answer
             out.fail(on_error, number, error)
-        else:
-            if answer:
-                out.send(RankMessage.RESULT, number, result)
+            return
+        if not isinstance(result, bytes):
+            later.submit(serve, number, result)
+        elif answer:
+            out.send(RankMessage.RESULT, number, result)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="answers") as later:
+        while True:
+            head, body = requests.recv_multipart()
+            (number,) = wire.NUMBER.unpack(head)
+            if number == wire.STOP:
+                return _seconds.decode(body)
+            serve(number, partial(handle, body))
 
 
 if __name__ == "__main__":

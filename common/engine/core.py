@@ -1,8 +1,9 @@
 """The engine loop: admit → schedule → step → apply.
 
 All scheduling state belongs to one event loop, so there are no locks. The forward pass runs on the
-ranks (`common/distributed`), one step at a time, or one per pipeline stage. Requests may arrive and
-end meanwhile; blocks that a step uses are freed only after it.
+ranks (`common/distributed`), one step at a time, one per pipeline stage, or with --async-scheduling
+two: the second waits at the ranks. Requests may arrive and end meanwhile; blocks that a step uses
+are freed only after it.
 """
 
 from __future__ import annotations
@@ -113,14 +114,18 @@ class EngineCore:
         self._last_step = 0
         self.rates = MeasuredRates()
         self._ended = 0.0  # when the last step ended; in a pipeline they overlap
+        self._released: list[Sequence] = []  # have ended, but are in a step in flight
         self._step_done: asyncio.Event = asyncio.Event()
         self._work: asyncio.Event = asyncio.Event()
         self._seq_ids = itertools.count()
         self._calls: dict[int, int] = {}  # unanswered calls: number → rank, oldest first
         self._call_numbers = itertools.count()
 
-    def new_sequence(self, job: GenerateJob, choice: Choice, *, remote: bool = False) -> Sequence:
-        """Returns a new sequence for `choice`; the caller adds it with `add`."""
+    def new_sequence(
+        self, job: GenerateJob, choice: Choice, *, remote: bool = False, hands_over: bool = False
+    ) -> Sequence:
+        """Returns a new sequence for `choice`; the caller adds it with `add`. `remote` and
+        `hands_over`: see `Sequence`."""
         wanted = job.sampling.prompt_logprobs is not None and choice is job.choices[0]
         return Sequence(
             seq_id=next(self._seq_ids),
@@ -135,6 +140,7 @@ class EngineCore:
             router=job.router,
             priority=job.priority,
             remote=remote,
+            hands_over=hands_over,
             prompt_logprobs=[] if wanted and not remote else None,
         )
 
@@ -161,9 +167,13 @@ class EngineCore:
             await self._step_done.wait()
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the blocks of a sequence that is stopped, REMOTE, or never ran."""
-        if sequence.status is Status.RUNNING or self._is_computed(sequence):
+        """Frees the blocks of a sequence that has ended or is stopped, is REMOTE, or never ran.
+        If a step in flight computes a token after its last one, they are freed after that step."""
+        if sequence.status is Status.RUNNING:
             raise RuntimeError("a running sequence must be stopped before it is released")
+        if self._is_computed(sequence):
+            self._released.append(sequence)
+            return
         self.scheduler.release(sequence)
         self._admit()
         self._work.set()
@@ -215,6 +225,7 @@ class EngineCore:
             for step in self._in_flight:
                 step.answer.cancel()
             self._in_flight.clear()
+            self._release_ended()
             self._step_done.set()
 
     def _admit(self) -> None:
@@ -224,7 +235,7 @@ class EngineCore:
     @property
     def _has_room(self) -> bool:
         """Whether another step may start."""
-        return len(self._in_flight) < self.scheduler.micro_batches
+        return len(self._in_flight) < self.scheduler.steps_in_flight
 
     def _is_computed(self, sequence: Sequence) -> bool:
         """Returns whether a step in flight uses the sequence's blocks."""
@@ -256,6 +267,12 @@ class EngineCore:
         done, self._step_done = self._step_done, asyncio.Event()
         done.set()
         self._apply(step, output)
+        self._release_ended()
+
+    def _release_ended(self) -> None:
+        released, self._released = self._released, []
+        for sequence in released:
+            self.release(sequence)
 
     def _apply(self, step: _StepInFlight, output: StepOutput) -> None:
         ended = monotonic()
@@ -270,8 +287,8 @@ class EngineCore:
             drawn[seq_id].append(token)
         for entry in step.batch.sequences:
             sequence = step.sequences[entry.seq_id]
-            if sequence.cancelled:
-                continue
+            if sequence.cancelled or sequence.status is not Status.RUNNING:
+                continue  # stopped, or ended by a token that was not known when the step began
             sequence.times.step(step.begun, ended, entry.samples)
             if entry.seq_id in failed:
                 forbidden = entry.seq_id in output.forbidden

@@ -13,6 +13,9 @@ import msgspec
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 
+DRAWN = -1
+"""Token id of the token that the ranks' last step sampled for the sequence."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -30,7 +33,7 @@ class NewSequence:
 class SequenceDelta:
     """One sequence's part of a step: compute `token_ids` at positions
     `start … start+len(token_ids)-1`, then the draft tokens `drafts` (`speculation.py`), and write
-    their KV into its blocks."""
+    their KV into its blocks. `token_ids` are known, or only (DRAWN,)."""
 
     seq_id: int
     token_ids: tuple[int, ...]

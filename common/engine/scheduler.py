@@ -13,6 +13,11 @@ step takes only its share of the work, or the other stages would have none. A pr
 may follow at once, because every stage computes steps in order; a decoding sequence waits for its
 sampled token.
 
+With asynchronous scheduling (--async-scheduling) a second step follows the one in flight at once:
+its sequences continue with the tokens that the first one samples (`DRAWN`). It has all sequences
+that would be in it if it came later. If one of them cannot do without the token on the host, or
+blocks are short, the step comes later.
+
     WAITING ──admit──▶ RUNNING ──hold──▶ HELD ──release──▶ DONE
       │  ▲                │  ▲
       │  └────preempt─────┘  └────────activate────────┐
@@ -21,6 +26,7 @@ sampled token.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -32,7 +38,7 @@ from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.fair_queue import ClientSlots, next_round, prompt_slots, share_budget
 from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.messages import SequenceDelta, StepDelta
-from pdserve.common.engine.sequence import Sequence, Status
+from pdserve.common.engine.sequence import Sequence, Status, reaches_limit
 from pdserve.common.engine.speculation import NO_DRAFT, Draft, Speculator
 from pdserve.common.engine.step_builder import StepBuilder
 
@@ -53,13 +59,16 @@ class Scheduler:
         micro_batches: int = 1,
         speculator: Speculator | None = None,
         now: Callable[[], float] = monotonic,
+        max_model_len: int = sys.maxsize,
     ) -> None:
-        """`micro_batches`: steps that may be in flight at once. `speculator`: drafts tokens."""
+        """`micro_batches`: a pipeline's steps in flight. `speculator`: drafts tokens."""
         self.pool = pool
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.micro_batches = micro_batches
+        self.steps_in_flight = micro_batches + config.async_scheduling  # at once
         self.speculator = speculator
+        self._max_model_len = max_model_len
         self._now = now
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -142,6 +151,8 @@ class Scheduler:
 
     def schedule(self) -> StepDelta | None:
         """Returns the next step, or None if there is nothing to compute that is not in flight."""
+        if self.config.async_scheduling and not self._may_run_ahead():
+            return None
         tokens, seqs = self.config.tokens, self.config.seqs
         drafts = self.speculator.budget(self.running, tokens) if self.speculator else 0
         decodes: list[SequenceDelta] = []
@@ -256,9 +267,27 @@ class Scheduler:
 
         for sequence in sorted(self.running, key=order):
             running = sequence.status is Status.RUNNING  # it may have just been preempted
-            if share and running and sequence.decodes and self._grow(sequence):
+            next_token = sequence.decodes or self._continues(sequence)
+            if share and running and next_token and self._grow(sequence):
                 share -= 1
                 yield sequence
+
+    def _continues(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence continues with a token that is not known yet, unless that
+        token ends it."""
+        if not (self.config.async_scheduling and sequence.awaits) or sequence.hands_over:
+            return False
+        return not reaches_limit(sequence, 1, self._max_model_len)
+
+    def _may_run_ahead(self) -> bool:
+        """Returns whether the next step needs nothing of the step in flight, if there is one."""
+        if not any(each.in_flight for each in self.running):
+            return True
+        decoding = [each for each in self.running if each.decodes or self._continues(each)]
+        if any(each.awaits and each.sampling.needs_host for each in decoding):
+            return False
+        growing = sum(each.num_scheduled % self.pool.block_size == 0 for each in decoding)
+        return growing <= self.pool.num_free
 
     def _draft(self, sequence: Sequence, budget: int) -> Draft:
         if self.speculator is None or budget <= 0:
@@ -267,7 +296,7 @@ class Scheduler:
 
     def _prompts(self) -> list[Sequence]:
         """Returns the running sequences with prompt tokens that are not scheduled yet."""
-        return [each for each in self.running if each.num_unscheduled and not each.decodes]
+        return [each for each in self.running if each.num_unscheduled > 0 and not each.decodes]
 
     def _chunks(self, budget: int, most: int) -> list[tuple[Sequence, int]]:
         """Returns up to `most` prompts of the next step and the tokens of each."""
@@ -288,12 +317,13 @@ class Scheduler:
         return max(-(-pending // self.micro_batches), MIN_CHUNK)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Makes sure that the pending token has a slot, by preemption if necessary. Returns False
-        if the sequence itself was preempted, or must wait for steps in flight."""
-        if self.pool.grow(sequence, sequence.num_tokens):
+        """Makes sure that its next token has a slot, by preemption if necessary. Returns False if
+        the sequence itself was preempted, or must wait for steps in flight."""
+        needed = sequence.num_scheduled + 1
+        if self.pool.grow(sequence, needed):
             return True
         running_of = self._running_by_client()
-        while not self.pool.grow(sequence, sequence.num_tokens):
+        while not self.pool.grow(sequence, needed):
             idle = (each for each in reversed(self.running) if not each.in_flight)
             # Among equal priorities: the youngest sequence of the client that runs the most.
             victim = max(idle, key=lambda each: (each.priority, running_of[each.client]))

@@ -48,7 +48,8 @@ class Times:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sequence. `token_ids` is prompt + output. KV of tokens `[0, num_computed)` exists; steps in
-    flight compute up to `num_scheduled`; the rest is still to be scheduled."""
+    flight compute up to `num_scheduled`; the rest is still to be scheduled. With asynchronous
+    scheduling `num_scheduled` may count a token that a step in flight will sample."""
 
     seq_id: int
     sampling: SamplingParams
@@ -62,6 +63,7 @@ class Sequence:
     router: str = ""  # id of the router that placed it
     priority: int = 0  # lower values first
     remote: bool = False  # its KV comes from another node
+    hands_over: bool = False  # it ends here with its first token: another node continues it
     status: Status = Status.NEW
     num_computed: int = 0
     num_scheduled: int = 0
@@ -92,13 +94,19 @@ class Sequence:
 
     @property
     def num_unscheduled(self) -> int:
-        """The number of tokens that no step has included yet."""
+        """The number of tokens that no step has included yet; -1 if a step has the next one,
+        which is not known yet."""
         return len(self.token_ids) - self.num_scheduled
 
     @property
     def in_flight(self) -> bool:
         """Whether a step is computing it."""
         return self.num_scheduled > self.num_computed
+
+    @property
+    def awaits(self) -> bool:
+        """Whether all its tokens are in steps, of which one will sample the next."""
+        return self.num_unscheduled == 0
 
     @property
     def decodes(self) -> bool:
@@ -152,6 +160,12 @@ def check_finish(
         return Finish(FinishReason.STOP, last)
     if last in eos_token_ids and not params.ignore_eos:
         return Finish(FinishReason.STOP)
-    if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= max_model_len:
+    if reaches_limit(sequence, 0, max_model_len):
         return Finish(FinishReason.LENGTH)
     return None
+
+
+def reaches_limit(sequence: Sequence, more: int, max_model_len: int) -> bool:
+    """Returns whether `more` tokens end the sequence by its length."""
+    most = min(sequence.num_prompt_tokens + sequence.sampling.max_tokens, max_model_len)
+    return sequence.num_tokens + more >= most

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from pdserve.common.core.step_shape import StepShape
-from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
+from pdserve.common.engine.messages import DRAWN, NewSequence, SequenceDelta, StepDelta
 from pdserve.common.engine.sequence import Sequence
 from pdserve.common.engine.speculation import NO_DRAFT, Draft
 
@@ -40,11 +40,11 @@ class StepBuilder:
         self._again.discard(sequence.seq_id)
         return SequenceDelta(
             seq_id=sequence.seq_id,
-            token_ids=tuple(sequence.token_ids[start : start + count]),
+            token_ids=tuple(sequence.token_ids[start : start + count]) or (DRAWN,),
             start=start,
             num_blocks=before,
             new_block_ids=new,
-            samples=sequence.num_scheduled == sequence.num_tokens,
+            samples=sequence.num_scheduled >= sequence.num_tokens,
             new=self._new(sequence) if known is None else None,
             drafts=draft.token_ids,
             num_drafts=draft.size,

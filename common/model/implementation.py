@@ -11,6 +11,7 @@ from pdserve.common.core.checkpoint_config import check_folder, read_json
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.core.towers import native_text
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.folder import ModelFolder
 from pdserve.common.model.loader import OnProgress, load_model
@@ -43,7 +44,7 @@ def read_spec(folder: Path, impl: str, overrides: Mapping[str, Any]) -> ModelSpe
 
 
 def _has_native_code(folder: Path) -> bool:
-    names = read_json(folder / "config.json").get("architectures") or ()
+    names = native_text(read_json(folder / "config.json")).get("architectures") or ()
     return any(name in FAMILIES for name in names)
 
 

@@ -1,9 +1,9 @@
-"""Copies between host and device within a step. Only `fetch` makes the host wait for a GPU: other
-copies use pinned memory and are queued on the stream."""
+"""Copies between host and device within a step. Only `fetch` and the end of `begin_fetch` make the
+host wait for a GPU: other copies use pinned memory and are queued on the stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,17 +28,27 @@ def upload_together(values: Sequence[Tensor], device: torch.device) -> tuple[Ten
 
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copies `tensors`, all on one device, to the host, with one wait for all of them."""
+    return begin_fetch(*tensors)()
+
+
+def begin_fetch(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Queues copies of `tensors`, all on one device, to the host. Returns a callable that waits for
+    them, but not for what is queued later, and returns them; any thread may call it."""
     device = tensors[0].device
     if device.type == "cpu":
-        return tensors
+        return lambda: tensors
     copies = tuple(
         torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
         for each in tensors
     )
     landed = Mark(device)
     landed.set()
-    landed.wait()
-    return copies
+
+    def wait() -> tuple[Tensor, ...]:
+        landed.wait()
+        return copies
+
+    return wait
 
 
 class Mark:

@@ -69,6 +69,7 @@ class Ranks:
             facts.spec.eos_token_ids,
             micro_batches=parallel.pipeline_parallel_size,
             speculator=make_speculator(engine, facts, pool),
+            max_model_len=facts.max_model_len,
         )
         return cls(executor, ready, scheduler)
 

@@ -136,14 +136,18 @@ class DecodeGraphs:
         positions: Sequence[int],
         batches: Sequence[AttentionBatch],
         hidden: Tensor | None,
+        feed: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Returns `[B, vocab]` or `[B, hidden]`, valid until the next call. `batches`: one per KV
-        group. `hidden`: output of the stage before."""
+        group. `hidden`: output of the stage before. `feed` writes token ids that the host does not
+        know."""
         count = len(token_ids)
         graph = self._graphs[bisect_left(self.sizes, count)]
         if self._hidden is not None and hidden is not None:
             self._hidden[:count] = hidden
         self._fill(graph, token_ids, positions, batches)
+        if feed is not None:
+            feed(graph.integers[0])
         graph.replay()
         return self._output[:count]
 

@@ -11,10 +11,11 @@ import torch
 
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.sampling import SamplingParams
-from pdserve.common.engine.messages import NewSequence, SequenceDelta, StepDelta
+from pdserve.common.engine.messages import DRAWN, NewSequence, SequenceDelta, StepDelta
 from pdserve.common.model.attention import BlockIds
 from pdserve.common.model.staging import upload
 from pdserve.common.worker.grammar import Grammars, Mask, RowGrammar
+from pdserve.common.worker.token_feed import TokenFeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +137,16 @@ class InputBatch:
         device: torch.device,
         samples: bool,
         grammars: Grammars | None = None,
+        feed: TokenFeed | None = None,
     ) -> None:
-        """Only a rank that `samples` counts tokens, on its `device`, and needs `grammars`."""
+        """Only a rank that `samples` counts tokens, on its `device`, and needs `grammars`. Without
+        a `feed` every step must have the tokens of the one before."""
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._device = device
         self._samples = samples
         self._grammars = grammars
+        self._feed = feed
         self._states: dict[int, _SequenceState] = {}
         self._step = 0
 
@@ -170,7 +174,7 @@ class InputBatch:
         if state is None:
             raise _step_missed(f"sequence {delta.seq_id} was never begun")
         try:
-            return state.advance(delta, self._block_size)
+            return state.advance(delta, self._block_size, self._feed)
         except ValueError as error:
             raise _step_missed(f"sequence {delta.seq_id}: {error}") from None
 
@@ -208,6 +212,12 @@ class _History:
         if self.grammar is not None:
             self.grammar.advance(output)
 
+    def add_drawn(self, seq_id: int, feed: TokenFeed) -> None:
+        """Adds the last step's token, which the host may not know: the scheduler asks for that only
+        without bad words and grammars."""
+        if self.counts is not None:
+            feed.count(seq_id, self.counts.output)
+
 
 class _SequenceState:
     """A rank's state of one sequence."""
@@ -226,8 +236,13 @@ class _SequenceState:
         if self._history is not None and self._history.grammar is not None:
             self._history.grammar.close()
 
-    def advance(self, delta: SequenceDelta, block_size: int) -> StepSequence:
+    def advance(
+        self, delta: SequenceDelta, block_size: int, feed: TokenFeed | None
+    ) -> StepSequence:
         """Applies a delta; raises ValueError if it does not continue the sequence."""
+        drawn = delta.token_ids == (DRAWN,)
+        if drawn and (feed is None or delta.seq_id not in feed or self._new.sampling.needs_host):
+            raise ValueError("the last step has no token that it could continue with")
         self._next -= delta.again
         if not self._next <= delta.start <= self._next + self._num_drafts:
             raise ValueError(f"its step begins at {delta.start}, the last ended at {self._next}")
@@ -241,7 +256,7 @@ class _SequenceState:
             table.extend(new)
             if end > len(table) * block_size:
                 raise ValueError(f"{len(table)} blocks do not hold {end} tokens")
-        self._remember(delta)
+        self._remember(delta, feed)
         return StepSequence(
             seq_id=delta.seq_id,
             token_ids=delta.token_ids,
@@ -259,11 +274,14 @@ class _SequenceState:
             adapter=self._new.adapter,
         )
 
-    def _remember(self, delta: SequenceDelta) -> None:
+    def _remember(self, delta: SequenceDelta, feed: TokenFeed | None) -> None:
         """Adds the tokens that were sampled after the history was sent."""
         if self._history is None or self._next <= self._num_known:
             return
-        self._history.add((), delta.token_ids[self._num_known - delta.start :])
+        if feed is not None and delta.token_ids == (DRAWN,):
+            self._history.add_drawn(delta.seq_id, feed)
+        else:
+            self._history.add((), delta.token_ids[self._num_known - delta.start :])
         self._num_known = self._next
 
     def _banned(self, ahead: int = 0) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,17 +13,18 @@ from pdserve.common.core.kv_groups import KVGroup
 from pdserve.common.core.parameters import MAX_LOGPROBS
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.parallel_state import ParallelState
-from pdserve.common.engine.messages import ExpertLoad, StepOutput
+from pdserve.common.engine.messages import DRAWN, ExpertLoad, StepOutput
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import Decoder
 from pdserve.common.model.layers import LoRA
-from pdserve.common.model.staging import upload, upload_together
+from pdserve.common.model.staging import begin_fetch, upload, upload_together
 from pdserve.common.worker.adapters import RankAdapters
 from pdserve.common.worker.graphs import DecodeGraphs
 from pdserve.common.worker.input_batch import StepBatch, StepSequence, TokenCounts
 from pdserve.common.worker.masks import MaskScheduler
 from pdserve.common.worker.prompt_scores import Scores, score_prompts
 from pdserve.common.worker.sampler import FailedRow, sample
+from pdserve.common.worker.token_feed import TokenFeed
 
 # Sampling that holds the most memory at once: a dummy step must not need less than a real one.
 COSTLY = SamplingParams(top_p=0.9, top_k=1000, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
@@ -41,10 +43,12 @@ class ModelRunner:
         link: StageLink | None = None,
         adapters: RankAdapters | None = None,
         block_size: int | None = None,
+        feed: TokenFeed | None = None,
     ) -> None:
         """`samples`: true on the one rank whose tokens are used. `link`: to the other pipeline
         stages, if any. `adapters`: the LoRA adapters that sequences may name. `block_size`: if the
-        first cache does not tell it, because it is of states."""
+        first cache does not tell it, because it is of states. `feed`: for steps that need tokens of
+        the step before."""
         self.model = model
         self.caches = caches
         self.block_size = block_size or caches[0].shape[4]
@@ -53,13 +57,19 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None  # set after they are captured
         self._link = link
         self._adapters = adapters
+        self._feed = feed
         # A state does not go back to the token before: no row may be computed again.
         has_state = any(group.state for group in model.spec.kv_groups)
         self._masks = MaskScheduler(defers=not has_state)
 
-    @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutput:
-        """Writes the batch's KV into the cache and samples its tokens.
+        """Like `begin`, and waits for the result."""
+        return self.begin(batch)()
+
+    @torch.inference_mode()
+    def begin(self, batch: StepBatch) -> Callable[[], StepOutput]:
+        """Writes the batch's KV into the cache and samples its tokens; a GPU has only queued this
+        when it returns. Returns a callable that waits for the result.
 
         All ranks must run the same batches in the same order, because each contains collectives.
         """
@@ -68,36 +78,33 @@ class ModelRunner:
         computed, prompts = self._compute(inputs, lora)
         if not self.model.stage.last:
             self._others().send(computed)
-            return StepOutput(batch.step, ())
-        if not inputs.sampled:
-            return StepOutput(batch.step, (), self._expert_load(), prompts=prompts)
-        if not self.samples:
-            return StepOutput(batch.step, ())
+            return lambda: StepOutput(batch.step, ())
+        if not self.samples or not inputs.sampled:
+            if self._feed is not None:
+                self._feed.keep(row.seq_id for row in inputs.sampled)
+            load = self._expert_load()
+            return lambda: StepOutput(batch.step, (), load(), prompts=prompts)
         alone = len(inputs.sampled) == len(batch.sequences)
-        sequences, drawn, deferred = self._draw(computed, inputs.sampled, alone)
-        rows = list(verify(sequences, drawn))
-        return StepOutput(
-            batch.step,
-            tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
-            self._expert_load(),
-            tuple((i, row.reason) for i, row in rows if isinstance(row, FailedRow)),
-            tuple(i for i, row in rows if isinstance(row, FailedRow) and row.forbidden),
-            tuple(deferred),
-            prompts=prompts,
-        )
+        drawn = self._draw(computed, inputs.sampled, alone)
+        load = self._expert_load()
+        return lambda: _output(batch.step, drawn, load(), prompts)
 
     def _compute(self, inputs: FlatBatch, lora: LoRA | None) -> tuple[torch.Tensor, Scores]:
         """Returns (logits of the rows to sample, scores of prompt tokens). In place of the logits
         hidden states if no row samples or another stage follows."""
-        model, batches, hidden = self.model, inputs.attention, None
+        model, batches, hidden, feed = self.model, inputs.attention, None, None
+        if inputs.drawn:
+            feed = partial(self._fed_by().fill, drawn=inputs.drawn)
         if not model.stage.first:
             hidden = self._others().receive(len(inputs.token_ids))
         graphs = self.graphs if lora is None else None  # captured without adapters
         if graphs is not None and graphs.take(batches[0], len(inputs.sampled)):
-            return graphs.run(inputs.token_ids, inputs.positions, batches, hidden), ()
+            return graphs.run(inputs.token_ids, inputs.positions, batches, hidden, feed), ()
         lists = inputs.token_ids, inputs.positions, inputs.last_rows
         tensors = [torch.tensor(each, dtype=torch.int64) for each in lists]
         token_ids, positions, last_rows = upload_together(tensors, self.device)
+        if feed is not None:
+            feed(token_ids)
         contexts = model.prepare(batches)
         first = token_ids if hidden is None else hidden
         hidden = model.forward(first, positions, contexts, self.caches, lora)
@@ -107,26 +114,45 @@ class ModelRunner:
         prompts = score_prompts(hidden, inputs.scored, model.compute_logits, vocab, self.samples)
         return model.compute_logits(hidden[last_rows]) if inputs.sampled else hidden, prompts
 
-    def _draw(
-        self, logits: Tensor, rows: list[StepSequence], alone: bool
-    ) -> tuple[list[StepSequence], list[SampledToken | FailedRow], list[int]]:
-        """Returns (rows with a result, their results, seq_ids of the deferred rows). `alone`: the
-        step has no other sequences."""
+    def _draw(self, logits: Tensor, rows: list[StepSequence], alone: bool) -> _Drawn:
+        """Samples. `alone`: the step has no other sequences."""
         if all(row.grammar is None for row in rows):
-            return rows, sample(logits, rows), []
+            sampled = sample(logits, rows)
+            self._keep(rows, sampled.tokens)
+            return _Drawn(rows, sampled.results)
         # A GPU computes the logits meanwhile.
         masked, deferred = self._masks.take(rows, alone)
         ready = {place: row for place, row in masked.items() if not isinstance(row, FailedRow)}
-        where = torch.tensor(list(ready), dtype=torch.int64)
-        some = logits.index_select(0, upload(where, self.device))
-        tokens = dict(zip(ready, sample(some, list(ready.values())), strict=True)) if ready else {}
-        results = [row if isinstance(row, FailedRow) else tokens[i] for i, row in masked.items()]
-        return [rows[place] for place in masked], results, deferred
+        failed = {place: row for place, row in masked.items() if isinstance(row, FailedRow)}
+        where = upload(torch.tensor(list(ready), dtype=torch.int64), self.device)
+        tokens = logits.new_zeros(len(rows), dtype=torch.int64)
+        results: Callable[[], list[SampledToken | FailedRow]] = list
+        if ready:
+            sampled = sample(logits.index_select(0, where), list(ready.values()))
+            tokens.index_copy_(0, where, sampled.tokens)
+            results = sampled.results
+        self._keep(rows, tokens)
 
-    def _expert_load(self) -> ExpertLoad | None:
-        """Returns the last step's expert load on the sampling rank, None on others."""
+        def together() -> list[SampledToken | FailedRow]:
+            found = dict(zip(ready, results(), strict=True)) | failed
+            return [found[place] for place in masked]
+
+        return _Drawn([rows[place] for place in masked], together, deferred)
+
+    def _keep(self, rows: Sequence[StepSequence], tokens: Tensor) -> None:
+        if self._feed is not None:
+            self._feed.keep((row.seq_id for row in rows), tokens)
+
+    def _expert_load(self) -> Callable[[], ExpertLoad | None]:
+        """Returns the last step's expert load on the sampling rank, None on others, later."""
         loads = self.model.expert_loads() if self.samples else None
-        return None if loads is None else summarize_loads(loads, self.model.expert_parallel_size)
+        if loads is None:
+            return lambda: None
+        return summarize_loads(loads, self.model.expert_parallel_size)
+
+    def _fed_by(self) -> TokenFeed:
+        assert self._feed is not None, "`InputBatch` has found the tokens in the feed"
+        return self._feed
 
     def _others(self) -> StageLink:
         assert self._link is not None, "a pipeline stage has a link to the others"
@@ -189,6 +215,7 @@ class FlatBatch:
     sampled: list[StepSequence]  # `StepSequence.rows` of the sequences that sample
     last_rows: list[int]  # row of the last token of each of `sampled`
     scored: list[tuple[int, StepSequence]]  # (first row, sequence) of prompts to score
+    drawn: list[tuple[int, int]]  # (row, seq_id) of tokens that are DRAWN
 
 
 def flatten(
@@ -199,7 +226,10 @@ def flatten(
     sampled: list[StepSequence] = []
     last_rows: list[int] = []
     scored: list[tuple[int, StepSequence]] = []
+    drawn: list[tuple[int, int]] = []
     for sequence in sequences:
+        if sequence.token_ids[0] == DRAWN:
+            drawn.append((len(token_ids), sequence.seq_id))
         if sequence.scored:
             scored.append((len(token_ids), sequence))
         token_ids += sequence.token_ids
@@ -211,7 +241,7 @@ def flatten(
     attention = tuple(
         _attention(sequences, block_size, index, group) for index, group in enumerate(groups)
     )
-    return FlatBatch(token_ids, positions, attention, sampled, last_rows, scored)
+    return FlatBatch(token_ids, positions, attention, sampled, last_rows, scored, drawn)
 
 
 def _attention(
@@ -230,6 +260,28 @@ def _attention(
         starts, tables = [start for start, _ in trimmed], [table for _, table in trimmed]
         skipped = [block_size * n for n in firsts]
     return AttentionBatch(query_lens, starts, tables, block_size, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Rows with a result, their results, which wait for the device, and the deferred seq_ids."""
+
+    rows: Sequence[StepSequence]
+    results: Callable[[], list[SampledToken | FailedRow]]
+    deferred: Sequence[int] = ()
+
+
+def _output(step: int, drawn: _Drawn, load: ExpertLoad | None, prompts: Scores) -> StepOutput:
+    rows = list(verify(drawn.rows, drawn.results()))
+    return StepOutput(
+        step,
+        tuple((i, row) for i, row in rows if not isinstance(row, FailedRow)),
+        load,
+        tuple((i, row.reason) for i, row in rows if isinstance(row, FailedRow)),
+        tuple(i for i, row in rows if isinstance(row, FailedRow) and row.forbidden),
+        tuple(drawn.deferred),
+        prompts=prompts,
+    )
 
 
 def verify(
@@ -282,9 +334,15 @@ def num_dummy_blocks(num_tokens: int, num_seqs: int, block_size: int) -> int:
 # ---- the experts' load ----
 
 
-def summarize_loads(loads: Tensor, ep: int) -> ExpertLoad:
+def summarize_loads(loads: Tensor, ep: int) -> Callable[[], ExpertLoad]:
     """Summarizes `loads` (int64 `[layers, experts]`: tokens per expert); `ep` ranks hold equal
-    shares of the experts."""
+    shares of the experts. Returns a callable that waits for the device."""
     by_rank = loads.sum(0).view(ep, -1).sum(1)
     balancedness = loads.float().mean(1) / loads.amax(1).clamp(min=1)
-    return ExpertLoad(tuple(by_rank.tolist()), float(balancedness.mean()))
+    fetched = begin_fetch(by_rank, balancedness.mean())
+
+    def load() -> ExpertLoad:
+        assignments, mean = fetched()
+        return ExpertLoad(tuple(assignments.tolist()), float(mean))
+
+    return load

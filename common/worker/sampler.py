@@ -10,21 +10,22 @@ It is total: for any logits and parameters each row gives an allowed token of th
 `FailedRow`. It computes in float64, where no float32 parameter makes a float32 logit overflow;
 NaN and infinity do not spread to other rows.
 
-It runs on the logits' device, and the host of a GPU waits only once, when it fetches all results:
-nothing before depends on a value (no boolean indexing).
+It runs on the logits' device, and the host of a GPU waits only once, for all results: nothing
+before depends on a value (no boolean indexing). The tokens are on the device before.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.common.model.staging import column, fetch, indices, select_rows
+from pdserve.common.model.staging import begin_fetch, column, indices, select_rows
 from pdserve.common.planning.footprint import SAMPLED_AT_ONCE
 from pdserve.common.worker.input_batch import StepSequence
 from pdserve.common.worker.logit_adjust import adjust, adjusts
@@ -43,9 +44,16 @@ class FailedRow:
     forbidden: bool = False  # the request's own parameters forbid every token
 
 
-def sample(
-    logits: torch.Tensor, sequences: Sequence[StepSequence]
-) -> list[SampledToken | FailedRow]:
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sampled batch. `tokens`: int64 `[B]`, on the device; any token of the vocabulary for a
+    failed row. `results` waits for the device."""
+
+    tokens: Tensor
+    results: Callable[[], list[SampledToken | FailedRow]]
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[StepSequence]) -> Sampled:
     """Samples one token per row.
 
     Args:
@@ -57,14 +65,16 @@ def sample(
     except Exception as error:  # halving the batch finds the row that causes it
         if len(sequences) == 1:
             logger.exception("sequence %d cannot be sampled", sequences[0].seq_id)
-            return [FailedRow(f"sampling raised {type(error).__name__}")]
+            failed = FailedRow(f"sampling raised {type(error).__name__}")
+            return Sampled(logits.new_zeros(1, dtype=torch.int64), lambda: [failed])
     half = len(sequences) // 2
-    return sample(logits[:half], sequences[:half]) + sample(logits[half:], sequences[half:])
+    first = sample(logits[:half], sequences[:half])
+    second = sample(logits[half:], sequences[half:])
+    tokens = torch.cat((first.tokens, second.tokens))
+    return Sampled(tokens, lambda: first.results() + second.results())
 
 
-def _sample(
-    logits: torch.Tensor, sequences: Sequence[StepSequence]
-) -> list[SampledToken | FailedRow]:
+def _sample(logits: torch.Tensor, sequences: Sequence[StepSequence]) -> Sampled:
     params = [params_of(sequence) for sequence in sequences]
     best, tokens = logits.max(dim=-1)  # prefers NaN to any number
     rows = [row for row, p in enumerate(params) if not p.greedy or adjusts(sequences[row], p)]
@@ -85,15 +95,22 @@ def _sample(
     if asking:
         width = min(max(params[row].logprobs or 0 for row in asking), logits.shape[1])
         results += _logprobs(select_rows(logits, asking), select_rows(tokens, asking), width)
-    ids, tops, *more = (each.tolist() for each in fetch(*results))
-    allowed_rows = more.pop(0) if rows else [True] * len(ids)
-    logprobs = dict(zip(asking, zip(*more, strict=True), strict=True)) if asking else {}
-    return [
-        SampledToken(ids[row], _to_token_logprobs(logprobs[row], p) if row in logprobs else None)
-        if tops[row] > -math.inf and allowed_rows[row]  # false for NaN
-        else _failed(tops[row])
-        for row, p in enumerate(params)
-    ]
+    fetched = begin_fetch(*results)
+
+    def on_host() -> list[SampledToken | FailedRow]:
+        ids, tops, *more = (each.tolist() for each in fetched())
+        allowed_rows = more.pop(0) if rows else [True] * len(ids)
+        logprobs = dict(zip(asking, zip(*more, strict=True), strict=True)) if asking else {}
+        return [
+            SampledToken(
+                ids[row], _to_token_logprobs(logprobs[row], p) if row in logprobs else None
+            )
+            if tops[row] > -math.inf and allowed_rows[row]  # false for NaN
+            else _failed(tops[row])
+            for row, p in enumerate(params)
+        ]
+
+    return Sampled(tokens, on_host)
 
 
 def _parts(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +53,7 @@ from pdserve.common.worker.kv_cache import (
 from pdserve.common.worker.lent_cores import LentCores, join_lent_cores
 from pdserve.common.worker.peaks import peaks_of
 from pdserve.common.worker.runner import ModelRunner, StageLink
+from pdserve.common.worker.token_feed import TokenFeed
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +165,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     lora = engine.lora
     adapters = RankAdapters(model, lora.max_lora_rank) if lora.enable_lora else None
     size = engine.cache.block_size
-    runner = ModelRunner(model, cache.tensors, device, samples, link, adapters, size)
+    feed = TokenFeed(state.tp) if engine.scheduler.async_scheduling else None
+    runner = ModelRunner(model, cache.tensors, device, samples, link, adapters, size, feed)
     _warm_up(runner, engine)
     runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
     drafter = None
@@ -181,7 +184,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         engine.parallel.share_cores, torch.get_num_threads(), usable_cores(), kernels
     )
     return ModelWorker(
-        spec.rank, state, runner, cache, peaks, extension, grammars, drafter, lent_cores
+        spec.rank, state, runner, cache, peaks, extension, grammars, drafter, lent_cores, feed
     )
 
 
@@ -199,6 +202,7 @@ class ModelWorker:
         grammars: Grammars,
         drafter: Drafter | None = None,
         lent_cores: LentCores | None = None,
+        feed: TokenFeed | None = None,
     ) -> None:
         self._rank = rank
         self._state = state
@@ -215,7 +219,10 @@ class ModelWorker:
             runner.device,
             runner.samples,
             grammars,
+            feed,
         )
+        # The next step may come before the result: it is queued behind this one on the GPU.
+        self._answers_later = feed is not None and runner.device.type == "cuda"
         self._decoder = msgspec.msgpack.Decoder(StepDelta)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -230,16 +237,18 @@ class ModelWorker:
         )
         return self._encoder.encode(ready)
 
-    def step(self, message: bytes) -> bytes:
+    def step(self, message: bytes) -> bytes | Callable[[], bytes]:
         with self._lent_cores.computing() if self._lent_cores else nullcontext():
             return self._step(message)
 
-    def _step(self, message: bytes) -> bytes:
+    def _step(self, message: bytes) -> bytes | Callable[[], bytes]:
         delta = self._decoder.decode(message)
         if self._drafter is not None:
             delta = self._drafter.complete(delta)
-        batch = self._batch.apply(delta)
-        return self._encoder.encode(self.runner.run(batch))
+        result = self.runner.begin(self._batch.apply(delta))
+        if self._answers_later:
+            return lambda: self._encoder.encode(result())
+        return self._encoder.encode(result())
 
     def close(self) -> None:
         """Captured collectives must be gone, and queued ones done, before their communicators."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pdserve.kv_transfer.commands import Ready
 from pdserve.kv_transfer.conformance.caches import MemoryCache
 from pdserve.kv_transfer.connector import (
-    BlockRun,
     Event,
     Failed,
     KVConnector,
@@ -104,14 +104,8 @@ class End(ABC):
     def submit(self, transfer: SourceTransfer) -> None: ...
 
     @abstractmethod
-    def ready(
-        self,
-        transfer_id: bytes,
-        run: BlockRun,
-        ids: tuple[int, ...],
-        last: bool,
-        hashed: bool = False,
-    ) -> None: ...
+    def ready(self, order: Ready) -> None:
+        """With `order.digest` the run is announced by `ready_hashed`."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -141,16 +135,9 @@ class LocalEnd(End):
     def submit(self, transfer: SourceTransfer) -> None:
         self._call(self.connector.submit, transfer)
 
-    def ready(
-        self,
-        transfer_id: bytes,
-        run: BlockRun,
-        ids: tuple[int, ...],
-        last: bool,
-        hashed: bool = False,
-    ) -> None:
-        ready = self.connector.ready_hashed if hashed else self.connector.ready
-        self._call(ready, transfer_id, run, ids, last)
+    def ready(self, order: Ready) -> None:
+        ready = self.connector.ready_hashed if order.digest else self.connector.ready
+        self._call(ready, order.transfer_id, order.run, order.block_ids, order.last)
 
     def quiesce(self, transfer_id: bytes) -> None:
         self._call(self.connector.quiesce, transfer_id, within=2 * QUICK_S)

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 from pdserve.kv_transfer.blocks import piece_nbytes
+from pdserve.kv_transfer.commands import Ready
 from pdserve.kv_transfer.conformance.caches import FREE, Geometry
 from pdserve.kv_transfer.conformance.ends import ARRIVAL_S, LOOKS, SETTLE_S, End
 from pdserve.kv_transfer.connector import BlockRun, Landed, Sent, SinkTransfer, SourceTransfer
@@ -90,7 +91,7 @@ class Pair(Generic[S, T]):
         hashed: bool = False,
     ) -> None:
         for end in self.source.ends:
-            end.ready(transfer_id, run, tuple(block_ids), last, hashed)
+            end.ready(Ready(transfer_id, run, tuple(block_ids), last, hashed))
 
     def announce(
         self,

@@ -19,7 +19,7 @@ from pdserve.kv_transfer.commands import Accept, Ready, Submit, decode_event
 from pdserve.kv_transfer.conformance.caches import MemoryCache
 from pdserve.kv_transfer.conformance.ends import End, Target
 from pdserve.kv_transfer.conformance.peer import Close, Order, Report, Setup
-from pdserve.kv_transfer.connector import BlockRun, Event, SinkTransfer, SourceTransfer
+from pdserve.kv_transfer.connector import Event, SinkTransfer, SourceTransfer
 
 START_S = 60.0  # within which a process has started
 ANSWER_S = 15.0  # within which it answers an order
@@ -111,16 +111,9 @@ class RemoteEnd(End):
     def submit(self, transfer: SourceTransfer) -> None:
         self.process.order(Submit(transfer))
 
-    def ready(
-        self,
-        transfer_id: bytes,
-        run: BlockRun,
-        ids: tuple[int, ...],
-        last: bool,
-        hashed: bool = False,
-    ) -> None:
-        assert not hashed, "`ready_hashed` is checked in this process only"
-        self.process.order(Ready(transfer_id, run, ids, last))
+    def ready(self, order: Ready) -> None:
+        assert not order.digest, "`ready_hashed` is checked in this process only"
+        self.process.order(order)
 
     def stop(self) -> None:
         self.process.signal(signal.SIGSTOP)

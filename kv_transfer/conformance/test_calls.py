@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.core.errors import Blame, ConfigError, TransferError
+from pdserve.kv_transfer.commands import Ready
 from pdserve.kv_transfer.conformance.ends import DEATH_S, LocalEnd
 from pdserve.kv_transfer.conformance.kit import Kit
 from pdserve.kv_transfer.conformance.nodes import Pair, settle
@@ -39,7 +40,7 @@ def outcome(end: LocalEnd, endpoint: bytes) -> Failed | TransferError:
     """Returns the event that ends a transfer to `endpoint`."""
     try:
         end.submit(SourceTransfer(ID, 1, ((Piece(0, 0, end.cache.rect), endpoint),)))
-        end.ready(ID, BlockRun(0, 1), (1,), True)
+        end.ready(Ready(ID, BlockRun(0, 1), (1,), True))
     except TransferError as error:
         return error
     return end.events.wait(Failed, ID, DEATH_S)
@@ -100,8 +101,8 @@ def test_unknown_transfers(kit: Kit) -> None:
     an error or an event: cancellation and delivery cross each other all the time."""
     end = kit.node().end
     end.endpoint()
-    end.ready(ID, BlockRun(0, 1), (1,), False)
-    end.ready(ID, BlockRun(1, 1), (2,), True)
+    end.ready(Ready(ID, BlockRun(0, 1), (1,), False))
+    end.ready(Ready(ID, BlockRun(1, 1), (2,), True))
     end.quiesce(ID)
     end.release(ID)
     settle()

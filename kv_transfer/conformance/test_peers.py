@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.common.core.errors import Blame
+from pdserve.kv_transfer.commands import Ready
 from pdserve.kv_transfer.conformance.caches import FREE, Geometry
 from pdserve.kv_transfer.conformance.ends import CLOSE_S, DEATH_S, End, LocalEnd
 from pdserve.kv_transfer.conformance.kit import Kit
@@ -192,7 +193,7 @@ def test_a_killed_sink_is_noticed(kit: Kit) -> None:
     begin(pair)
     pair.sink.end.kill()
     for first in range(2, 20):
-        pair.source.end.ready(ID, BlockRun(first, 1), (IDS[first],), False)
+        pair.source.end.ready(Ready(ID, BlockRun(first, 1), (IDS[first],), False))
         time.sleep(0.01)
     wait_failed(pair.source.end, Blame.DECODE)
     assert not pair.source.end.events.of(Sent, ID), "Sent, but the sink died half way"

@@ -63,6 +63,7 @@ class TCPConnector(PipeConnector):
             raise ConfigError(f"--kv-connector-config of tcp: {error}") from error
 
     def mover(self, pipe: KVPipe) -> Mover:
+        assert isinstance(pipe, SocketPipe)  # our own transport made it
         return HashingPipeMover(self.context.view, pipe)
 
 

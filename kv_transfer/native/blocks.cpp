@@ -1,6 +1,10 @@
-// Copies and hashes the bytes of scattered KV blocks, one after the other or both at once: one call
-// for all byte ranges of a run, during which Python's lock is free.
+// Copies, sends, receives and hashes the bytes of scattered KV blocks, and hashes them as they move:
+// one call for all byte ranges of a run, during which Python's lock is free.
 
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -445,4 +449,96 @@ EXPORT void kv_hash_end(const uint8_t* state, uint8_t* out) {
     XXH3 hash(0);
     std::memcpy(&hash, state, sizeof hash);
     hash.digest(out);
+}
+
+// ---- sending and receiving ----
+
+constexpr size_t BUFFERS = 1024;              // one system call takes (Linux: IOV_MAX)
+constexpr size_t HASHED_AT_ONCE = 128 << 10;  // leaves room in a core's second cache
+constexpr size_t MOVED_AT_ONCE = 4 << 20;
+
+// The bytes of `head` and then of the ranges, from `position` on.
+struct Cursor {
+    const uint8_t* head;
+    uint64_t head_nbytes;
+    uint8_t* memory;
+    const int64_t *starts, *lengths;
+    size_t n, range = 0;
+    uint64_t within = 0;  // of the head, or else of the range
+
+    void skip(uint64_t nbytes) {
+        within += nbytes;
+        if (head_nbytes && within >= head_nbytes) within -= head_nbytes, head_nbytes = 0;
+        if (head_nbytes) return;
+        while (range < n && within >= static_cast<uint64_t>(lengths[range]))
+            within -= lengths[range++];
+    }
+
+    // Returns how many buffers it filled, of at most `most` bytes together.
+    size_t buffers(iovec* out, size_t most) const {
+        size_t count = 0;
+        uint64_t at = within;
+        if (head_nbytes && most) {
+            out[count++] = {const_cast<uint8_t*>(head) + at, head_nbytes - at};
+            at = 0;
+        }
+        for (size_t i = range; i < n && most && count < BUFFERS; i++, at = 0) {
+            uint64_t nbytes = lengths[i] - at < most ? lengths[i] - at : most;
+            out[count++] = {memory + starts[i] + at, nbytes};
+            most -= nbytes;
+        }
+        return count;
+    }
+};
+
+static void hash_moved(XXH3& hash, const iovec* buffers, size_t nbytes) {
+    for (; nbytes; buffers++) {
+        size_t now = buffers->iov_len < nbytes ? buffers->iov_len : nbytes;
+        auto* data = static_cast<const uint8_t*>(buffers->iov_base);
+        hash.update(data, now, data + now);
+        nbytes -= now;
+    }
+}
+
+// Sends `head` and the ranges through the socket `fd`, or receives the ranges (`head_nbytes` is 0),
+// from `position` on, which it advances; at most about `limit` bytes. With a `state` it hashes the
+// moved bytes of the ranges while they are in the core's caches. Returns 0 after a call that moved
+// less than it could have, at the limit or at the end; an errno; -1: the peer has closed; -2: a
+// range is not within the memory.
+EXPORT int kv_move(int fd, int receiving, int flags, const uint8_t* head, size_t head_nbytes,
+                   uint8_t* memory, size_t memory_nbytes, const int64_t* starts,
+                   const int64_t* lengths, size_t n, uint64_t* position, uint64_t limit,
+                   uint8_t* state) {
+    if (!within(memory_nbytes, starts, lengths, n)) return -2;
+    Cursor cursor{head, head_nbytes, memory, starts, lengths, n};
+    cursor.skip(*position);
+    XXH3 hash(1);
+    if (state) std::memcpy(&hash, state, sizeof hash);
+    iovec buffers[BUFFERS];
+    int result = 0;
+    for (const uint64_t first = *position; *position - first < limit;) {
+        msghdr message{};
+        message.msg_iov = buffers;
+        message.msg_iovlen = cursor.buffers(buffers, state ? HASHED_AT_ONCE : MOVED_AT_ONCE);
+        size_t wanted = 0;
+        for (size_t i = 0; i < message.msg_iovlen; i++) wanted += buffers[i].iov_len;
+        if (!wanted) break;
+        ssize_t moved = receiving ? recvmsg(fd, &message, flags | MSG_WAITALL)
+                                  : sendmsg(fd, &message, flags | MSG_NOSIGNAL);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved <= 0) {
+            result = moved ? errno : -1;
+            break;
+        }
+        size_t done = static_cast<size_t>(moved);
+        if (state && !cursor.head_nbytes) hash_moved(hash, buffers, done);
+        if (state && cursor.head_nbytes) {
+            size_t of_head = buffers[0].iov_len;
+            if (done > of_head) hash_moved(hash, buffers + 1, done - of_head);
+        }
+        cursor.skip(done), *position += done;
+        if (done < wanted) break;
+    }
+    if (state) std::memcpy(state, &hash, sizeof hash);
+    return result;
 }

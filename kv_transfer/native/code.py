@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -18,6 +19,8 @@ BLOCKS = Library("kv-blocks", Path(__file__).parent)
 # A copy of so many bytes or more bypasses the CPU's caches. Less is soon read again, by decode;
 # more would have left the caches by then.
 PAST_CACHES_NBYTES = 4 << 20
+MOVED_AT_ONCE = 4 << 20  # through a socket, before Python looks at the clock and the gate
+OUTSIDE = -2  # returned for ranges that are not within the memory
 MIN_HASHED_NBYTES = 241  # XXH3 hashes less than that in another way
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,12 @@ class BlockCode:
         self._end = library.kv_hash_end
         self._end.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         self._end.restype = None
+        number = ctypes.c_int
+        self._move = library.kv_move
+        self._move.argtypes = [
+            *(number, number, number, ctypes.c_char_p, size, pointer, size, pointer, pointer, size),
+            *(ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.c_char_p),
+        ]
 
     def copy(
         self,
@@ -113,6 +122,34 @@ class BlockCode:
                 state, memory, nbytes, starts.ctypes.data, lengths.ctypes.data, len(starts)
             )
         )
+
+    def move(
+        self,
+        socket: int,
+        receiving: bool,
+        flags: int,
+        head: bytes,
+        memory: int,
+        nbytes: int,
+        starts: Int64s,
+        lengths: Int64s,
+        position: int,
+        state: HashState | None,
+    ) -> int:
+        """Sends `head` and then the ranges of a memory of `nbytes`, or receives the ranges (without
+        a head), from `position` on, and continues the hash, if there is one, with what it moves of
+        the ranges. Returns how many bytes it has moved, about MOVED_AT_ONCE at most; 0 if the peer
+        has closed. Raises OSError if it can move nothing."""
+        at = ctypes.c_uint64(position)
+        result = self._move(
+            socket, receiving, flags, head, len(head), memory, nbytes, starts.ctypes.data,
+            lengths.ctypes.data, len(starts), ctypes.byref(at), MOVED_AT_ONCE, state,
+        )  # fmt: skip
+        _check(result != OUTSIDE)
+        moved = at.value - position
+        if result > 0 and not moved:
+            raise OSError(result, os.strerror(result))
+        return moved
 
     def end_hash(self, state: HashState) -> bytes:
         out = ctypes.create_string_buffer(16)

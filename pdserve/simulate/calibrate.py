@@ -1,8 +1,9 @@
 """`pdserve calibrate`: measures a prefill and a decode node of this host, and writes what
 `pdserve simulate` needs.
 
-Prompts go through a real cluster, one at a time. Their timelines contain the duration of each part:
-steps with their overhead, and the hand-off with its commit and digests.
+Prompts go through a real cluster, one at a time, and their timelines say how long each part took:
+steps with all that is around them, and the hand-off with its commit and digests. At the end of each
+turn both nodes compute at once, which slows both down where they share caches and memory.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ import json
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from pdserve.cli.host_share import share_host, visible_gpus
+from pdserve.common.config.engine import EngineConfig, ParallelConfig
 from pdserve.common.config.options import changed
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, NodeError
-from pdserve.common.core.host import cpu_name
+from pdserve.common.core.host import cpu_name, usable_cores
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
-from pdserve.simulate.calibration import Calibration
+from pdserve.simulate.calibration import LEAST, Calibration
 
 VOCABULARY = range(3, 500)  # ids that every model has
 ONE_OF_EACH: dict[str, Any] = {
@@ -34,8 +39,12 @@ ONE_OF_EACH: dict[str, Any] = {
     "peak_bandwidth": 1.0,
     "share_cores": "off",  # no idle peer's cores, which a busy cluster would not have
 }
-STEPS = 8  # decode steps per measurement
+SHORT, LONG = 5, 21  # tokens of answers; the difference of their times is that of 16 steps
+BESIDE = 3  # prompts computed while the decode node computes
+MOST_BESIDE = 256  # tokens of the answer meanwhile
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
+
+Samples = dict[tuple[Any, ...], list[float]]  # by what was measured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,26 +87,63 @@ def _counts(flag: str, text: str, least: int = 1) -> list[int]:
 
 
 def measure(llm: LLM, points: Points, config: CalibrateConfig) -> Calibration:
-    """Measures all points in turns, after a warm-up turn."""
-    samples: dict[tuple[Any, ...], list[float]] = {}
+    """Measures all points in turns, after one turn that does not count."""
+    turns = measured(llm, points)
+    next(turns)
+    return calibration([next(turns) for _ in range(config.repetitions)], config)
+
+
+def measured(llm: LLM, points: Points) -> Iterator[Samples]:
+    """Measures all points once for each `next`."""
     ask = _Asks(llm)
-    for turn in range(config.repetitions + 1):
+    while True:
+        samples: Samples = {}
         for name, seconds in _turn(ask, points):
-            if turn:
-                samples.setdefault(name, []).append(seconds)
-    of = {name: statistics.median(found) for name, found in samples.items()}
+            samples.setdefault(name, []).append(seconds)
+        yield samples
+
+
+def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibration:
+    """Returns the medians of all turns."""
+    merged: Samples = {}
+    for name, found in ((name, each[name]) for each in turns for name in each):
+        merged.setdefault(name, []).extend(found)
+    of = {name: statistics.median(found) for name, found in merged.items()}
+    decode = {name[1:]: max(LEAST, of[name]) for name in of if name[0] == "decode"}
+    one, context = min(decode)
+    prefill = {name[1:]: of[name] for name in of if name[0] == "prefill"}
     return Calibration(
         model=str(config.model.model or "the embedded model"),
         device=config.device if config.device != "auto" else cpu_name(),
-        prefill=[(name[1], name[2], of[name]) for name in of if name[0] == "prefill"],
-        decode=[(name[1], name[2], of[name]) for name in of if name[0] == "decode"],
+        prefill=[(*name, seconds) for name, seconds in prefill.items()],
+        decode=[(*name, seconds) for name, seconds in decode.items()],
         transfer=_line([(name[1], of[name]) for name in of if name[0] == "transfer"]),
         kv_bytes_per_token=of["kv_bytes_per_token",],
         router_s=of["router",],
+        answer_s=max(0.0, of["short",] - (SHORT - 1) * decode[one, context]),
+        cores=_cores(config),
+        prefill_beside=max(1.0, of["prefill beside",] / prefill[max(prefill, key=_tokens)]),
+        decode_beside=max(1.0, of["decode beside",] / decode[one, context]),
     )
 
 
+def _tokens(point: tuple[int, int]) -> tuple[int, int]:
+    """Orders points of `prefill` so that the last one is what `_beside` computes."""
+    return point[0], -point[1]
+
+
+def _cores(config: CalibrateConfig) -> int:
+    """Returns the cores of a node; 0: it has a GPU."""
+    if gpus := visible_gpus(config.device):
+        return 0
+    engine = EngineConfig(parallel=ParallelConfig(cpu_threads=config.cpu_threads))
+    both = [engine.parallel] * 2
+    return share_host(engine, both, gpus=gpus, cores=usable_cores())[0].num_threads
+
+
 def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]:
+    chunk, least = max(points.chunk), (min(points.batch), min(points.context))
+    chunk_s = step_s = LEAST
     for tokens, cached in product(points.chunk, points.cached):
         output = ask(tokens, cached)
         line = output.timeline
@@ -109,9 +155,36 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
         )
         moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
         yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
+        chunk_s = line["prefill_seconds"] if tokens == chunk else chunk_s
     for batch, context in product(points.batch, points.context):
-        line = ask(1, context - 1, batch, 1 + STEPS).timeline
-        yield ("decode", batch, context), (line["finished"] - line["transferred"]) / STEPS
+        short, long = (_decoded(ask(1, context - 1, batch, count)) for count in (SHORT, LONG))
+        seconds = (long - short) / (LONG - SHORT)
+        yield ("decode", batch, context), seconds
+        if (batch, context) == least:
+            yield ("short",), short
+            step_s = max(LEAST, seconds)
+    steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
+    yield from _beside(ask, chunk, least, steps)
+
+
+def _beside(
+    ask: _Asks, chunk: int, least: tuple[int, int], steps: int
+) -> Iterator[tuple[tuple[Any, ...], float]]:
+    """Measures prompts while the decode node computes an answer of so many steps, and its steps.
+    The first and the last prompt are partly alone."""
+    batch, context = least
+    seconds: list[float] = []
+    with ThreadPoolExecutor(1) as beside:
+        answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
+        while len(seconds) < BESIDE or not answer.done():
+            seconds.append(ask(chunk, 0, max_tokens=1).timeline["prefill_seconds"])
+    yield ("prefill beside",), statistics.median(seconds[1:-1])
+    yield ("decode beside",), _decoded(answer.result()) / steps
+
+
+def _decoded(output: RequestOutput) -> float:
+    """Returns the seconds in which the decode node made its tokens."""
+    return float(output.timeline["finished"] - output.timeline["transferred"])
 
 
 class _Asks:
@@ -137,7 +210,8 @@ class _Asks:
     def _generate(self, prompt: list[int], choices: int, max_tokens: int) -> RequestOutput:
         params = SamplingParams(n=choices, max_tokens=max_tokens, temperature=0, ignore_eos=True)
         (output,) = self._llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        if output.timeline["migrations"] or output.timeline["transferred"] is None:
+        lost = max_tokens > 1 and output.timeline["transferred"] is None
+        if output.timeline["migrations"] or lost:
             raise NodeError("a node failed while it was measured; see the log above")
         return output
 

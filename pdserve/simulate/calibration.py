@@ -32,7 +32,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: list[tuple[int, int, float]]  # sequences, context, seconds
     transfer: list[tuple[int, float]]  # bytes, seconds
     kv_bytes_per_token: float
-    router_s: float = 0.0  # part of TTFT that is spent outside of the nodes
+    router_s: float = 0.0  # of a request's time to its first token, what no node explains
+    answer_s: float = 0.0  # of its time after that, what no step and no hand-off explains
+    cores: float = 1.0  # that a step computes on; 0: it computes on a GPU
+    prefill_beside: float = 1.0  # how many times as long a step with prompts, and one that only
+    decode_beside: float = 1.0  # decodes, takes while another node of the host computes
 
     def write(self, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
@@ -118,17 +122,22 @@ class Times:
     """Computes durations from a calibration."""
 
     def __init__(self, calibration: Calibration, speed: float = 1.0) -> None:
-        """`speed`: of this node, relative to the calibration. Raises ValueError if a table is empty
-        or has an invalid number."""
+        """`speed`: how many times as fast this node computes. Raises ValueError: a table is empty,
+        or a number cannot be."""
         rows = (*calibration.prefill, *calibration.decode, *calibration.transfer)
         if any(not (0 <= number < float("inf")) for row in rows for number in row):
             raise ValueError("a table has a negative or non-finite number")
         if not calibration.transfer:
             raise ValueError("a table is empty")
+        own = (calibration.prefill_beside, calibration.decode_beside)
+        if not all(1 <= each < 1000 for each in own) or not 0 <= calibration.cores < 1e6:
+            raise ValueError("prefill_beside and decode_beside are at least 1, cores at least 0")
         self._prefill = Grid(calibration.prefill)
         self._decode = Grid(calibration.decode)
         self._shortest = min(context for _, context, _ in calibration.decode)
         self._transfer = Line(dict(calibration.transfer))
+        self._prefill_beside = calibration.prefill_beside
+        self._decode_beside = calibration.decode_beside
         self._speed = speed
         self._bytes_per_token = calibration.kv_bytes_per_token
 
@@ -144,6 +153,10 @@ class Times:
                 seconds -= self._decode(work.sequences, self._shortest)
             seconds += self._prefill(work.chunk_tokens + work.sequences, cached)
         return max(LEAST, seconds / self._speed)
+
+    def beside(self, work: Work) -> float:
+        """Returns how many times as long the step takes while another node of its host computes."""
+        return self._prefill_beside if work.chunk_tokens else self._decode_beside
 
     @property
     def hand_over(self) -> float:

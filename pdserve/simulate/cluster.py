@@ -41,6 +41,7 @@ from pdserve.router.requests.slo import SLO
 from pdserve.simulate.calibration import Calibration, Times
 from pdserve.simulate.clock import run_virtually
 from pdserve.simulate.engine import Job, SimulatedEngine
+from pdserve.simulate.host import Host
 from pdserve.simulate.nodes import HashedBlocks, SimulatedNode, Stream
 from pdserve.simulate.outcome import Answered, Outcome
 from pdserve.simulate.workloads import BLOCK, Arrival
@@ -62,8 +63,9 @@ class Setup:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     num_blocks: int = 10_000  # per node
     block_size: int = BLOCK
-    event_delay: float = 0.0  # seconds until a KV event reaches the router
-    joining: str = ""  # nodes that join later with empty caches; format as `layout`
+    event_delay: float = 0.0  # seconds until the router hears what a node has cached
+    host_cores: float = 0.0  # of the one host that all nodes are on; 0: each has cores of its own
+    joining: str = ""  # nodes, as `layout`, that come later and have nothing cached
     join_after: float = 0.0  # seconds
 
 
@@ -95,6 +97,15 @@ def _read_nodes(text: str) -> list[tuple[int, float]]:
     return [(role, speed) for number, role, speed in parts for _ in range(number)]
 
 
+def _host(setup: Setup) -> Host | None:
+    """Returns the host that all nodes share. Raises ConfigError: the nodes have GPUs."""
+    if not setup.host_cores:
+        return None
+    if not setup.calibration.cores:
+        raise ConfigError("--host-cores: the calibration is of GPUs, which nodes do not share")
+    return Host(setup.host_cores / setup.calibration.cores)
+
+
 def _ignore(num_tokens: int) -> None:
     """Ignores computed tokens."""
 
@@ -109,7 +120,7 @@ class Cluster:
         routing = setup.routing
         self._registry = Registry(routing, self.now, "simulated")
         self._index = PrefixIndex()
-        self._times, self._router_s = Times(setup.calibration), setup.calibration.router_s
+        self._times = Times(setup.calibration)
         self._view = view = ClusterView(self._registry)
         self._selector = NodeSelector(routing, view, setup.policies, self._match, now=self.now)
         self._admission = Admission(
@@ -121,6 +132,7 @@ class Cluster:
             prefill_backlog=routing.prefill_work,
         )
         self._nodes: dict[Node, SimulatedNode] = {}
+        self._host = _host(setup)
         self._start_nodes(read_layout(setup.layout))
         self._joining = _read_nodes(setup.joining) if setup.joining else []
         self._seq_ids = count()
@@ -156,7 +168,7 @@ class Cluster:
         node = next(each for each in self._registry.nodes() if each.id == name)
         pool = KVPool((_GROUP,), (setup.num_blocks,), setup.block_size)
         scheduler = Scheduler(pool, setup.scheduler, (), now=self.now)
-        engine = SimulatedEngine(scheduler, times, self._gap)
+        engine = SimulatedEngine(scheduler, times, self._host or Host(), self._gap)
         self._nodes[node] = SimulatedNode(node, engine, self._index, setup.event_delay)
 
     async def _heartbeats(self) -> None:
@@ -212,7 +224,8 @@ class Cluster:
                 first = await self._prefilled(job, use, ask)
                 ended = await job.ended
                 self._nodes[node].engine.release(job)
-        return Answered(ask.arrived, first + self._router_s, ended, arrival.output_tokens)
+        late = self._setup.calibration.router_s
+        return Answered(ask.arrived, first + late, ended + late, arrival.output_tokens)
 
     async def _apart(
         self, placement: PlacementRequest, arrival: Arrival, ask: Ask, decode: Node
@@ -228,7 +241,7 @@ class Cluster:
             engine.activate(job)
             ended = await job.ended
             engine.release(job)
-        return first, ended
+        return first, ended + self._setup.calibration.answer_s
 
     async def _handed_over(
         self,

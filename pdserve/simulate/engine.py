@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from pdserve.common.core.sampling import SampledToken
@@ -20,6 +21,7 @@ from pdserve.common.engine.rates import MeasuredRates
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.engine.sequence import Sequence, check_finish
 from pdserve.simulate.calibration import Times, Work
+from pdserve.simulate.host import Host, Turn
 
 _FIRST = SampledToken(0)
 MOST_TOKENS = 2**31  # larger than any prompt of a trace
@@ -48,9 +50,9 @@ class _Run:
 
     batch: StepDelta
     begun: float
-    seconds: float  # per step
+    seconds: float  # of each, if its node computes alone
     steps: int
-    timer: asyncio.TimerHandle
+    turn: Turn
 
 
 class SimulatedEngine:
@@ -60,11 +62,13 @@ class SimulatedEngine:
         self,
         scheduler: Scheduler,
         times: Times,
+        host: Host,
         on_gap: Callable[[float, int], None],
     ) -> None:
         """`on_gap(seconds, count)`: `count` tokens came `seconds` after the token before."""
         self.scheduler = scheduler
-        self.computed_tokens = 0  # prompt tokens
+        self._host = host
+        self.computed_tokens = 0  # of prompts
         self._times = times
         self._on_gap = on_gap
         self.rates = MeasuredRates()
@@ -109,10 +113,10 @@ class SimulatedEngine:
         if run is None:
             self._begin()
         elif run.steps > 1:
-            run.timer.cancel()
-            passed = (self._loop.time() - run.begun) / run.seconds
-            run.steps = min(run.steps, int(passed) + 1)
-            run.timer = self._loop.call_at(run.begun + run.steps * run.seconds, self._end)
+            left = ceil(self._host.left(run.turn) / run.seconds)
+            later = min(run.steps, max(1, left)) - 1
+            run.steps -= later
+            self._host.shorten(run.turn, later * run.seconds)
 
     def _begin(self) -> None:
         self._admit()
@@ -125,10 +129,9 @@ class SimulatedEngine:
         if steps > 1:
             grown = Work(sequences=work.sequences, context=work.context + steps * work.sequences)
             seconds = (seconds + self._times.step(grown)) / 2
-        now = self._loop.time()
-        self.rates.step(work.chunk_tokens, work.sequences, seconds)
-        timer = self._loop.call_at(now + steps * seconds, self._end)
-        self._run = _Run(batch, now, seconds, steps, timer)
+        beside = self._times.beside(work)
+        turn = self._host.start(steps * seconds, beside, self._end)
+        self._run = _Run(batch, self._loop.time(), seconds, steps, turn)
 
     def _steps_alike(self, work: Work) -> int:
         """Returns how many steps equal this one, and allocates their blocks."""
@@ -147,17 +150,21 @@ class SimulatedEngine:
         run, self._run = self._run, None
         assert run is not None
         now = self._loop.time()
-        steady = 0  # tokens that came one step after the token before
+        took = (now - run.begun) / run.steps
+        work = _work(run.batch)
+        self.rates.step(work.chunk_tokens, work.sequences, took)
+        steady = 0  # tokens that came a step after the last
         for entry in run.batch.sequences:
             job = self._jobs[entry.seq_id]
-            steady += self._apply(job, len(entry.token_ids), entry.samples, run, now)
+            steady += self._apply(job, len(entry.token_ids), entry.samples, run, took)
         if steady:
-            self._on_gap(run.seconds, steady)
+            self._on_gap(took, steady)
         self._begin()
 
-    def _apply(self, job: Job, count: int, samples: bool, run: _Run, now: float) -> int:
-        """Applies the run to a sequence; returns how many of its tokens came one step after the
-        token before."""
+    def _apply(self, job: Job, count: int, samples: bool, run: _Run, took: float) -> int:
+        """Takes the run's part of a sequence, whose steps took so many seconds each; returns how
+        many of its tokens came a step after the last."""
+        now = self._loop.time()
         sequence, scheduler = job.sequence, self.scheduler
         scheduler.computed(sequence, count)
         if sequence.num_output_tokens == 0:
@@ -172,8 +179,8 @@ class SimulatedEngine:
         scheduler.drawn(sequence, run.steps)
         if not job.first.done():
             job.first.set_result(now)
-        gap = run.begun + run.seconds - job.last
-        late = bool(job.last) and gap > 1.001 * run.seconds
+        gap = run.begun + took - job.last
+        late = bool(job.last) and gap > 1.001 * took
         if late:
             self._on_gap(gap, 1)
         steady = run.steps - (late or not job.last)

@@ -55,6 +55,7 @@ def run(config: SimulateConfig) -> dict[str, Any]:
         policies=load_policies(config.routing),
         routing=config.routing,
         scheduler=config.scheduler,
+        host_cores=config.host_cores,
         num_blocks=max(1, config.kv_cache_tokens // config.block_size),
         block_size=config.block_size,
     )

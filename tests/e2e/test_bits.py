@@ -50,9 +50,14 @@ SETUPS = [
 ]
 DEGREES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]  # of prefill and decode nodes
 CONFIGURATIONS = {
-    "chunks of 16 tokens, blocks of 8, over tcp": (
+    "chunks of 16 tokens, blocks of 8, over tcp, steps ahead": (
         ("prefill", "decode"),
-        {"max_num_batched_tokens": 16, "block_size": 8, "kv_connector": "tcp"},
+        {
+            "max_num_batched_tokens": 16,
+            "block_size": 8,
+            "kv_connector": "tcp",
+            "async_scheduling": "",
+        },
     ),
     "one node, large chunks, drafts": (
         ("both",),
@@ -148,18 +153,20 @@ def test_unequal_ranks(
         pytest.skip("its groups are not those of two ranks")
     with running(setup) as other:
         other.start_node("prefill", tensor_parallel_size=prefill)
-        other.start_node("decode", tensor_parallel_size=decode)
+        other.start_node("decode", tensor_parallel_size=decode, async_scheduling="")
         other.wait_nodes()
         assert ask_all(other) == expected
         assert ask_all(other) == expected
 
 
-@pytest.mark.slow
-def test_after_a_preemption(setup: tuple[str, str], cluster: WarmCluster) -> None:
+@pytest.mark.parametrize("options", [slow({}), slow({"async_scheduling": ""})], ids=str)
+def test_after_a_preemption(
+    setup: tuple[str, str], cluster: WarmCluster, options: dict[str, Any]
+) -> None:
     """The last of several at once lose their blocks and are computed again."""
     body = {"prompt": PROMPT[:20], "max_tokens": 90, **DRAWN}
     expected = ask(cluster, **body)
-    with running(setup, "both", num_gpu_blocks_override=64) as few:
+    with running(setup, "both", num_gpu_blocks_override=64, **options) as few:
         (node,) = few.nodes()
 
         def ask_at_once() -> None:
@@ -173,7 +180,8 @@ def test_after_a_preemption(setup: tuple[str, str], cluster: WarmCluster) -> Non
 @pytest.mark.parametrize("token", only(range(1, NUM_TOKENS), [13]))
 def test_a_decode_node_dies(cluster: WarmCluster, expected: list[str], token: int) -> None:
     arm = ("mortal:arm", "SIGKILL", f"{SESSION}.sampled", str(token))
-    mortal = cluster.start_node("decode", arm, num_gpu_blocks_override=MORE_BLOCKS)
+    options = {"async_scheduling": ""} if token % 2 else {}
+    mortal = cluster.start_node("decode", arm, num_gpu_blocks_override=MORE_BLOCKS, **options)
     cluster.wait_nodes()
     pid = cluster.pids.pop(mortal)
     for number in range(10):

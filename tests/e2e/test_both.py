@@ -83,6 +83,7 @@ def test_choices_share_one_prefill(up: Cluster) -> None:
     assert computed < len(PROMPT) + 3 * 16, "the others compute what is after its last full block"
 
 
+@pytest.mark.slow
 def test_it_draws_what_a_pair_draws(up: Cluster) -> None:
     with WarmCluster(MODEL) as pair:
         for options in DRAWN:

@@ -167,7 +167,7 @@ async def replace_router(cluster: WarmCluster, name: str) -> None:
         while await asyncio.to_thread(cluster.exit_code, pid) is None:
             await asyncio.sleep(0.05)
     cluster.start_router(name=name)
-    for node in (*cluster.names("prefill"), *cluster.names("decode")):
+    for node in cluster.pids.keys() - cluster.routers.keys():
         await ready(cluster, node)
     await eventually(lambda: all_up(cluster))  # before the next one drains
 
@@ -216,7 +216,10 @@ def test_a_router_and_a_node_are_replaced(cluster: WarmCluster) -> None:
 @pytest.mark.parametrize("plain", [False, True])
 def test_everything_is_replaced(cluster: WarmCluster, plain: bool) -> None:
     """Clients know both routers, or one address of HAProxy and nothing of routers."""
-    everything = [*cluster.routers], ["prefill", "decode"]
+    while len(cluster.names("both")) < 2:
+        cluster.start_node("both")
+    cluster.wait_nodes()
+    everything = [*cluster.routers], ["prefill", "decode", "both"]
     if not plain:
         replace(cluster, *everything, cluster)
         return

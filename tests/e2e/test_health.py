@@ -22,7 +22,7 @@ from warm import WarmCluster, ranks_of, slowness, suspended
 MODEL = "mistral"
 PROMPT = "Once upon a time there was a girl who lived in an old mill"
 NUM_TOKENS = 24
-LONG = 400  # tokens, a second or two
+LONG = 250  # tokens, about a second
 STALL = 3.0 * slowness()  # seconds; on a busy machine a step may take some
 
 

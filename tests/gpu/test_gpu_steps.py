@@ -23,6 +23,7 @@ from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.graphs import CudaCapture, DecodeGraphs
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
 from pdserve.common.worker.sampler import sample
+from pdserve.common.worker.token_feed import TokenFeed
 
 CUDA = torch.device("cuda")
 VOCAB = 1000
@@ -65,10 +66,10 @@ def sequences(device: torch.device) -> list[StepSequence]:
 def test_tokens_are_those_of_a_cpu_and_the_host_waits_once(spoiled: float) -> None:
     logits = torch.randn(len(PARAMS), VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     logits[2, 9] += spoiled
-    expected = sample(logits, sequences(torch.device("cpu")))
+    expected = sample(logits, sequences(torch.device("cpu"))).results()
     on_device, rows = logits.cuda(), sequences(CUDA)
     with no_waiting():
-        found = sample(on_device, rows)
+        found = sample(on_device, rows).results()
     for ours, theirs in zip(found, expected, strict=True):
         if not isinstance(ours, SampledToken) or not isinstance(theirs, SampledToken):
             assert ours == theirs
@@ -78,6 +79,20 @@ def test_tokens_are_those_of_a_cpu_and_the_host_waits_once(spoiled: float) -> No
         if ours.logprobs is not None and theirs.logprobs is not None:
             assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, rel=1e-4)
             assert [t for t, _ in ours.logprobs.top] == [t for t, _ in theirs.logprobs.top]
+
+
+def test_tokens_reach_the_next_step_without_the_host() -> None:
+    feed = TokenFeed(GroupCoordinator(device=CUDA))
+    logits, rows = torch.randn(len(PARAMS), VOCAB, device=CUDA), sequences(CUDA)
+    counts, token_ids = torch.zeros(VOCAB, device=CUDA), torch.zeros(3, dtype=torch.int64).cuda()
+    with no_waiting():
+        sampled = sample(logits, rows)
+        feed.keep((row.seq_id for row in rows), sampled.tokens)
+        feed.fill(token_ids, [(2, 1), (0, 5)])
+        feed.count(5, counts)
+    ids = [row.token_id if isinstance(row, SampledToken) else None for row in sampled.results()]
+    assert token_ids.tolist() == [ids[5], 0, ids[1]]
+    assert counts.nonzero().flatten().tolist() == [ids[5]]
 
 
 # ---- CUDA graphs ----

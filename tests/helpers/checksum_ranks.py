@@ -20,7 +20,7 @@ from pdserve.common.core.request import FinishReason
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.distributed.executor import Executor
 from pdserve.common.engine.kv_pool import NO_BLOCK
-from pdserve.common.engine.messages import StepDelta, StepOutput
+from pdserve.common.engine.messages import DRAWN, SequenceDelta, StepDelta, StepOutput
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.worker.input_batch import BlockIds, InputBatch, StepSequence
 
@@ -145,6 +145,9 @@ class ChecksumRanks(StepsAlone):
         self.touched = Counter[int]()  # seq_ids of the steps in flight
         # seq_ids whose next token fails, with the KV of its step.
         self.broken: set[int] = set()
+        self.num_drawn = 0  # tokens that were used before the engine knew them
+        self._last: dict[int, int] = {}  # seq_id → the token of the last step
+        self._unknown: set[int] = set()  # seq_ids that failed, and are computed all the same
         self._batch, self._draft_batch = _input_batch(), _input_batch()
         self._draft_cache = GroupCaches([FULL])
         self._computing, self._answering = asyncio.Lock(), asyncio.Lock()
@@ -191,11 +194,20 @@ class ChecksumRanks(StepsAlone):
                 position += 1
         return tuple(guesses)
 
+    def _filled(self, entry: SequenceDelta) -> SequenceDelta:
+        if entry.token_ids != (DRAWN,):
+            return entry
+        self.num_drawn += 1
+        if entry.seq_id not in self._last:
+            self._unknown.add(entry.seq_id)
+        return replace(entry, token_ids=(self._last.get(entry.seq_id, 0),))
+
     def _forward(self, cache: GroupCaches, sequence: StepSequence) -> tuple[State, int]:
         """Writes the sequence's tokens; returns (state after them, end position)."""
         start, position = sequence.start, sequence.start
         before = states(self.sequences[sequence.seq_id].token_ids[:start])
-        cache.check(sequence.block_tables, before)
+        if sequence.seq_id not in self._unknown:
+            cache.check(sequence.block_tables, before)
         state = before[-1] if before else 1
         for position, token in enumerate(sequence.token_ids, start):
             state = after(state, token)
@@ -204,6 +216,8 @@ class ChecksumRanks(StepsAlone):
 
     def _compute(self, delta: StepDelta) -> StepOutput:
         tokens, failed, deferred, prompts = [], [], [], []
+        self._unknown.clear()
+        delta = replace(delta, sequences=tuple(map(self._filled, delta.sequences)))
         for each in self._batch.apply(delta).sequences:
             check_known(each, self.sequences[each.seq_id])
             state, end = self._forward(self.cache, each)
@@ -221,6 +235,7 @@ class ChecksumRanks(StepsAlone):
                 deferred.append(each.seq_id)
             else:
                 tokens += [(each.seq_id, SampledToken(i)) for i in self._drawn(each, state, end)]
+        self._last = {seq_id: token.token_id for seq_id, token in tokens}
         return StepOutput(
             delta.step,
             tuple(tokens),
@@ -246,20 +261,23 @@ class ChecksumRanks(StepsAlone):
 
 
 def check_known(entry: StepSequence, sequence: EngineSequence) -> None:
-    """Checks that a rank's state of a sequence equals the engine's, while their step is in
-    flight."""
+    """Checks that a rank knows of a sequence what the engine knows, while their step is in flight,
+    and the token that the engine may not know yet."""
     params, end = sequence.sampling, entry.start + len(entry.token_ids)
+    tokens = sequence.token_ids
+    if len(tokens) == entry.start:
+        tokens = [*tokens, *entry.token_ids]
     for table, own in zip(entry.block_tables, sequence.block_tables, strict=True):
         known = zip(table, own, strict=False)
         assert len(table) <= len(own) and all(b in (a, NO_BLOCK) for a, b in known)
-    assert [*entry.token_ids] == sequence.token_ids[entry.start : end]
+    assert [*entry.token_ids] == tokens[entry.start : end]
     assert entry.seed == params.seed + sequence.choice
-    if end < sequence.num_tokens:
+    if end < len(tokens):
         assert entry.sampling is None and entry.banned_token_ids == ()
         return
     assert entry.sampling == params
-    ends = () if sequence.num_output_tokens >= params.min_tokens else (EOS, STOP)
-    output = tuple(sequence.token_ids[sequence.num_prompt_tokens :])
+    output = tuple(tokens[sequence.num_prompt_tokens :])
+    ends = () if len(output) >= params.min_tokens else (EOS, STOP)
     words = (word for word in params.bad_words_token_ids if len(word) <= len(output) + 1)
     completing = {w[-1] for w in words if output[len(output) + 1 - len(w) :] == w[:-1]}
     assert entry.banned_token_ids[: len(ends)] == ends

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from kv_faults import Place, spoil
+from kv_faults import Data, Place, spoil
 from pdserve.kv_transfer.connector import Event, Landed, RankContext, SinkTransfer
 from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.layout import CacheView
@@ -26,10 +25,10 @@ KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
 """Recognizes the KV of a group, in models that have one such group."""
 
 
-class Corrupt(P2PConnector):
-    """A mixin for connectors. Options: `probability` of corruption per arrival, repeated ones
-    included; `kind` of KV to corrupt; `seed`; `ledger`, a file that gets a line with the fault's
-    name per corruption."""
+class Spoiler(P2PConnector):
+    """Mixed into a connector. Options: `probability` that an arrival, a second try too, is
+    spoilt; `kind` of KV that is; `seed`; `ledger`, a file that gets a line for each that was: the
+    fault's name."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         options = dict(config)
@@ -37,33 +36,47 @@ class Corrupt(P2PConnector):
         self._is_kind = KINDS[options.pop("kind", "any")]
         self._rng = random.Random(options.pop("seed"))
         self._ledger = os.open(options.pop("ledger"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._places: dict[bytes, tuple[Place, np.ndarray]] = {}
-        super().__init__(replace(context, emit=self._on_event), options)
-        self._emit = context.emit
+        self._lock = threading.Lock()
+        super().__init__(context, options)
 
-    def accept(self, transfer: SinkTransfer) -> None:
-        view = self.context.view
-        if transfer.block_ids and self._is_kind(view, transfer):
-            place = Place(view, view.rect, transfer.block_ids)
-            self._places[transfer.transfer_id] = place, place.read()
-        super().accept(transfer)
+    def is_due(self, transfer: SinkTransfer) -> bool:
+        """Draws whether an arrival shall be spoilt."""
+        if not transfer.block_ids or not self._is_kind(self.context.view, transfer):
+            return False
+        with self._lock:
+            return self._rng.random() < self._probability
 
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, Landed) and event.transfer_id in self._places:
-            place, before = self._places.pop(event.transfer_id)
-            if self._rng.random() < self._probability:
-                self._spoil(place, before)
-        self._emit(event)
-
-    def _spoil(self, place: Place, before: np.ndarray) -> None:
+    def spoil(self, place: Place, before: Data) -> None:
         data = place.read()
-        fault = spoil(self._rng, data, before)
+        with self._lock:
+            fault = spoil(self._rng, data, before)
         place.write(data)
         os.write(self._ledger, f"{fault.__name__}\n".encode())
 
     def close(self, deadline: float) -> None:
         super().close(deadline)
         os.close(self._ledger)
+
+
+class Corrupt(Spoiler):
+    """Spoils what has landed."""
+
+    def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
+        self._places: dict[bytes, tuple[Place, Data]] = {}
+        self._emit = context.emit
+        super().__init__(replace(context, emit=self._on_event), config)
+
+    def accept(self, transfer: SinkTransfer) -> None:
+        if self.is_due(transfer):
+            view = self.context.view
+            place = Place(view, view.rect, transfer.block_ids)
+            self._places[transfer.transfer_id] = place, place.read()
+        super().accept(transfer)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Landed) and event.transfer_id in self._places:
+            self.spoil(*self._places.pop(event.transfer_id))
+        self._emit(event)
 
 
 class CorruptShm(Corrupt, RereadShm):

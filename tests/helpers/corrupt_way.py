@@ -3,18 +3,14 @@ the sink hashes it. A ledger records it."""
 
 from __future__ import annotations
 
-import os
-import random
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from corrupt_connector import KINDS
-from kv_faults import Data, Place, spoil
-from pdserve.kv_transfer.blocks import ByteRuns, hash_blocks, plane_runs
+from corrupt_connector import Spoiler
+from kv_faults import Place
+from pdserve.kv_transfer.blocks import ByteRuns, RunsHash, hash_blocks, plane_runs
 from pdserve.kv_transfer.connector import RankContext, SinkTransfer
 from pdserve.kv_transfer.connectors.base.channel import FrameHash, HashingPipeMover, Mover
-from pdserve.kv_transfer.connectors.base.p2p import P2PConnector
 from pdserve.kv_transfer.connectors.base.pull import PullMover
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.connectors.shm import Greeting, MappedCache, ShmConnector
@@ -28,25 +24,17 @@ from pdserve.kv_transfer.rank import group_connector
 group_connector.SHORT_NBYTES = 0  # hashes runs of small models too while they are sent
 
 
-class SpoiltOnTheWay(P2PConnector):
-    """A mixin for connectors; options as in `corrupt_connector.Corrupt`. Corrupts at most one frame
-    per epoch."""
+class SpoiltOnTheWay(Spoiler):
+    """Spoils at most one frame of an epoch."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
-        options = dict(config)
-        self._probability = float(options.pop("probability"))
-        self._is_kind = KINDS[options.pop("kind", "any")]
-        self._rng = random.Random(options.pop("seed"))
-        self._ledger = os.open(options.pop("ledger"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        super().__init__(context, config)
         self._due: set[tuple[bytes, int]] = set()
-        self._lock = threading.Lock()
-        super().__init__(context, options)
 
     def accept(self, transfer: SinkTransfer) -> None:
-        if transfer.block_ids and self._is_kind(self.context.view, transfer):
+        if self.is_due(transfer):
             with self._lock:
-                if self._rng.random() < self._probability:
-                    self._due.add((transfer.transfer_id, transfer.epoch))
+                self._due.add((transfer.transfer_id, transfer.epoch))
         super().accept(transfer)
 
     def place(self, frame: Frame, block_ids: Sequence[int]) -> Place | None:
@@ -57,20 +45,9 @@ class SpoiltOnTheWay(P2PConnector):
             self._due.discard(key)
             return Place(self.context.view, frame.rect, block_ids)
 
-    def spoil(self, place: Place, before: Data) -> None:
-        data = place.read()
-        with self._lock:
-            fault = spoil(self._rng, data, before)
-        place.write(data)
-        os.write(self._ledger, f"{fault.__name__}\n".encode())
-
-    def close(self, deadline: float) -> None:
-        super().close(deadline)
-        os.close(self._ledger)
-
 
 class SpoilingPipeMover(HashingPipeMover):
-    """Writes other bytes into the blocks than were sent."""
+    """The kernel writes something else into the blocks than was sent; the hash is of that."""
 
     def __init__(self, connector: SpoiltOnTheWay, pipe: SocketPipe) -> None:
         super().__init__(connector.context.view, pipe)
@@ -83,12 +60,18 @@ class SpoilingPipeMover(HashingPipeMover):
         self._place = self._connector.place(frame, block_ids)
         return super().recv(frame, block_ids, gate)
 
-    def _spoilt(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+    def _spoilt(
+        self, memory: memoryview, runs: ByteRuns, gate: Gate, hashed: RunsHash | None = None
+    ) -> bool:
         place, self._place = self._place, None
-        before = None if place is None else place.read()
+        if place is None:
+            return self._receive(memory, runs, gate, hashed)
+        before = place.read()
         moved = self._receive(memory, runs, gate)
-        if moved and place is not None and before is not None:
+        if moved:
             self._connector.spoil(place, before)
+        if moved and hashed is not None:
+            hashed.update(runs)
         return moved
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,17 @@ class ToyWorker:
     def ready(self) -> bytes:
         return b"%d %d" % (self.rank, os.getpid())
 
-    def step(self, message: bytes) -> bytes:
-        """`wait` ends when the extension gets "go". `raise R` and `exit R` concern rank R; on other
-        ranks `raise R` waits until they must end, so that none answers before R raises.
+    def step(self, message: bytes) -> bytes | Callable[[], bytes]:
+        """`wait` lasts until the extension is told to "go"; `raise R` and `exit R` concern rank R:
+        `raise R` lasts on the others until they are to end, so that none answers before R raises.
+        `later X` is X, but the next step does not wait for its result.
         """
+        command, _, argument = message.partition(b" ")
+        if command == b"later":
+            return lambda: self._step(argument)
+        return self._step(message)
+
+    def _step(self, message: bytes) -> bytes:
         command, _, argument = message.partition(b" ")
         if command == b"wait" and self.extension is not None:
             self.extension.go.wait(FOR_EVER)

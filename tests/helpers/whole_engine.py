@@ -40,19 +40,22 @@ class Running:
         self.scheduler = ranks.scheduler
         self.engine = EngineCore(ranks.executor, ranks.scheduler, self, max_model_len=1024)
         self.most_held = [0] * len(self.scheduler.pool.pools)
-        self._ended: dict[int, asyncio.Future[list[int]]] = {}
-        self._tokens: dict[int, list[int]] = {}
+        self._ended: dict[int, asyncio.Future[None]] = {}
+        self._tokens: dict[int, list[SampledToken]] = {}
 
     async def generate(self, *prompts: tuple[int, ...]) -> list[list[int]]:
-        ended = []
-        for prompt in prompts:
-            sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-            sequence = self.engine.new_sequence(GenerateJob("r", prompt, sampling), Choice())
-            future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-            self._ended[sequence.seq_id], self._tokens[sequence.seq_id] = future, []
-            self.engine.add(sequence)
-            ended.append(future)
-        return await asyncio.gather(*ended)
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        drawn = await asyncio.gather(*(self.sample(prompt, sampling) for prompt in prompts))
+        return [[token.token_id for token in each] for each in drawn]
+
+    async def sample(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[SampledToken]:
+        sequence = self.engine.new_sequence(GenerateJob("r", prompt, sampling), Choice())
+        self._ended[sequence.seq_id] = ended = asyncio.get_running_loop().create_future()
+        tokens: list[SampledToken] = []
+        self._tokens[sequence.seq_id] = tokens
+        self.engine.add(sequence)
+        await ended
+        return tokens
 
     def admitted(self, sequence: EngineSequence) -> None: ...
 
@@ -64,10 +67,10 @@ class Running:
     def sampled(
         self, sequence: EngineSequence, tokens: tuple[SampledToken, ...], finish: Finish | None
     ) -> None:
-        self._tokens[sequence.seq_id] += [each.token_id for each in tokens]
+        self._tokens[sequence.seq_id] += tokens
         if finish is not None:
             self.engine.release(sequence)
-            self._ended[sequence.seq_id].set_result(self._tokens[sequence.seq_id])
+            self._ended[sequence.seq_id].set_result(None)
 
     def failed(self, sequence: EngineSequence, reason: str, code: str) -> None:
         self._ended[sequence.seq_id].set_exception(AssertionError(reason))

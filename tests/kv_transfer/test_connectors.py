@@ -21,7 +21,7 @@ from connector_ranks import GEOMETRY, ID, RECT, SINK_IDS, Rank, ranks, submit
 from kv_fakes import FakeConnector
 from pdserve.common.core.errors import ConfigError, TransferError
 from pdserve.common.worker.kv_cache import GroupCache
-from pdserve.kv_transfer.blocks import byte_runs, memory_of, piece_nbytes
+from pdserve.kv_transfer.blocks import piece_nbytes
 from pdserve.kv_transfer.connector import (
     BlockRun,
     Failed,
@@ -39,7 +39,7 @@ from pdserve.kv_transfer.connectors.shm import Greeting, ShmConnector
 from pdserve.kv_transfer.connectors.tcp import Options, TCPConnector, TCPTransport
 from pdserve.kv_transfer.frame import HEADER_NBYTES, Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
-from pdserve.kv_transfer.layout import CacheView, Piece, Rect
+from pdserve.kv_transfer.layout import Piece, Rect
 from pdserve.kv_transfer.rank.worker_connector import build_worker_connector
 from pdserve.kv_transfer.selection import RankConfig
 from waiting import wait_until
@@ -368,25 +368,6 @@ def test_offers_are_checked(
         channel.deliver(Frame(FrameKind.OFFER, ID, 1, rect, 0, 1), ids, Gate())
     assert says in sink.expect(Failed).message
     channel.close()
-
-
-def test_scatter_gather_over_more_buffers_than_one_call_takes() -> None:
-    left, right = socket.socketpair()
-    ends = SocketPipe(left), SocketPipe(right)
-    cache = torch.randn(2, 2, 800, 2, 4, 8)
-    target = torch.zeros_like(cache)
-    rect = Rect(0, 2, 0, 2)
-    runs = byte_runs(CacheView(cache, rect), rect, tuple(range(0, 800, 2)))
-    gates = Gate(), Gate()
-    sender = threading.Thread(target=ends[0].send_blocks, args=(memory_of(cache), runs, gates[0]))
-    sender.start()
-    assert ends[1].recv_blocks(memory_of(target), runs, gates[1])
-    sender.join()
-    assert len(runs.lengths) > 1024
-    assert torch.equal(target[:, :, ::2], cache[:, :, ::2])
-    assert not target[:, :, 1::2].any()
-    for pipe in ends:
-        pipe.close()
 
 
 class FutureConnector(FakeConnector):

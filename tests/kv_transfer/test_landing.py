@@ -16,10 +16,10 @@ import torch
 from compiled import use_compiled_code
 from kv_fakes import BLOCK_SIZE, HEAD_DIM, HEADS, Geometry, Pair
 from kv_faults import Place, spoil
-from pdserve.kv_transfer.blocks import ByteRuns
+from pdserve.kv_transfer.blocks import ByteRuns, RunsHash
 from pdserve.kv_transfer.commands import Ready, Reply, decode_command
-from pdserve.kv_transfer.connector import BlockRun
-from pdserve.kv_transfer.connectors.base import channel
+from pdserve.kv_transfer.connector import BlockRun, RunDigest
+from pdserve.kv_transfer.connectors.base import sockets
 from pdserve.kv_transfer.connectors.base.channel import FrameHash
 from pdserve.kv_transfer.connectors.base.pull import PullMover
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
@@ -28,6 +28,7 @@ from pdserve.kv_transfer.frame import Frame
 from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import CacheView, Rect
 from pdserve.kv_transfer.rank import digester, group_connector
+from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from transfers import pair
 from waiting import wait_until
 
@@ -90,7 +91,7 @@ async def test_what_was_hashed_as_it_moved_is_not_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_compiled_code(compiled, monkeypatch)
-    monkeypatch.setattr(channel, "HOT_NBYTES", 100)
+    monkeypatch.setattr(sockets, "HOT_NBYTES", 100)
     async with pair(connector, *tp, geometry=GEOMETRY) as made:
         full = made.source_node.fill_random()
         compared = await hand_off(made)
@@ -148,9 +149,12 @@ class Way:
         """The kernel writes something else than was sent."""
         receive = SocketPipe.recv_blocks
 
-        def spoilt(pipe: SocketPipe, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-            moved = receive(pipe, memory, runs, gate)
-            if self.now():
+        def spoilt(
+            pipe: SocketPipe, memory: memoryview, runs: ByteRuns, gate: Gate, hashed: RunsHash
+        ) -> bool:
+            hit = self.now()
+            moved = receive(pipe, memory, runs, gate, None if hit else hashed)
+            if hit:
                 at, nbytes = int(runs.offsets[-1]), int(runs.lengths[-1])
                 data = bytearray(memory[at : at + nbytes])
                 kind = self.rng.choice(("bit", "shifted", "zeroed"))
@@ -162,6 +166,7 @@ class Way:
                     data[self.rng.randrange(nbytes) :] = b""
                 memory[at : at + nbytes] = data.ljust(nbytes, b"\0")
                 self.kinds[kind] += 1
+                hashed.update(runs)
             return moved
 
         monkeypatch.setattr(SocketPipe, "recv_blocks", spoilt)
@@ -232,3 +237,33 @@ async def test_a_fault_on_the_way_is_found_and_the_data_sent_again(
         at_once = [run for run in RUNS if run.count * BLOCK_NBYTES <= little]
         assert hashed["runs"] == (REPEATED + faults) * len(at_once)  # no sink has read again
     assert len(way.kinds) > 2
+
+
+async def test_digests_of_bands_of_layers_are_read_again(
+    hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source of an earlier build cuts digests otherwise than frames. The sink has hashed none of
+    these parts, and finds a fault as well."""
+
+    def in_bands(source: GroupConnector, ready: Ready) -> tuple[RunDigest, ...]:
+        transfer = source._sources[ready.transfer_id]
+        ids, ((piece, _),) = (transfer.transfer_id, transfer.epoch), transfer.pieces
+        return tuple(
+            RunDigest(
+                0, band, ready.run, source._digester.digest(*ids, band, ready.run, ready.block_ids)
+            )
+            for band in piece.rect.split_layers(2)
+        )
+
+    monkeypatch.setattr(GroupConnector, "_digest", in_bands)
+    way = Way()
+    async with pair("tcp", geometry=GEOMETRY) as made:
+        way.over_tcp(made, monkeypatch)
+        full = made.source_node.fill_random()
+        assert await hand_off(made) == 2 * len(RUNS)
+        assert hashed["runs"] == 2 * 2 * len(RUNS)  # on both sides
+        while not way.kinds:
+            way.due = True
+            await hand_off(made)
+        assert made.sink.counts["stopped/DIGEST_MISMATCH"] == 1
+        check(made, full)

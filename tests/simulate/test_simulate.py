@@ -6,9 +6,11 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from threading import Semaphore
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from paths import MODELS, ROOT
 from pdserve.cli.main import main
@@ -18,7 +20,7 @@ from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.cluster.policies import load_policy
 from pdserve.simulate import engine
-from pdserve.simulate.calibrate import Points, measure
+from pdserve.simulate.calibrate import LONG, Points, measure
 from pdserve.simulate.calibration import (
     Calibration,
     Grid,
@@ -116,6 +118,52 @@ def test_nodes_that_join_take_their_part() -> None:
         run(arrivals, late={"joining": "1X"})
 
 
+# ---- one host ----
+
+BUSY = structs.replace(TIMES, prefill_beside=1.5, decode_beside=2.0)
+
+
+def test_nodes_of_one_host_share_its_cores() -> None:
+    """Two prompts of a second each, that three nodes could compute at once."""
+    arrivals = [Arrival(0.0, 1000, []), Arrival(0.5, 1000, [])]
+    ends = {cores: shared(arrivals, cores, TIMES) for cores in (0, 1, 2)}
+    assert ends[0] == ends[2] == pytest.approx([1.0, 1.0])
+    # One core: half a second alone, then both at half speed, then the rest of the second alone.
+    assert ends[1] == pytest.approx([1.5, 1.5])
+    assert shared(arrivals, 1, structs.replace(TIMES, cores=0.5)) == ends[0]
+
+
+def test_a_node_s_steps_take_longer_beside_others() -> None:
+    arrivals = [Arrival(0.0, 1000, []), Arrival(0.5, 1000, [])]
+    # 0.5 s alone, the other half in 0.75 s beside the other, which then has half of its own left.
+    assert shared(arrivals, 2, BUSY) == pytest.approx([1.25, 0.75 + 0.5])
+    assert shared(arrivals[:1], 2, BUSY) == pytest.approx([1.0])
+    assert shared(arrivals, 0, BUSY) == pytest.approx([1.0, 1.0]), "each has cores of its own"
+
+
+def test_a_prompt_beside_them_slows_steps_that_are_computed_as_one() -> None:
+    arrivals = [Arrival(0.0, 1000, [], output_tokens=41), Arrival(3.5, 1000, [])]
+    found = run(arrivals, times=BUSY, late={"host_cores": 2})
+    first = min(found.answered, key=lambda each: each.arrived)
+    # 40 steps of 0.1 s from 2.5 s on, the prompt beside them from 3.5 to 5.0 s.
+    assert first.ended == pytest.approx(2.5 + 4.0 + 1.5 / 2)
+    assert sum(count for _, count in found.gaps) == 40
+
+
+def test_the_cores_of_gpus_are_not_shared() -> None:
+    with pytest.raises(ConfigError, match="--host-cores: the calibration is of GPUs"):
+        shared([Arrival(0.0, 1000, [])], 2, structs.replace(TIMES, cores=0))
+
+
+def shared(arrivals, cores: int, times: Calibration) -> list[float]:
+    """Returns the seconds to each first token, on prefill nodes of a host with so many cores."""
+    found = run(arrivals, "3P1D", times, late={"host_cores": cores})
+    return [each.ttft for each in sorted(found.answered, key=lambda each: each.arrived)]
+
+
+# ---- caches and the queue ----
+
+
 def test_prompts_without_hashes_share_nothing() -> None:
     assert run([Arrival(5.0 * i, 1000, []) for i in range(3)]).hit_ratio == 0
 
@@ -195,23 +243,33 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 class TimedLLM:
-    """Answers with the timeline of a cluster that computes a token in a millisecond."""
+    """Answers with the timeline of a cluster that computes a token in a millisecond. Its nodes are
+    slower while both compute; a long answer lasts until the fourth prompt beside it."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
+        self._beside = Semaphore(0)
 
     def generate(self, prompt, params, use_tqdm):
         tokens = prompt["prompt_token_ids"]
         known = max((len(each) for each in self.prompts if tokens[: len(each)] == each), default=0)
         self.prompts.append(tokens)
+        alone, long = params.max_tokens > 1, params.max_tokens > LONG
+        if long:
+            for _ in range(4):
+                self._beside.acquire()
+        elif not alone:
+            self._beside.release()
         new = len(tokens) - known
         first = 0.25 + new / 1000
         landed = first + 0.1 + new / 10_000
         timeline = {
-            "prefill_seconds": new / 1000,
+            "prefill_seconds": new / (1000 if alone else 500),
             "first_token": first,
-            "transferred": landed,
-            "finished": landed + (params.max_tokens - 1) * params.n / 100,
+            "transferred": landed if alone else None,
+            "finished": landed
+            + 0.002
+            + (params.max_tokens - 1) * params.n * (3 if long else 1) / 100,
             "transfer_bytes": 12 * new,
             "decode_cached_tokens": known,
             "migrations": 0,
@@ -220,9 +278,13 @@ class TimedLLM:
 
 
 def test_calibration_finds_what_a_cluster_takes() -> None:
-    config = CalibrateConfig(chunk="10,100", cached="0,64", batch="1,4", context="16")
+    config = CalibrateConfig(
+        chunk="10,100", cached="0,64", batch="1,4", context="16", cpu_threads=3
+    )
     found = measure(TimedLLM(), Points(config), config)  # type: ignore[arg-type]
     assert found.kv_bytes_per_token == 12 and found.router_s == pytest.approx(0.25)
+    assert found.answer_s == pytest.approx(0.002) and found.cores == 3
+    assert (found.prefill_beside, found.decode_beside) == pytest.approx((2.0, 3.0), rel=0.02)
     assert found.prefill == [
         (10, 0, pytest.approx(0.01)), (10, 64, pytest.approx(0.01)),
         (100, 0, pytest.approx(0.1)), (100, 64, pytest.approx(0.1)),

@@ -32,7 +32,7 @@ from pdserve.kv_transfer.blocks import (
 )
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.connectors.base.handshake import send_frame
-from pdserve.kv_transfer.connectors.base.sockets import scratch
+from pdserve.kv_transfer.connectors.base.sockets import MoveBlocks, SocketPipe, scratch
 from pdserve.kv_transfer.digest import hash_prefix
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.gate import Gate
@@ -44,7 +44,6 @@ PART_NBYTES = 64 << 20  # of one staging tensor; both ends of a pair must cut ru
 # A payload up to this size is sent together with its header. A larger one follows it, so that the
 # sink receives while the source still sends.
 JOINED_NBYTES = 16 << 10
-HOT_NBYTES = 4 << 20  # received, then hashed: less costs more calls, more would leave the caches
 HEARTBEAT_S = 0.1  # between two reports of a long frame; leases are longer
 
 logger = logging.getLogger(__name__)
@@ -172,24 +171,32 @@ class PipeMover(Mover):
 
 
 class HashingPipeMover(PipeMover):
-    """Hashes a frame that it sends from a CPU cache right before, on the same thread, and one that
-    it receives part by part, if the hash is wanted. The pipe must not care into how many receives a
-    send is cut."""
+    """Hashes a frame of a CPU cache as the socket moves it, if the hash is wanted: what has just
+    been sent or received, while it is in the core's caches."""
+
+    def __init__(self, view: CacheView, pipe: SocketPipe) -> None:
+        super().__init__(view, pipe)
+        self._socket = pipe
 
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
-        self.make_hash(frame, block_ids, gate)
-        return super().send(frame, block_ids, gate)
+        if not self._on_host or self.hash.prefix is None:
+            return super().send(frame, block_ids, gate)
+        return self._hashed(self._socket.send_blocks, frame, block_ids, gate)
 
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         if not self._on_host or self.hash.prefix is None:
             return super().recv(frame, block_ids, gate)
+        return self._hashed(self._socket.recv_blocks, frame, block_ids, gate)
 
-        made, whole = RunsHash(self.hash.prefix, self.bytes, frame.nbytes), True
-        for part in byte_runs(self._view, frame.rect, block_ids).parts(HOT_NBYTES):
-            whole &= self._pipe.recv_blocks(self._memory, part, gate)
-            if whole:
-                made.update(part)
-        self.hash.made = made.digest()
+    def _hashed(
+        self, move: MoveBlocks, frame: Frame, block_ids: tuple[int, ...], gate: Gate
+    ) -> bool:
+        assert self.hash.prefix is not None
+        made = RunsHash(self.hash.prefix, self.bytes, frame.nbytes)
+        runs = byte_runs(self._view, frame.rect, block_ids)
+        whole = move(self._memory, runs, gate, made)
+        if whole:
+            self.hash.made = made.digest()
         return whole
 
 

@@ -176,11 +176,12 @@ class Sender:
             outbound.pending -= task.last
             done = outbound.pending == 0 and not outbound.over
             outbound.over = outbound.over or done
-        self._emit(Progress(transfer.transfer_id, transfer.epoch, nbytes))
+        ids = transfer.transfer_id, transfer.epoch
         if done:
-            seconds = time.monotonic() - outbound.started
-            ids, digests = (transfer.transfer_id, transfer.epoch), tuple(outbound.digests)
+            seconds, digests = time.monotonic() - outbound.started, tuple(outbound.digests)
             self._emit(Sent(*ids, outbound.nbytes, seconds, digests))
+        else:
+            self._emit(Progress(*ids, nbytes))
 
     def fail(self, outbound: OutboundTransfer, error: TransferError) -> None:
         """Fails one transfer, unless it is over."""

@@ -15,22 +15,34 @@ import ssl
 import struct
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from pdserve.kv_transfer.blocks import ByteRuns
+from pdserve.kv_transfer.blocks import ByteRuns, RunsHash
 from pdserve.kv_transfer.gate import Gate
+from pdserve.kv_transfer.native.code import BlockCode, block_code
 from pdserve.kv_transfer.pipe import KVPipe, PipeListener, memory_of_bytes
 
 IOV_MAX = 1024  # buffers one system call takes (Linux)
 SCRATCH_NBYTES = 1 << 20
 TICK_S = 0.05
+HOT_NBYTES = 4 << 20  # moved, then hashed without compiled code: more would leave the caches
 STALL_S = 30.0  # without a byte of the frame, after which the peer is lost
 
-Move = Callable[..., int]  # moves some bytes of a list of buffers, with flags; returns how many
+Call = Callable[[list[memoryview], int], int]  # moves some bytes of buffers, with flags: how many
+MoveBlocks = Callable[[memoryview, ByteRuns, Gate, RunsHash | None], bool]
+
+
+class Step(Protocol):
+    """Moves some bytes from `position` on, 0 if the peer has closed; returns how many. Raises
+    BlockingIOError if it would wait longer than the socket's time limit, or at all."""
+
+    def __call__(self, position: int, flags: int = 0) -> int: ...
 
 
 class SocketPipe(KVPipe):
@@ -58,67 +70,140 @@ class SocketPipe(KVPipe):
         return bool(poll.poll(timeout))
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        self._move(self._send, [*self._pop_header(), memory_of_bytes(tensor)])
+        self._move_all(self._send, [*self._pop_header(), memory_of_bytes(tensor)])
 
     def recv_tensor(self, tensor: torch.Tensor) -> None:
-        self._move(self._recv, [memory_of_bytes(tensor)])
+        self._move_all(self._recv, [memory_of_bytes(tensor)])
 
     def send_header(self, data: bytes) -> None:
         self._header += data
 
     def send_bytes(self, data: bytes) -> None:
-        self._move(self._send, [*self._pop_header(), memoryview(data)])
+        self._move_all(self._send, [*self._pop_header(), memoryview(data)])
 
     def recv_bytes(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)
-        self._move(self._recv, [memoryview(data)])
+        self._move_all(self._recv, [memoryview(data)])
         return bytes(data)
 
     def _pop_header(self) -> list[memoryview]:
         header, self._header = self._header, b""
         return [memoryview(header)] if header else []
 
-    def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        return self._move_blocks(self._send, memory, runs, gate, self._pop_header())
+    def send_blocks(
+        self, memory: memoryview, runs: ByteRuns, gate: Gate, hashed: RunsHash | None = None
+    ) -> bool:
+        """Continues `hashed` with all bytes of the runs; it is complete if this returns True."""
+        return self._move_blocks(False, memory, runs, gate, hashed)
 
-    def recv_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
-        return self._move_blocks(self._recv, memory, runs, gate, [])
+    def recv_blocks(
+        self, memory: memoryview, runs: ByteRuns, gate: Gate, hashed: RunsHash | None = None
+    ) -> bool:
+        """Continues `hashed` as `send_blocks`."""
+        return self._move_blocks(True, memory, runs, gate, hashed)
 
     def _move_blocks(
-        self, move: Move, memory: memoryview, runs: ByteRuns, gate: Gate, first: list[memoryview]
+        self,
+        receiving: bool,
+        memory: memoryview,
+        runs: ByteRuns,
+        gate: Gate,
+        hashed: RunsHash | None,
     ) -> bool:
-        """Moves `first`, even if the gate is closed, and then the blocks."""
+        code = self._code()
+        if hashed is None or (code is not None and hashed.state is not None):
+            return self._move_part(receiving, memory, runs, gate, code, hashed)
+        whole = True
+        for part in runs.parts(HOT_NBYTES):
+            whole &= self._move_part(receiving, memory, part, gate, code, None)
+            if whole:
+                hashed.update(part)
+        return whole
+
+    def _move_part(
+        self,
+        receiving: bool,
+        memory: memoryview,
+        runs: ByteRuns,
+        gate: Gate,
+        code: BlockCode | None,
+        hashed: RunsHash | None,
+    ) -> bool:
+        """Moves a header that waits, even if the gate is closed, and then the blocks."""
+        header = [] if receiving else self._pop_header()
+        call = self._recv if receiving else self._send
+        begun = sum(map(len, header))
+        total = begun + int(runs.lengths.sum())
+        moved = 0
         with gate.passage() as admitted:
-            buffers = [*first, *runs.slices(memory)] if admitted else []
-            moved = self._move_at_once(move, buffers)
-            if moved < sum(map(len, buffers)):
-                with self._ticking():
-                    moved = self._move(move, buffers, moved, lambda: gate.is_open)
-        begun = sum(map(len, first))
-        rest = begun + int(runs.lengths.sum()) - moved
-        if rest:
-            unsent = [each[moved:] for each in first if moved < begun]
-            self._move(move, [*unsent, *scratch(rest - sum(map(len, unsent)))])
+            if admitted:
+                step = (
+                    self._steps(call, [*header, *runs.slices(memory)])
+                    if code is None
+                    else self._compiled_steps(code, receiving, header, memory, runs, hashed)
+                )
+                moved = self._move_at_once(step)
+                if moved < total:
+                    with self._ticking():
+                        moved = self._move(step, total, moved, lambda: gate.is_open)
+        if rest := total - moved:
+            unsent = [each[moved:] for each in header if moved < begun]
+            self._move_all(call, [*unsent, *scratch(rest - sum(map(len, unsent)))])
         return rest == 0
 
-    def _move_at_once(self, move: Move, buffers: list[memoryview]) -> int:
-        """Tries one call that does not wait, which is enough for most small frames; returns the
+    def _code(self) -> BlockCode | None:
+        """Returns the compiled code that moves blocks through this socket, if there is any."""
+        return block_code()
+
+    def _compiled_steps(
+        self,
+        code: BlockCode,
+        receiving: bool,
+        header: list[memoryview],
+        memory: memoryview,
+        runs: ByteRuns,
+        hashed: RunsHash | None,
+    ) -> Step:
+        data = np.frombuffer(memory, np.uint8)
+        head, state = b"".join(header), None if hashed is None else hashed.state
+        fd, place = self.sock.fileno(), (data.ctypes.data, len(data), runs.offsets, runs.lengths)
+
+        def step(position: int, flags: int = 0) -> int:
+            return code.move(fd, receiving, flags, head, *place, position, state)
+
+        return step
+
+    def _steps(self, call: Call, buffers: list[memoryview]) -> Step:
+        """Moves at most `_most` buffers in a step."""
+        ends = list(accumulate(len(buffer) for buffer in buffers))
+
+        def step(position: int, flags: int = 0) -> int:
+            index = bisect_right(ends, position)
+            batch = buffers[index : index + self._most]
+            batch[0] = batch[0][position - ends[index] + len(batch[0]) :]
+            return call(batch, flags)
+
+        return step
+
+    def _move_all(self, call: Call, buffers: list[memoryview]) -> None:
+        self._move(self._steps(call, buffers), sum(map(len, buffers)))
+
+    def _move_at_once(self, step: Step) -> int:
+        """Tries one step that does not wait, which is enough for most small frames; returns the
         bytes moved."""
-        if not buffers or len(buffers) > self._most:
-            return 0
         try:
-            moved = move(buffers, socket.MSG_DONTWAIT)
+            moved = step(0, socket.MSG_DONTWAIT)
         except (BlockingIOError, TimeoutError):
             return 0
         if moved == 0:
             raise ConnectionError("the peer closed the connection")
         return moved
 
-    def _send(self, buffers: list[memoryview], flags: int = 0) -> int:
+    def _send(self, buffers: list[memoryview], flags: int) -> int:
         return self.sock.sendmsg(buffers, [], flags)
 
-    def _recv(self, buffers: list[memoryview], flags: int = socket.MSG_WAITALL) -> int:
-        return self.sock.recvmsg_into(buffers, 0, flags)[0]
+    def _recv(self, buffers: list[memoryview], flags: int) -> int:
+        return self.sock.recvmsg_into(buffers, 0, flags or socket.MSG_WAITALL)[0]
 
     @contextmanager
     def _ticking(self) -> Iterator[None]:
@@ -140,25 +225,21 @@ class SocketPipe(KVPipe):
 
     def _move(
         self,
-        move: Move,
-        buffers: list[memoryview],
+        step: Step,
+        total: int,
         position: int = 0,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Moves the bytes of all buffers from `position` on, at most `_most` buffers in a call,
-        while it `may_go_on`; returns the new position.
+        """Moves what lies between `position` and `total`, while it `may_go_on`; returns the new
+        position.
 
         Raises:
             ConnectionError: the peer closed before the end, or moved nothing for STALL_S.
         """
-        ends = list(accumulate(len(buffer) for buffer in buffers))
         since = time.monotonic()
-        while ends and position < ends[-1] and may_go_on():
-            index = bisect_right(ends, position)
-            batch = buffers[index : index + self._most]
-            batch[0] = batch[0][position - ends[index] + len(batch[0]) :]
+        while position < total and may_go_on():
             try:
-                moved = move(batch)
+                moved = step(position)
             except (BlockingIOError, TimeoutError) as error:
                 if time.monotonic() - since > STALL_S - TICK_S:
                     raise ConnectionError(f"nothing moved for {STALL_S:.0f} s") from error
@@ -221,14 +302,19 @@ class TLSPipe(SocketPipe):
     sock: ssl.SSLSocket
     _most = 1
 
-    def send_blocks(self, memory: memoryview, runs: ByteRuns, gate: Gate) -> bool:
+    def send_blocks(
+        self, memory: memoryview, runs: ByteRuns, gate: Gate, hashed: RunsHash | None = None
+    ) -> bool:
         """Joins chunks inside the gate and sends them outside: bytes that TLS has begun to send
         must not change."""
         whole = True
-        self._move(self._send, self._pop_header())
-        for parts in _chunks(runs.slices(memory)):
+        self._move_all(self._send, self._pop_header())
+        for part in runs.parts(CHUNK_NBYTES):
             with gate.passage() as admitted:
-                chunk = b"".join(parts) if admitted else bytes(sum(map(len, parts)))
+                slices = part.slices(memory) if admitted else []
+                chunk = b"".join(slices) if admitted else bytes(int(part.lengths.sum()))
+                if admitted and hashed is not None:
+                    hashed.update(part)
             whole = whole and admitted
             self.sock.sendall(chunk)
             if self.on_moved is not None:
@@ -242,25 +328,14 @@ class TLSPipe(SocketPipe):
     def _set_time_limit(self, seconds: float) -> None:
         self.sock.settimeout(seconds)  # TLS sockets have no other time-out
 
-    def _move_at_once(self, move: Move, buffers: list[memoryview]) -> int:
+    def _code(self) -> BlockCode | None:
+        return None  # only Python encrypts
+
+    def _move_at_once(self, step: Step) -> int:
         return 0  # TLS has no flags
 
-    def _send(self, buffers: list[memoryview], flags: int = 0) -> int:
+    def _send(self, buffers: list[memoryview], flags: int) -> int:
         return self.sock.send(buffers[0])
 
-    def _recv(self, buffers: list[memoryview], flags: int = 0) -> int:
+    def _recv(self, buffers: list[memoryview], flags: int) -> int:
         return self.sock.recv_into(buffers[0])
-
-
-def _chunks(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Groups the buffers, in order; each group but the last has at least CHUNK_NBYTES."""
-    waiting: list[memoryview] = []
-    size = 0
-    for buffer in buffers:
-        waiting.append(buffer)
-        size += len(buffer)
-        if size >= CHUNK_NBYTES:
-            yield waiting
-            waiting, size = [], 0
-    if waiting:
-        yield waiting

@@ -92,6 +92,23 @@ async def test_extension_is_served_while_a_step_runs(make: Callable[[], Executor
 
 
 @both
+async def test_a_step_begins_before_the_last_one_s_late_result(
+    make: Callable[[], Executor],
+) -> None:
+    executor = make()
+    async with running(executor) as answers:
+        late = asyncio.create_task(executor.step(b"later wait"))
+        assert await executor.step(b"x") == b"step 0 x"
+        assert not late.done()
+        for rank in range(len(answers)):
+            await executor.call(rank, b"go")
+        assert await late == b"step 0 wait"
+        broken = asyncio.create_task(executor.step(b"later raise 0"))
+        with pytest.raises(NodeError, match="bad batch"):
+            await broken
+
+
+@both
 async def test_events_are_heard_before_the_answer(make: Callable[[], Executor]) -> None:
     executor = make()
     heard: list[tuple[int, bytes]] = []

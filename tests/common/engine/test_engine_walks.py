@@ -58,11 +58,15 @@ class Walk:
         )
         self.ranks = ChecksumRanks(self.rng, groups)
         num_blocks = [NUM_BLOCKS - (3 if group.window else 0) for group in groups]
-        self.pool = KVPool(groups, num_blocks, BLOCK_SIZE, in_flight=stages * MAX_TOKENS)
+        self.pool = KVPool(groups, num_blocks, BLOCK_SIZE, in_flight=max(stages, 2) * MAX_TOKENS)
         self.drafts = BlockPool(NUM_BLOCKS - 3, BLOCK_SIZE)
-        config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS)
+        config = SchedulerConfig(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_TOKENS,
+            async_scheduling=guessing == "async",
+        )
         guesses = speculator(guessing, self.drafts)
-        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, guesses)
+        self.scheduler = Scheduler(self.pool, config, (EOS,), stages, guesses, max_model_len=WINDOW)
         self.engine = EngineCore(self.ranks, self.scheduler, self, WINDOW)
         self.seen: Counter[str] = Counter()
         self.told: dict[int, list[int]] = {}
@@ -126,6 +130,7 @@ class Walk:
         self._admitted[seq_id] = asyncio.Event()
         if not remote and rng.random() < 0.3:
             self._held.add(seq_id)
+            sequence.hands_over = True
         self.engine.add(sequence)
         if remote:
             await self._admitted[seq_id].wait()
@@ -160,9 +165,10 @@ class Walk:
         reported, and what is held stays as it is."""
         heard = len(self.told[sequence.seq_id])
         if sequence.seq_id in self.ranks.touched:
+            self.seen["in flight"] += 1
+        if sequence.status is Status.RUNNING and sequence.seq_id in self.ranks.touched:
             with pytest.raises(RuntimeError, match="stopped before"):
                 self.engine.release(sequence)
-            self.seen["in flight"] += 1
         await self.engine.stop(sequence)
         assert sequence.seq_id not in self.ranks.touched
         if how == "held":
@@ -212,7 +218,8 @@ class Walk:
 
 
 @pytest.mark.parametrize(
-    ("stages", "guessing"), [(1, ""), (3, ""), (1, "ngram"), (2, "ngram"), (1, "draft")]
+    ("stages", "guessing"),
+    [(1, ""), (3, ""), (1, "ngram"), (2, "ngram"), (1, "draft"), (1, "async")],
 )
 @pytest.mark.parametrize(
     ("kept", "seed"),
@@ -225,15 +232,15 @@ async def test_whatever_happens_a_sequence_gets_the_tokens_it_would_get_alone(
     await _walk(stages, guessing, kept, seed)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("stages", "guessing"), [(1, ""), (3, ""), (1, "async")])
 @pytest.mark.parametrize(
     ("kept", "seed"), [((None, "state"), 0), ((None, "state"), 1), ((None, 7, "state"), 0)], ids=str
 )
 async def test_a_sequence_with_a_state_gets_the_tokens_it_would_get_alone(
-    stages: int, kept: tuple[int | str | None, ...], seed: int
+    stages: int, guessing: str, kept: tuple[int | str | None, ...], seed: int
 ) -> None:
     """Without drafts, which are refused with it."""
-    await _walk(stages, "", kept, seed)
+    await _walk(stages, guessing, kept, seed)
 
 
 async def _walk(stages: int, guessing: str, kept: tuple[int | str | None, ...], seed: int) -> None:
@@ -252,3 +259,4 @@ async def _walk(stages: int, guessing: str, kept: tuple[int | str | None, ...], 
     if (speculator := walk.scheduler.speculator) is not None:
         assert 0 < speculator.num_accepted_tokens < speculator.num_draft_tokens
     assert walk.drafts.num_free == walk.drafts.num_blocks
+    assert (walk.ranks.num_drawn > 20) == (guessing == "async")

@@ -176,7 +176,7 @@ def test_rows_that_a_kernel_leaves_out_count_nothing(monkeypatch: pytest.MonkeyP
 
 def test_loads_are_folded_into_a_few_numbers() -> None:
     loads = torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0]])
-    assert summarize_loads(loads, ep=2) == ExpertLoad((24, 8), balancedness=(1.0 + 0.25) / 2)
+    assert summarize_loads(loads, ep=2)() == ExpertLoad((24, 8), balancedness=(1.0 + 0.25) / 2)
 
 
 @pytest.mark.parametrize(("samples", "sampled"), [(True, True), (True, False), (False, True)])

@@ -136,6 +136,13 @@ def test_a_rotation_for_images_is_that_of_text_without_them(nested: bool, tmp_pa
     spec = read_spec(tmp_path, "auto", {})
     assert (spec.impl, spec.architecture, spec.qkv_bias) == ("native", "Qwen2ForCausalLM", True)
     assert (spec.rope.kind, spec.rope.theta, spec.tie_word_embeddings) == ("default", 1e6, True)
+    place = config["text_config"] if nested else config
+    for changes, message in (({"hidden_size": None}, "hidden_size"), ({"model_type": ["a"]}, None)):
+        spoilt = {**place, **changes}
+        text = json.dumps({**config, "text_config": spoilt} if nested else spoilt)
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_spec(tmp_path, "auto", {})
 
 
 def test_defaults_of_text_models_are_those_of_transformers() -> None:

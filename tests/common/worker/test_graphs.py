@@ -22,6 +22,8 @@ from pdserve.common.config.compilation import CompilationConfig
 from pdserve.common.config.engine import EngineConfig, SchedulerConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.engine.messages import DRAWN, StepOutput
 from pdserve.common.model import expert_weights
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
@@ -29,6 +31,7 @@ from pdserve.common.model.stages import Stage
 from pdserve.common.worker.graphs import Compute, DecodeGraphs, kept_bytes, why_eager
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
 from pdserve.common.worker.runner import ModelRunner
+from pdserve.common.worker.token_feed import TokenFeed
 from tiny_engine import BLOCK_SIZE, CPU, load, new_cache, some_tokens
 from windowed import make_windowed
 
@@ -88,6 +91,42 @@ def steps(runner: ModelRunner, counts: list[int]) -> list[dict[int, int]]:
         for seq_id, token in found[-1].items():
             tokens[seq_id].append(token)
     return found
+
+
+def steps_ahead(runner: ModelRunner, counts: list[int]) -> list[dict[int, int]]:
+    """Like `steps`, but each step begins before the result of the last one is taken."""
+    tokens = [[*some_tokens(length, seed=i)] for i, (length, _) in enumerate(PROMPTS)]
+    ends = [length for length, _ in PROMPTS]
+    found: list[dict[int, int]] = []
+    pending: Callable[[], StepOutput] | None = None
+    before = 0
+    for count in [len(PROMPTS), *counts, 0]:
+        rows = []
+        for seq_id in range(count):
+            start = ends[seq_id] - 1 if before else 0
+            new = (DRAWN,) if seq_id < before else tuple(tokens[seq_id][start:])
+            tables = (tuple(PROMPTS[seq_id][1]),) * len(runner.caches)
+            rows.append(StepSequence(seq_id, new, start, tables, GREEDY))
+            ends[seq_id] += 1
+        begun = runner.begin(StepBatch(1, tuple(rows))) if rows else None
+        if pending is not None:
+            found.append({seq_id: token.token_id for seq_id, token in pending().tokens})
+            for seq_id, token in found[-1].items():
+                tokens[seq_id].append(token)
+        pending, before = begun, count
+    return found
+
+
+def test_steps_take_the_tokens_of_the_step_before(model: CausalLM) -> None:
+    """Replayed or not, without their result."""
+    counts = [4, 3, 6, 2, 2, 5, 4, 1]
+    expected = steps(ModelRunner(model, new_cache(model), CPU, samples=True), counts)
+    for graphed in (False, True):
+        feed, cache = TokenFeed(GroupCoordinator()), new_cache(model)
+        runner = ModelRunner(model, cache, CPU, samples=True, feed=feed)
+        if graphed:
+            runner.graphs = DecodeGraphs(model, cache, SIZES, [3], again)
+        assert steps_ahead(runner, counts) == expected
 
 
 def test_replayed_steps_are_those_computed_eagerly(model: CausalLM) -> None:

@@ -321,9 +321,9 @@ def test_min_tokens_yields_to_a_text_that_is_whole(
     mine.advance(tokens.library.tokenize_str("a"))
     done, _ = MaskScheduler().take([banned], alone=True)
     assert done[0] == replace(banned, mask=done[0].mask)  # type: ignore[union-attr]
-    (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
+    (token,) = sample(LOGITS[:1], [done[0]]).results()  # type: ignore[list-item]
     assert not isinstance(token, FailedRow) and text_of(tokens, token.token_id) == "b"
     mine.advance([token.token_id])
     done, _ = MaskScheduler().take([banned], alone=True)
-    (token,) = sample(LOGITS[:1], [done[0]])  # type: ignore[list-item]
+    (token,) = sample(LOGITS[:1], [done[0]]).results()  # type: ignore[list-item]
     assert not isinstance(token, FailedRow) and token.token_id in EOS

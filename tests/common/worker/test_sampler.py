@@ -239,7 +239,7 @@ def outcomes(cases: list[Case]) -> list[int | None]:
     ]
     logits = torch.tensor([case.logits for case in cases])
     before = logits.clone()
-    found = sample(logits, sequences)
+    found = sample(logits, sequences).results()
     assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7)), "they are the caller's"
     for row, case, raw in zip(found, cases, logits, strict=True):
         if is_odd(case.params, len(case.logits)):
@@ -332,11 +332,11 @@ def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any], place:
     counts = TokenCounts.of((), (), 5)
     rows = [StepSequence(1, (5,), 7, (0,), SamplingParams(temperature=0.0))] * 5
     rows[place] = replace(rows[0], sampling=SamplingParams(**params), counts=counts)
-    found = sample(torch.tensor([[1.0, 3.0, 2.0]]).expand(5, -1), rows)
+    found = sample(torch.tensor([[1.0, 3.0, 2.0]]).expand(5, -1), rows).results()
     assert [i for i, each in enumerate(found) if isinstance(each, FailedRow)] == [place]
     assert all(each == SampledToken(1) for i, each in enumerate(found) if i != place)
 
 
 def test_a_row_that_samples_nothing_fails() -> None:
-    found = sample(torch.zeros(1, 3), [StepSequence(1, (5,), 7, (0,))])
+    found = sample(torch.zeros(1, 3), [StepSequence(1, (5,), 7, (0,))]).results()
     assert found == [FailedRow("sampling raised ValueError")]
