@@ -22,7 +22,7 @@ def report(result: dict[str, Any]) -> None:
 
 def _tokens(result: dict[str, Any]) -> Table:
     table = Table(title=f"{_load(result)}, simulated nodes")
-    columns = "workers", "tokens/s here", "router's cores", "µs a token", "tokens/s, a core each"
+    columns = "workers", "tokens/s here", "router's cores", "µs per token", "tokens/s, a core each"
     for column in columns:
         table.add_column(column, justify="right")
     for each in result["tokens"]:
