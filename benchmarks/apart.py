@@ -1,5 +1,5 @@
-"""A node's ranks on hosts of their own, without Ray: what runs inside the node's process and those
-of its ranks."""
+"""Runs a node's ranks on hosts of their own without Ray: the code inside the node's process and
+inside the ranks' processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pdserve.common.distributed import launch, rank_main, wire
 from pdserve.common.distributed.environment import Rendezvous
 from pdserve.common.distributed.executor import WorkerSpec
 
-ADDRESS = "address"  # the file with the node's
+ADDRESS = "address"  # file with the node's address
 
 
 def over(address: str, timeout: str, slow: str, *pids: str) -> None:
-    """This process's node, at `address`, has its ranks on the hosts of `pids`, equally many on
-    each, neighbours. As actors of Ray, they speak with it over the network, and end by themselves
-    if they hear nothing of it for `timeout` seconds. A step takes `slow` seconds longer."""
+    """Has this process's node, at `address`, run its ranks on the hosts of `pids`, an equal number
+    of consecutive ranks on each. Like Ray actors, they talk to the node over the network and exit
+    after `timeout` seconds without a message from it. Each step takes `slow` seconds longer."""
     hosts.slow_steps(slow)
     place = partial(_place, pids)
     launch.LocalProcesses = partial(Apart, address, float(timeout), place)  # type: ignore
@@ -37,7 +37,7 @@ def _place(pids: tuple[str, ...], spec: WorkerSpec) -> str:
 
 
 class Apart(launch.LocalProcesses):
-    """Hears how a rank ended only if that is on the first host."""
+    """A launcher that learns how a rank ended only if it ran on the first host."""
 
     def __init__(self, address: str, timeout: float, place: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Apart(launch.LocalProcesses):
         return "is not heard of"
 
     def kill(self) -> None:
-        """Reaches only this host."""
+        """Kills the ranks on this host; it cannot reach others."""
         self._stopped.set()
         for rank, host in self._hosts.items():
             if host == self._hosts[0]:
@@ -79,7 +79,7 @@ class Apart(launch.LocalProcesses):
 
 
 def _main(place: Any, directory: Path, rank: int) -> int:
-    """In the place of `rank_main.main`: only its connections tell a rank of its node."""
+    """Replaces `rank_main.main`: a rank learns of its node's end only by its connections."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     path = wire.spec_path(directory, rank)
     spec = msgspec.msgpack.decode(path.read_bytes(), type=WorkerSpec)

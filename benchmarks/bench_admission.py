@@ -1,21 +1,20 @@
-"""Compares ways to admit requests under load, beyond what the cluster can serve, on traces.
+"""Compares admission policies on traces, at loads beyond the cluster's capacity.
 
     python benchmarks/bench_admission.py [--trace FILE ...] [--json FILE] [--plot FILE]
 
-A virtual clock; the admission is the production object, and nodes share their steps among prompts
-as production nodes do (`share_budget`). Prompts are computed in full: there are no prefix caches.
-A load of 1 is the trace, sped up until its prompts are all that the prefill nodes can compute. The
-decode nodes would serve a little more than that.
+Runs on a virtual clock. The admission is the production object, and nodes share their steps among
+prompts like production nodes (`share_budget`). There are no prefix caches. A load of 1 is the trace
+sped up until its prompts use all of the prefill nodes' capacity; the decode nodes could serve a
+little more.
 
-    fifo     everything goes to the nodes at once
-    static   places, a queue and a time-out, as without SLOs by default
-    tuned    the same, with the places and the queue that are best for this trace and load
+    fifo     every request goes to the nodes immediately
+    static   limits on concurrency and queue, and a time-out: the default without SLOs
+    tuned    the same, with the best limits for this trace and load
     slo      --slo-ttft and --slo-itl
 
-An answer is good if its first token came within --slo-ttft (or twice the time that its prompt takes
-alone, if that is longer) and its tokens on the average every --slo-itl. Goodput is good answers a
-second. A request starves if it got neither a first token nor a refusal within 30 s. Eight keys send
-the trace.
+An answer is good if its TTFT is within --slo-ttft (or twice its prompt's time alone, if that is
+longer) and its mean ITL within --slo-itl. Goodput is good answers per second. A request starves if
+it gets neither a first token nor a refusal within 30 s. Eight API keys send the trace.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from pdserve.router.requests.slo import NO_SLO, SLO
 from pdserve.simulate.traces import read_trace
 
 TRACES = Path(__file__).parent / "traces"
-PREFILL_NODES, RATE, BUDGET, STEP = 4, 10_000.0, 2048, 0.005  # tokens a second, a step; seconds
-DECODE_STEP, DECODE_CHOICE = 0.010, 0.0005  # seconds a step, and for each choice in it
+PREFILL_NODES, RATE, BUDGET, STEP = 4, 10_000.0, 2048, 0.005  # tokens per second, per step; seconds
+DECODE_STEP, DECODE_CHOICE = 0.010, 0.0005  # seconds per step, and per choice in it
 HAND_OFF = 0.010  # seconds
 QUEUE_TIMEOUT = 30.0  # seconds
 KEYS = 8
@@ -61,13 +60,13 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request and what became of it."""
+    """A request and its outcome."""
 
     request: Request
     ask: Ask
     left: int = 0  # prompt tokens to compute
     refused_after: float | None = None  # seconds
-    first: float = 0.0  # when it had its first token
+    first: float = 0.0  # time of the first token
     last: float = 0.0
 
     @property
@@ -81,7 +80,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to admit requests."""
+    """An admission policy with its limits."""
 
     places: int = 256  # --max-concurrent-requests
     queue: int = 256  # --max-queued-requests
@@ -226,7 +225,7 @@ def at_load(requests: Sequence[Request], load: float) -> list[Request]:
 
 
 def decode_nodes(requests: Sequence[Request], itl: float) -> int:
-    """Returns how many serve a load of 1.25 within the ITL."""
+    """Returns the number of decode nodes that serve a load of 1.25 within the ITL."""
     choices = (itl - DECODE_STEP) / DECODE_CHOICE
     seconds = requests[-1].time - requests[0].time
     return math.ceil(1.25 * sum(each.output for each in requests) / seconds * itl / choices)
@@ -269,7 +268,7 @@ def _good(each: Served, slo: SLO) -> bool:
 def compare(
     name: str, trace: Sequence[Request], loads: Sequence[float], slo: SLO
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each load and way."""
+    """Yields a row per load and policy."""
     decodes = decode_nodes(at_load(trace, 1.0), slo.itl or math.inf)
     for load in loads:
         requests = at_load(trace, load)
@@ -284,7 +283,7 @@ def compare(
 
 
 def tuned(requests: Sequence[Request], slo: SLO, decodes: int) -> dict[str, Any]:
-    """Returns the row of the best limits."""
+    """Returns the row of the limits with the best goodput."""
     ways = (Way(places, queue) for places in PLACES for queue in QUEUES)
     rows = (measure(requests, way, slo, decodes) for way in ways)
     return max(rows, key=lambda row: float(row["goodput"]))
@@ -307,7 +306,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
             own = [row for row in rows if row["trace"] == trace and row["way"] == way]
             axes.plot([r["load"] for r in own], [r["goodput"] for r in own], "o-", label=way)
         axes.set(title=trace, xlabel="load over capacity", ylim=(0, None))
-    figure.axes[0].set_ylabel("good answers a second")
+    figure.axes[0].set_ylabel("good answers per second")
     figure.axes[0].legend()
     figure.savefig(path, dpi=120)
 
@@ -319,10 +318,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--trace",
         type=Path,
         action="append",
-        help="as of pdserve simulate (default: our samples)",
+        help="as in pdserve simulate (default: the samples here)",
     )
-    add("--requests", type=int, default=3000, help="of each trace, at most")
-    add("--loads", default="1,2,3", help="times the capacity")
+    add("--requests", type=int, default=3000, help="most requests of each trace")
+    add("--loads", default="1,2,3", help="loads as multiples of the capacity")
     add("--slo-ttft", type=float, default=2.0)
     add("--slo-itl", type=float, default=0.05)
     add("--json", help="file for the rows")

@@ -1,16 +1,16 @@
-"""Goodput of a real cluster beyond what it can compute: the limits that are the default beside
+"""Measures the goodput of a real cluster beyond its capacity, with the default limits and with
 --slo-ttft.
 
     python benchmarks/bench_admission_live.py [--requests 60] [--rounds 2] [--json FILE]
 
-One prefill and one decode node of a tiny model for each way, prompts as long as a trace's over
-`TOKENS`, all different, from eight keys. What a cluster computes of them in a second is measured by
-four clients before each round; a load of 1 is that. Both ways get the same prompts at the same
-times, in turns, so that what else the machine does falls on both.
+Each policy has a cluster of one prefill and one decode node of a tiny model. Eight API keys send
+different prompts with a trace's lengths divided by `TOKENS`. Before each round four clients measure
+the capacity in prompt tokens per second, which is a load of 1. Both policies get the same prompts
+at the same times, in turns, so that other load on this machine affects both.
 
---slo-ttft is `PATIENCE` times what a prompt of mean length takes when the run begins. An answer is
-good if its first token came within it, or within twice what its prompt takes alone, if that is
-longer. A request starves if it got neither a first token nor a refusal within --queue-timeout.
+--slo-ttft is `PATIENCE` times the TTFT of a mean prompt at the start. An answer is good if its TTFT
+is within it, or within twice its prompt's time alone, if that is longer. A request starves if it
+gets neither a first token nor a refusal within --queue-timeout.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from pdserve.router.requests.slo import STRETCH  # noqa: E402
 from pdserve.simulate.outcome import table  # noqa: E402
 from pdserve.simulate.traces import read_trace  # noqa: E402
 
-TOKENS, MOST = 64, 960  # of a trace's that are one here; of a prompt
+TOKENS, MOST = 64, 960  # tokens of the trace per token here; most tokens of a prompt
 PATIENCE = 5.0
-MEASURED = 24  # prompts by which the capacity is measured
+MEASURED = 24  # prompts per measurement of the capacity
 REFUSED = (429, 503)
 MOST_PATIENT = {"X-SLO-TTFT-Ms": "1000000"}
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request and when it comes."""
+    """A request and its arrival time."""
 
     time: float  # seconds
     tokens: int
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--trace", type=Path, default=TRACES / "mooncake_conversation.csv.gz")
     add("--requests", type=int, default=60)
-    add("--loads", default="1,2,3", help="times the capacity")
+    add("--loads", default="1,2,3", help="loads as multiples of the capacity")
     add("--rounds", type=int, default=2)
     add("--model", type=Path, default=ROOT / "tests/models/llama-gqa")
     add("--json", type=Path)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         promise = PATIENCE * mean(asks) / capacity(static, asks)
         print(f"--slo-ttft {promise:.2f}", file=sys.stderr)
         with serving(args.model, slo_ttft=promise) as slo:
-            capacity(slo, asks)  # it measures what prompts take
+            capacity(slo, asks)  # also measures the time of prompts
             fleets = {"static": static, "slo": slo}
             for number in range(1, args.rounds + 1):
                 for load in map(float, args.loads.split(",")):
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compared(
     fleets: Mapping[str, Fleet], asks: Sequence[Ask], promise: float, load: float, number: int
 ) -> list[dict[str, Any]]:
-    """Returns a row for each way, of one round."""
+    """Runs one round; returns a row per policy."""
     per_s = capacity(fleets["static"], asks)
     arriving = at_load(asks, per_s, load)
     rows = []
@@ -117,7 +117,7 @@ def read(path: Path, most: int) -> list[Ask]:
 
 
 def at_load(asks: Sequence[Ask], per_s: float, load: float) -> list[Ask]:
-    """Speeds the trace up until its prompts are `load` times what is computed."""
+    """Speeds the trace up to `load` times the capacity `per_s`, in prompt tokens per second."""
     seconds = sum(each.tokens for each in asks) / per_s / load
     scale = seconds / (asks[-1].time or 1.0)
     return [Ask(each.time * scale, each.tokens, each.key) for each in asks]
@@ -146,7 +146,7 @@ def serving(model: Path, **router: Any) -> Iterator[Fleet]:
 
 
 def capacity(fleet: Fleet, asks: Sequence[Ask]) -> float:
-    """Returns how many prompt tokens the cluster computes in a second."""
+    """Returns the prompt tokens that the cluster computes per second."""
     some = asks[:MEASURED]
     began = time.monotonic()
     asyncio.run(four_clients(fleet, some))
@@ -165,7 +165,7 @@ async def four_clients(fleet: Fleet, asks: Sequence[Ask]) -> None:
 
 
 async def replay(fleet: Fleet, asks: Sequence[Ask]) -> list[Answer]:
-    """Sends each at its time, whether or not others are answered."""
+    """Sends each request at its time, whether or not earlier ones are answered."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
 

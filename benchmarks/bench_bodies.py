@@ -4,7 +4,7 @@ request. Needs no node and no GPU.
     python benchmarks/bench_bodies.py --model FOLDER [--bodies 100] [--megabytes 30] [--json FILE]
 
 Prints, for each kind of body, the answers by status, the router's memory before, at its peak and
-after, that of its helpers, and the wait of `GET /health`, asked every 20 ms meanwhile.
+after, its helpers' memory, and the latency of `GET /health`, sent every 20 ms meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Figures:
 
 
 def body(kind: str, size: int) -> bytes:
-    """About `size` bytes of JSON."""
+    """Returns about `size` bytes of JSON."""
     if kind == "text":
         return json.dumps({"prompt": "once upon a time " * (size // 17)}).encode()
     if kind == "lists":
@@ -64,7 +64,7 @@ KINDS = ("text", "lists", "ids", "messages")
 def router(
     model: str, *options: str, stderr: int = subprocess.DEVNULL
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A router without nodes, and its port."""
+    """Runs a router without nodes; yields it and its port."""
     with tempfile.TemporaryDirectory() as folder:
         ports = Path(folder, "ports.json")
         command = [sys.executable, "-m", "pdserve.router", "--model", model, "--port", "0"]
@@ -83,7 +83,7 @@ def router(
 
 
 async def measure(pid: int, port: int, kind: str, count: int, size: int) -> Figures:
-    """Sends `count` bodies at once, from a process of their own, and watches the router."""
+    """Sends `count` bodies concurrently from another process, and measures the router."""
     process = psutil.Process(pid)
     before, start = _mib(process), time.monotonic()
     attack = await asyncio.create_subprocess_exec(

@@ -1,8 +1,8 @@
 """Measures the collectives between ranks of this host, over each transport.
 
-Beside the figures stand two limits measured in the same run: a plain memory copy, and the round
-trip of a byte between two processes over pipes (two wake-ups). The last rows are what a decode
-step of one token pays in a model of 30 layers (SmolLM2-135M): two sums a layer.
+Two limits measured in the same run are shown beside the figures: a plain memory copy, and the round
+trip of a byte between two processes over pipes (two wake-ups). The last rows are the all-reduces of
+a one-token decode step in a model of 30 layers (SmolLM2-135M): two per layer.
 
     python benchmarks/bench_collectives.py [--ranks 2,4] [--communicators shm,gloo] [--json FILE]
 """
@@ -42,7 +42,7 @@ class Result:
 
 
 class BenchWorker(CheckWorker):
-    """A rank of cluster-check that also takes the sums of a decode step."""
+    """A rank of cluster-check that also measures the all-reduces of a decode step."""
 
     def step(self, message: bytes) -> bytes:
         report = msgspec.msgpack.decode(super().step(message), type=CheckReport)
@@ -88,7 +88,7 @@ def _spec(config: CheckConfig, rank: int, ranks: int) -> WorkerSpec:
 
 
 def pipe_limit(seconds: float) -> float:
-    """Microseconds of a byte to another process and back."""
+    """Returns the microseconds of a byte's round trip to another process."""
     (their_end, our_end), (our_read, their_write) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

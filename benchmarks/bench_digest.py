@@ -1,5 +1,5 @@
 """Measures the latency of KV digests: two clusters on this host, with and without digests, get the
-same prompts in turn. Digests are checked between the first and the second token, so TTFT plus the
+same prompts in turns. Digests are compared between the first and the second token, so TTFT plus the
 first gap contains their whole cost.
 
     python benchmarks/bench_digest.py [--model FOLDER] [--prompt-len 512] [--rounds 20]
@@ -30,7 +30,7 @@ MAX_TOKEN_ID = 400  # in every vocabulary
 
 @contextmanager
 def cluster(options: Sequence[str]) -> Iterator[str]:
-    """`pdserve up` with these options, ready; its URL."""
+    """Runs `pdserve up` with these options; yields its URL once it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         ports = Path(folder) / "ports.json"
         pdserve = Path(sys.executable).with_name("pdserve")
@@ -60,7 +60,7 @@ def wait_ready(process: subprocess.Popen[bytes], ports: Path) -> str:
 
 
 def ask(url: str, prompt: list[int]) -> tuple[float, float]:
-    """Seconds from the request to its first token and to its second, the last."""
+    """Returns the seconds from the request to its first and its second (last) token."""
     body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
     request = Request(f"{url}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -69,11 +69,11 @@ def ask(url: str, prompt: list[int]) -> tuple[float, float]:
         for line in answer:
             if line.startswith(b"data: {"):
                 moments.append(time.perf_counter() - started)
-    return moments[0], moments[-1]  # a token may be too little for a character
+    return moments[0], moments[-1]  # a single token may not complete a character
 
 
 def measure(plain: str, digested: str, length: int, rounds: int) -> list[dict[str, float]]:
-    """Pairs of answers. Every prompt is new: no prefix cache spares its transfer."""
+    """Returns pairs of measurements. Every prompt is new, so that its KV is transferred."""
     rng, pairs = random.Random(0), []
     for number in range(rounds + 1):
         prompt = [rng.randrange(3, MAX_TOKEN_ID) for _ in range(length)]
@@ -87,7 +87,7 @@ def measure(plain: str, digested: str, length: int, rounds: int) -> list[dict[st
                 "second_digests_s": times[digested][1],
             }
         )
-    return pairs[1:]  # the first one connects
+    return pairs[1:]  # without the first pair, which connects
 
 
 def summarize(pairs: list[dict[str, float]]) -> dict[str, float]:

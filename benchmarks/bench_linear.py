@@ -1,8 +1,9 @@
-"""Products of linear layers: torch's, and those with packed matrices, beside the floor.
+"""Measures the matrix products of linear layers: torch's, and those with packed matrices, compared
+with a floor.
 
-The floor of a product is the larger of its matrix's bytes over the read bandwidth, and its
-operations over the rate of the fastest large product, both measured in the same run. Matrices are
-read in turns that no cache holds, as a step reads them. With one thread, times are CPU time.
+The floor of a product is the larger of its matrix's bytes ÷ read bandwidth and its operations ÷ the
+rate of the fastest large product, both measured in the same run. Matrices are read in turns that
+exceed every cache, as in a step. With one thread, times are CPU times.
 
     python benchmarks/bench_linear.py [--threads 1] [--tokens 1,8,32,512] [--json FILE]
 """
@@ -29,7 +30,7 @@ from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.packed import Packer
 from pdserve.common.model.sharding import Sharding
 
-# SmolLM2-135M's, one of a 0.5 B model and a square one: outputs, inputs.
+# (outputs, inputs) of SmolLM2-135M, of a 0.5 B model, and a square matrix.
 SHAPES = {
     "qkv": (960, 576),
     "o": (576, 576),
@@ -46,8 +47,8 @@ KINDS = {
     "int8 × float32": (torch.float32, True),
 }
 INT4 = Quantization("awq", 4, group_size=64)
-COLD_BYTES = 64 << 20  # of matrices read in turns
-ROUNDS = 8  # the best of which counts
+COLD_BYTES = 64 << 20  # of the matrices that are read in turns
+ROUNDS = 8  # rounds; the best one counts
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Result:
     shape: str
     tokens: int
     floor: float  # seconds
-    torch: float  # with int8 and int4: converting the matrix for each product
+    torch: float  # seconds; int8 and int4 matrices are converted for each product
     packed: float
 
 
@@ -154,7 +155,7 @@ class Bench:
         return max(memory, compute), seconds
 
     def seconds(self, work: Callable[[int], object], times: int) -> float:
-        """Returns the seconds of one entry of `times`."""
+        """Returns the seconds of one of `times` products."""
         started = self.clock()
         for i in range(times):
             work(i)

@@ -1,11 +1,11 @@
 """Measures how well pipeline stages overlap: one prompt through the engine, in m chunks.
 
-Every rank notes when it computed which micro-batch, on the clock all processes of a host share.
-The bubble is the part of the stages' time in which they computed nothing, between the first one's
-start and the last one's end. At best it is GPipe's (arXiv:1811.06965), (p - 1) / (m + p - 1), for
-stages and chunks that take equally long. In the same run: the same chunks on one rank, whose time
-divided by p is the floor. The last rows decode: each sequence has one token in flight, so that
-fewer sequences than stages leave 1 - sequences / p idle.
+Every rank records when it computed which micro-batch, on the monotonic clock that all processes of
+a host share. The bubble is the share of the stages' time in which they computed nothing, between
+the first stage's start and the last stage's end. The optimum is GPipe's (arXiv:1811.06965),
+(p - 1) / (m + p - 1), for stages and chunks of equal duration. The same chunks are run on one rank;
+its time divided by p is the floor. The last rows decode: each sequence has one token in flight, so
+fewer sequences than stages leave 1 - sequences / p of the time idle.
 
     python benchmarks/bench_pipeline.py [--pp 2] [--chunks 2,4,8] [--gantt FILE.png] [--json FILE]
 """
@@ -48,11 +48,11 @@ from pdserve.common.worker.runner import StageLink
 from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
 from pdserve.demo_model.embedded import ensure_embedded_model
 
-ROUNDS = 3  # of each case; the fastest counts, since others use this host too
+ROUNDS = 3  # of each case; the fastest counts, since other programs may run
 
 
 class Span(msgspec.Struct):
-    """A rank computed the step, in seconds of the host's monotonic clock."""
+    """The time in which a rank computed a step, in seconds of the host's monotonic clock."""
 
     rank: int
     step: int
@@ -68,7 +68,7 @@ def build_traced_worker(spec: WorkerSpec, emit: Emit) -> TracedWorker:
 
 
 class TracedWorker:
-    """A rank that tells when it computed: a step's time without that spent on its neighbours."""
+    """A rank that reports when it computed: its steps without waiting for other stages."""
 
     def __init__(self, worker: ModelWorker, rank: int, emit: Emit) -> None:
         self._worker, self._rank, self._emit = worker, rank, emit
@@ -85,7 +85,7 @@ class TracedWorker:
         start = time.monotonic()
         answer = self._worker.step(message)
         end = time.monotonic()
-        for wait_start, wait_end in self._waits:  # at its beginning or at its end
+        for wait_start, wait_end in self._waits:  # at the step's start or end
             start, end = (wait_end, end) if wait_end < (start + end) / 2 else (start, wait_start)
         self._steps += 1
         self._emit(msgspec.msgpack.encode(Span(self._rank, self._steps, start, end)))
@@ -125,7 +125,7 @@ class Result:
 
 
 class Ends:
-    """Hears the engine until its sequences have ended."""
+    """An engine listener that waits for the end of all sequences."""
 
     def __init__(self, engine_ends: int) -> None:
         self.left = engine_ends
@@ -159,7 +159,7 @@ class Work:
 
 
 async def measure(model: Path, stages: int, works: Sequence[Work]) -> list[list[list[Span]]]:
-    """The spans of each round of each work, by time."""
+    """Returns the spans per work and round, ordered by time."""
     config = engine_config(model, stages, works)
     specs = worker_specs(WorkerConfig(config), log=LogConfig(log_level="warning"))
     executor = make_executor(
@@ -197,13 +197,13 @@ async def run(engine: EngineCore, ends: Ends, work: Work) -> None:
     done = asyncio.create_task(ends.done.wait())
     await asyncio.wait((running, done), return_when=asyncio.FIRST_COMPLETED)
     if running.done():
-        running.result()  # it ends with an error only
-    await asyncio.sleep(0.05)  # the last spans are on their way
+        running.result()  # it ends only with an error
+    await asyncio.sleep(0.05)  # until the last spans have arrived
     running.cancel()
 
 
 def bubble_of(spans: Sequence[Span], stages: int) -> tuple[float, float]:
-    """(seconds from the first start to the last end, share of it in which stages stood idle)."""
+    """Returns (seconds from the first start to the last end, idle share of the stages)."""
     total = max(span.end for span in spans) - min(span.start for span in spans)
     busy = sum(span.end - span.start for span in spans)
     return total, 1 - busy / (stages * total)
@@ -234,7 +234,7 @@ def compare(
 
 
 def draw(spans: Sequence[Span], stages: int, path: Path) -> None:
-    """A row for each stage, a bar for each micro-batch it computed."""
+    """Draws a row per stage, with a bar per micro-batch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1 + 0.5 * stages))

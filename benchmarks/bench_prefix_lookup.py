@@ -1,12 +1,12 @@
-"""Measures what placement adds to a request on the router, in CPU time, the least of many rounds:
-hashing its prompt, looking it up in the index, and all of placement, which is both of these, what
-admission asks, and the choice of a decode and of a prefill node.
+"""Measures the CPU time that placement adds to a request on the router, the minimum of many rounds:
+hashing the prompt, looking it up in the index, and the whole placement: both of these, admission's
+estimates, and the choice of a decode and a prefill node.
 
     python benchmarks/bench_prefix_lookup.py [--nodes 16] [--json FILE]
 
-The prompt is cached as a whole on one node, so that all of it is hashed, and each node has three
-prompts in hand. `hashlib`: without the library that is built at start (`core/block_hash.py`);
-`keyed`: hashlib with the parent as a key, as it was.
+One node has the whole prompt cached, so that all of it is hashed, and each node has three prompts
+in flight. `hashlib`: without the compiled library (`core/block_hash.py`); `keyed`: hashlib with the
+parent hash as the key, an earlier scheme.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pdserve.simulate.outcome import table
 
 SIZE = 16
 LENGTHS = (2048, 8192, 32_768)
-SMALL = 16_384  # prompts of more come from a process that reads large bodies, as arrays
+SMALL = 16_384  # longer prompts come as arrays from the process that parses large bodies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--nodes", type=int, default=16, help="of each role")
+    parser.add_argument("--nodes", type=int, default=16, help="nodes per role")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row(length: int, num_nodes: int, rounds: int) -> dict[str, Any]:
-    """Returns microseconds for a prompt of so many tokens."""
+    """Returns the microseconds for a prompt of `length` tokens."""
     ids = random.Random(0).choices(range(150_000), k=length)
     tokens = array("I", ids) if length > SMALL else ids
     buffer, width = array("I", ids).tobytes(), 4 * SIZE
@@ -78,8 +78,8 @@ def row(length: int, num_nodes: int, rounds: int) -> dict[str, Any]:
 
 
 class Placement:
-    """Prefill and decode nodes, as many of each, that have measured their rates, and the policy
-    that selects among them."""
+    """Equal numbers of prefill and decode nodes with measured rates, and the policy that selects
+    them."""
 
     def __init__(self, policy: str, num_nodes: int, hashes: Sequence[int]) -> None:
         config = RoutingConfig(prefill_policy=policy, decode_policy=policy)
@@ -105,7 +105,7 @@ class Placement:
         return self._index.match(blocks(SIZE))  # type: ignore[return-value]
 
     def place(self, tokens: Sequence[int]) -> None:
-        """Does for a request what the router does, on nodes that are there."""
+        """Places a request as the router does, without waiting for nodes."""
         made = PromptBlocks(tokens, SIZE)
         request = PlacementRequest(
             request_id="r",
@@ -119,7 +119,7 @@ class Placement:
             blocks=lambda size: made,
         )
         self._selector.least_missing(request)
-        with suppress(StopIteration):  # no await waits
+        with suppress(StopIteration):  # no await blocks
             self._both(request).send(None)
 
     async def _both(self, request: PlacementRequest) -> None:
@@ -135,7 +135,7 @@ def keyed(buffer: bytes, width: int) -> None:
 
 
 def least(work: Callable[[], object], rounds: int) -> float:
-    """Returns the CPU seconds of the quickest round."""
+    """Returns the CPU seconds of the fastest round."""
     best = float("inf")
     for _ in range(rounds):
         began = thread_time()

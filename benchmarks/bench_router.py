@@ -1,28 +1,28 @@
-"""Measures the router alone, with simulated nodes over real gRPC: tokens, and what a fleet costs.
+"""Measures the router alone, with simulated nodes over real gRPC: tokens, and a large fleet.
 
     python benchmarks/bench_router.py [--workers 1,2] [--nodes 1000] [--seconds 8] [--json FILE]
     python benchmarks/bench_router.py --against PATH [--rounds 4] [--workers ""] [--nodes 0]
+    python benchmarks/bench_router.py --policies least-load,cost [--workers ""] [--nodes 0]
     python benchmarks/bench_router.py --peers-python PATH [--plot FILE] [--workers ""] [--nodes 0]
 
-`tokens`: closed-loop clients that stream, 8 + 8 nodes, `--router-workers` 1, 2 … Tokens a second
-are this host's, where clients and simulated nodes take their share; CPU time a token is the
-router's alone (all its processes), and what a worker on a core of its own could do follows from it.
+`tokens`: closed-loop clients that stream, 8 + 8 nodes, `--router-workers` 1, 2 … Tokens per second
+are those of this host, which clients and simulated nodes share. CPU time per token is the router's
+alone (all its processes); from it follows the rate of a worker with a core of its own.
 
-`against`: the same load on the router of another checkout, in turns with this one, each with nodes
-of its own: CPU time a request. `events a token` says whether a busy host
-made a client get several tokens at once, which costs the router less.
+`against`: CPU time per request of this router and of another checkout's under the same load, in
+turns, each with its own nodes. `events a token` shows whether clients on a busy host got several
+tokens in one event, which costs the router less.
 
-`peers`: the same load on smg and vllm-router, where the environment of that Python has them (`pip
-install smg vllm-router`, outside this repository), in turns with this router, and on the servers
-without any. These two forward HTTP to simulated OpenAI servers (`simulated_servers.py`), each
-request to one; this one has prompts computed at one node and tokens at another, and makes tokens
-from text and text from tokens. All simulated nodes and servers answer at once, so that the first
-token tells the latency that a router adds.
+`peers`: the same load on smg and vllm-router, if that Python's environment has them (`pip install
+smg vllm-router`, outside this repository), in turns with this router, and on the servers without a
+router. These two forward each HTTP request to one simulated OpenAI server (`simulated_servers.py`).
+This router has prompts computed on one node and tokens on another, and tokenizes and detokenizes.
+All simulated nodes and servers answer immediately, so TTFT is the latency that a router adds.
 
-`fleet`: so many nodes, half of each role, which register at one worker and are idle: seconds until
-all are there, the router's share of a core, `/ready` over HTTP, and placement in a process with as
-many nodes. Heartbeats alone are what is left with `--heartbeat-timeout 600`, which makes probes
-rare.
+`fleet`: N idle nodes, half of each role, registered at one worker: seconds until all are
+registered, the router's share of a core, the latency of `/ready` over HTTP, and of placement in a
+process with N nodes. The share for heartbeats alone is measured with `--heartbeat-timeout 600`,
+which makes probes rare.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from pdserve.router.cluster.registry import Registry  # noqa: E402
 
 MODEL = ROOT / "tests/models/llama-gqa"
 WARM_UP = 2.0  # seconds
-STAGGER = 1.3  # seconds, about as long as a request takes
+STAGGER = 1.3  # seconds, about the duration of a request
 MAX_TOKENS = 128
 PLACEMENTS = 2000
 RARE_PROBES = {"heartbeat_timeout": 600}
@@ -75,7 +75,7 @@ RARE_PROBES = {"heartbeat_timeout": 600}
 def router(
     code: Path = ROOT, **options: Any
 ) -> Iterator[tuple[dict[str, int], list[psutil.Process]]]:
-    """The ports, and the processes that serve; `code` is the checkout that they run."""
+    """Runs a router of the checkout `code`; yields its ports and serving processes."""
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
         ports_file = Path(folder) / "ports.json"
         free = {"port": 0, "grpc_port": 0, "registry_port": 0, "ports_file": ports_file}
@@ -84,7 +84,7 @@ def router(
         with _running([*command, *flags({**free, **quiet, **options})], code) as process:
             ports = wait_for(lambda: read_ports(ports_file))
             several = options.get("router_workers", 1) > 1
-            # A single one may have a child, too, which warms up and ends.
+            # A single process may have a child too, which warms up and ends.
             yield ports, process.children() if several else [process]
 
 
@@ -126,13 +126,23 @@ def tokens(workers: int, clients: int, seconds: float) -> dict[str, Any]:
 
 
 def against(code: Path, rounds: int, *shape: Any) -> dict[str, list[dict[str, Any]]]:
-    """The rounds of both checkouts, which take turns."""
+    """Returns the rounds of both checkouts, which take turns."""
     with _cluster(code) as before, _cluster() as after:
         return _in_turns({"before": before, "after": after}, rounds, *shape)
 
 
+def policies(names: Sequence[str], rounds: int, *shape: Any) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of routers that differ in how they place requests."""
+    with ExitStack() as stack:
+        all_ = {
+            name: stack.enter_context(_cluster(prefill_policy=name, decode_policy=name))
+            for name in names
+        }
+        return _in_turns(all_, rounds, *shape)
+
+
 def peers(python: Path, rounds: int, *shape: Any) -> dict[str, list[dict[str, Any]]]:
-    """The rounds of this router and of others, and of no router."""
+    """Returns the rounds of this router, of other routers, and without a router."""
     with ExitStack() as stack:
         name = MODEL.name
         ports = stack.enter_context(routers.servers(name))
@@ -161,7 +171,7 @@ def _in_turns(
 
 @contextmanager
 def _cluster(code: Path = ROOT, **options: Any) -> Iterator[tuple[int, list[psutil.Process]]]:
-    """The HTTP port of a router with 8 + 8 nodes, and the processes that serve."""
+    """Runs a router with 8 + 8 nodes; yields its HTTP port and serving processes."""
     with ExitStack() as stack:
         ports, serving = stack.enter_context(router(code, **options))
         stack.enter_context(nodes(ports["registry"], 8, 8))
@@ -174,7 +184,7 @@ async def _under_load(
 ) -> dict[str, Any]:
     asked = Load(port, MODEL.name, MAX_TOKENS)
     tasks = []
-    for _ in range(clients):  # one after the other: they would all end at once, for ever
+    for _ in range(clients):  # one after the other, so that their requests stay out of step
         tasks.append(asyncio.create_task(asked.client()))
         await _pass(STAGGER / clients, tasks)
     try:
@@ -182,7 +192,7 @@ async def _under_load(
         events, requests, firsts = asked.events, asked.requests, len(asked.first_ms)
         began, used = time.monotonic(), [cpu_us([p]) for p in serving]
         await _pass(seconds, tasks)
-        while asked.requests < requests + clients:  # a very busy host
+        while asked.requests < requests + clients:  # waits longer on a busy host
             await _pass(seconds, tasks)
         wall, events = time.monotonic() - began, asked.events - events
         used = [cpu_us([p]) - before for p, before in zip(serving, used, strict=True)]
@@ -207,7 +217,7 @@ async def _under_load(
 
 
 async def _pass(seconds: float, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Fails as soon as a client does."""
+    """Sleeps; raises the error of a client that fails meanwhile."""
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
@@ -236,7 +246,7 @@ def fleet(count: int, seconds: float, **options: Any) -> dict[str, Any]:
 
 
 def placement(count: int) -> dict[str, Any]:
-    """Times one request after the other in this process, which holds as many nodes: CPU time, which
+    """Times requests one after the other in this process, with `count` nodes, in CPU time, which
     other programs do not lengthen."""
     registry = Registry(RoutingConfig())
     for number in range(count):
@@ -250,7 +260,7 @@ def placement(count: int) -> dict[str, Any]:
         blocks=lambda size: PromptBlocks((), size),
     )  # fmt: skip
 
-    async def place() -> None:  # which waits for nothing
+    async def place() -> None:  # never blocks
         decode, _ = await selector.decode(request)
         await selector.prefill(request, decode)
 
@@ -269,7 +279,7 @@ def placement(count: int) -> dict[str, Any]:
 def times(
     call: Callable[[], object], count: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Milliseconds."""
+    """Returns percentiles in milliseconds."""
     found = []
     for _ in range(count):
         began = clock()
@@ -283,12 +293,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--nodes", type=int, default=1000, help="of the fleet; 0: no fleet")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--against", type=Path, help="another checkout: compare with its router")
+    parser.add_argument("--nodes", type=int, default=1000, help="nodes of the fleet; 0: skip it")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds per measurement")
+    parser.add_argument("--against", type=Path, help="another checkout, to compare with its router")
+    parser.add_argument("--policies", help="placement policies to compare: NAME,NAME")
     parser.add_argument("--peers-python", type=Path, help="a Python that has smg and vllm-router")
     parser.add_argument("--plot", type=Path, help="of --peers-python")
-    parser.add_argument("--rounds", type=int, default=4, help="of --against and --peers-python")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="rounds of --against, --policies, --peers-python"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"host_cores": os.cpu_count()}
@@ -296,6 +309,8 @@ def main() -> None:
     shape = args.clients, args.seconds
     if args.against is not None:
         result["against"] = against(args.against.resolve(), args.rounds, *shape)
+    if args.policies:
+        result["policies"] = policies(args.policies.split(","), args.rounds, *shape)
     if args.peers_python is not None:
         result["peers"] = peers(args.peers_python.absolute(), args.rounds, *shape)
         if args.plot:

@@ -1,4 +1,4 @@
-"""Compares what `pdserve simulate` predicts with what clusters of such layouts do, on this host.
+"""Compares predictions of `pdserve simulate` with real clusters of the same layouts on this host.
 
     python benchmarks/bench_simulated_live.py [--layouts 1P1D,2P1D] [--requests 101] [--json FILE]
     python benchmarks/bench_simulated_live.py --again FILE
@@ -154,7 +154,7 @@ def served(layout: str, model: str | None, asks: Sequence[Ask]) -> list[Answered
 
 
 async def replay(url: str, asks: Sequence[Ask]) -> list[Answered]:
-    """Asks at the times; returns when each answer began and ended."""
+    """Sends each request at its time; returns when each answer began and ended."""
     loop = asyncio.get_running_loop()
     headers = {"Authorization": f"Bearer {KEY}", "X-PDServe-Timeline": "1"}
     async with aiohttp.ClientSession(headers=headers) as session:

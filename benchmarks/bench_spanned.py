@@ -1,7 +1,7 @@
 """Measures how much longer a step takes when a node's tensor-parallel ranks are on two hosts, and
-prints it beside what the node's line at start says. Hosts are network namespaces of this one.
-Linux, root only. Ranks of one host speak over gloo, too: a busy machine's would wait longer in
-shared memory than for a link.
+prints it beside the prediction in the node's log. Hosts are network namespaces of this machine.
+Linux, root only. Ranks of one host use gloo too: on a busy machine, waiting in shared memory would
+take longer than the link.
 
     python benchmarks/bench_spanned.py tests/models/llama-gqa [--rate 100mbit] [--rounds 3]
 """
@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", help="of each host's link, as tc has it (default: unbounded)")
+    parser.add_argument(
+        "--rate", help="rate of each host's link, in tc's notation (default: unlimited)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(argv)
     if why := hosts.unavailable():
@@ -61,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measured(
     network: hosts.Network, warm: WarmStart, options: argparse.Namespace, count: int
 ) -> tuple[float, str]:
-    """Returns the milliseconds of a decode step of one token with the ranks on so many hosts, and
-    the log. Of several answers the quickest counts: what others' load adds is not the link's."""
+    """Returns the milliseconds of a one-token decode step with the ranks on `hosts` hosts, and the
+    log. The fastest of several answers counts, since other load only makes answers slower."""
     places = [network.add() for _ in range(count)]
     for address, _ in places:
         if options.rate and not network.slow(address, options.rate):
@@ -97,7 +99,7 @@ def measured(
 
 
 def ask(port: int) -> float:
-    """Returns the seconds of a step of one answer, on the average."""
+    """Returns the mean seconds per step of one answer."""
     body = {"prompt": [5, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     url = f"http://127.0.0.1:{port}/v1/completions"
     headers = {"content-type": "application/json"}

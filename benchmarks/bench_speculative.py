@@ -4,10 +4,10 @@
     python benchmarks/bench_speculative.py --model tests/models/llama-gqa --draft-model \\
         tests/models/mistral --dtype float32 --rounds 1 --json speculative.json
 
-A node of both roles for each way of guessing, asked in turns, so that what disturbs one disturbs
-all; figures are medians of the rounds. Prompts are token ids, answers greedy: `repetitive`, a
-passage over and over, which prompt lookup is made for; `random`, which nothing can guess from the
-prompt. `a step` are the tokens a sequence gets of a step that guesses: 1 is nothing gained.
+Runs a node of both roles per drafting method. All get the same prompts in turns, so that other load
+affects all; figures are medians over rounds. Prompts are token ids, answers greedy. `repetitive`
+repeats a passage, the best case for prompt lookup; `random` cannot be predicted from the prompt. `a
+step` is the tokens per sequence and step with drafts; 1 means that drafting gains nothing.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ RIGHT = "pdserve_spec_decode_num_accepted_tokens_total"
 
 @dataclass(frozen=True)
 class Row:
-    """One way of guessing under one load; medians of the rounds."""
+    """One drafting method under one load; medians over the rounds."""
 
     workload: str
     clients: int
     way: str
     tok_s: float
-    faster: float  # × without guesses
-    acceptance: float  # of the guesses, the share that was right
+    faster: float  # output rate ÷ that without drafts
+    acceptance: float  # share of drafts that were accepted
     tokens_a_step: float
 
 
 @dataclass
 class Shape:
-    """A cluster, and what each of its rounds gave: seconds, then the counters' growth."""
+    """A cluster and the results of its rounds: seconds, and the increase of its counters."""
 
     way: str
     fleet: Fleet
 
     def ask(self, prompts: Sequence[list[int]], output_len: int) -> tuple[float, float, float]:
-        """Tokens a second, the share of guesses that was right, tokens of a step that guessed."""
+        """Returns (tokens per second, share of accepted drafts, tokens per step with drafts)."""
         before, started = self._counters(), time.monotonic()
         with ThreadPoolExecutor(len(prompts)) as pool:
             list(pool.map(lambda prompt: self._complete(prompt, output_len), prompts))
@@ -101,7 +101,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="FOLDER")
-    add("--draft-model", type=Path, metavar="FOLDER", help="of the same vocabulary")
+    add("--draft-model", type=Path, metavar="FOLDER", help="draft model with the same vocabulary")
     add("--dtype", default="auto")
     add("--num-speculative-tokens", type=int, default=4, metavar="N")
     add("--clients", type=int, nargs="+", default=[1, 8], metavar="N")
@@ -113,12 +113,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     counts = (*options.clients, options.input_len, options.output_len, options.rounds)
     if min(counts) < 1:
-        parser.error("clients, lengths and rounds begin at 1")
+        parser.error("clients, lengths and rounds must be at least 1")
     return options
 
 
 def ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """--speculative-config by name."""
+    """Returns method name → --speculative-config."""
     count = {"num_speculative_tokens": options.num_speculative_tokens}
     lookup = {"method": "ngram", **count, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     found: dict[str, dict[str, Any]] = {"none": {}, "ngram": lookup}
@@ -130,7 +130,7 @@ def ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def started(options: argparse.Namespace, folder: Path) -> Iterator[list[Shape]]:
-    """A cluster for each way, all ready."""
+    """Runs a cluster per method; yields them once all are ready."""
     environment = {"TMPDIR": str(folder)}
     warm = WarmStart(environment)
     shapes: list[Shape] = []
@@ -156,7 +156,7 @@ def started(options: argparse.Namespace, folder: Path) -> Iterator[list[Shape]]:
 
 
 def prompts(workload: str, count: int, length: int, vocab: int, chance: random.Random) -> list[Any]:
-    """Each of them new, so that no prefix cache helps."""
+    """Returns new prompts, so that the prefix cache has no hits."""
     size = PASSAGE if workload == "repetitive" else length
     passages = [chance.choices(range(3, vocab), k=size) for _ in range(count)]
     return [(passage * (length // size + 1))[:length] for passage in passages]

@@ -3,8 +3,8 @@ on the node's event loop, and of decoding and applying on a rank.
 
     python benchmarks/bench_steps.py [--sequences 16] [--tokens 131072] [--no-penalties] [--json F]
 
-`first` is the step after the admission of all sequences, which tells the ranks everything;
-`later` are those in which each decodes one token.
+`first` is the step after the admission of all sequences, which contains all of their data; `later`
+are steps in which each sequence decodes one token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKEN = SampledToken(7)
 
 
 def decoding(sequences: int, tokens: int, penalties: bool) -> Scheduler:
-    """A scheduler whose sequences' KV has just arrived."""
+    """Returns a scheduler whose sequences' KV has just arrived."""
     blocks = sequences * (tokens // BLOCK_SIZE + 64)
     pool = KVPool([KVGroup((0,), 1, 1)], [blocks], BLOCK_SIZE)
     scheduler = Scheduler(pool, SchedulerConfig(max_num_seqs=sequences), eos_token_ids=(0,))
@@ -75,7 +75,7 @@ def measure(scheduler: Scheduler, steps: int) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128 * 1024, help="of each sequence")
+    parser.add_argument("--tokens", type=int, default=128 * 1024, help="tokens per sequence")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--no-penalties", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -1,11 +1,11 @@
-"""Measures structured output: CPU time per token with and without a grammar, and of compiling.
+"""Measures structured output: CPU time per token with and without a grammar, and to compile it.
 
     python benchmarks/bench_structured.py --model FOLDER [--rows 1 16 64] [--tokens 100] [--json F]
 
-Of each kind of grammar: `compile` is the first time and its first mask; `mask` is advancing by a
-token and the next mask, on a text of the grammar; `sample` is the sampler of a step of so many rows
-that all have a mask, `without` that of rows with none. All are microseconds of CPU for a row. On a
-GPU the masks of a step are computed while it computes logits.
+Per kind of grammar: `compile` includes the first mask; `mask` is advancing by a token and computing
+the next mask, on a text of the grammar; `sample` is the sampler of a step with N rows that all have
+a mask, `without` that of rows without. All are CPU microseconds per row. On a GPU the masks of a
+step are computed while it computes logits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CASES = {
 
 
 def timed(work: Callable[[], object], times: int = 1) -> float:
-    """Microseconds of CPU for each time."""
+    """Returns the CPU microseconds per run."""
     start = time.thread_time()
     for _ in range(times):
         work()

@@ -1,20 +1,20 @@
 """Measures the throughput of KV blocks and the latency of one small block between two processes of
 this host, per connector, and compares NIXL (over UCX) and Mooncake's transfer engine (over TCP).
 
-Rounds of a plain memory copy, a transfer without and one with digests by each connector, and the
-same blocks moved by each peer take turns; now and then a plain loopback socket comes between them.
-What else a host does only ever makes a round slower: a figure is the fastest tenth of its rounds,
-and ratios are of such figures of one run. Latencies are from the run announced to the sink's
-`Landed`, on an idle connection; a peer's are from its call to its end. What copying and hashing
-alone take is CPU time (`--connectors "" --peers ""`: nothing else). Prints tables; `--json FILE`
-also writes the figures.
+Takes turns of rounds of a plain memory copy, a transfer without and one with digests by each
+connector, and the same blocks moved by each peer; a plain loopback socket is measured now and then.
+Other load only makes rounds slower, so a figure is the fastest decile of its rounds, and ratios are
+of such figures of one run. Latencies are from the announcement of the run to the sink's `Landed`,
+on an idle connection; a peer's are the duration of its call. Copying and hashing alone are measured
+in CPU time (`--connectors "" --peers ""` measures nothing else). Prints tables; `--json FILE` also
+writes the figures.
 
     python benchmarks/bench_transfer.py [--connectors shm,tcp] [--blocks N] [--json FILE]
     python benchmarks/bench_transfer.py --peers-python VENV/bin/python   # which has their packages
 
-Peers are asked for the same runs of the same blocks, and their first move is checked byte by byte.
-What they leave out is told in `docs/performance.md`. One that is not installed is named with the
-reason.
+Peers move the same runs of the same blocks, and their first move is checked byte by byte.
+`docs/performance.md` says what their figures leave out. If a peer is not installed, the reason is
+shown.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ SMALL = (
     Shape("0.25 MiB in 64 runs", 32, 1, 128, "bfloat16", 1),
 )
 MIN_ROUNDS = 3
-IDLE_S = 0.001  # before a small block
+IDLE_S = 0.001  # seconds idle before a small block
 
 
 class Player:
-    """Whose turn comes in each round."""
+    """Something measured in turns."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.spent = 0.0  # seconds of its turns
+        self.spent = 0.0  # seconds spent in its turns
         self.plain: list[Sample] = []
-        self.digested: list[Sample] = []  # by those that make digests
+        self.digested: list[Sample] = []  # samples with digests
 
     def turn(self, count: int, pause: float) -> None:
         started = time.perf_counter()
@@ -91,7 +91,7 @@ class Player:
         self.spent += time.perf_counter() - started
 
     def play(self, count: int, pause: float) -> None:
-        """Moves a prompt of `count` blocks, `pause` seconds after the last."""
+        """Moves a prompt of `count` blocks, after `pause` idle seconds."""
         raise NotImplementedError
 
     def over(self, seconds: float) -> bool:
@@ -132,7 +132,7 @@ class Peer(Player):
 
 @contextmanager
 def playing(names: Sequence[str], peers: Peers, shape: Shape) -> Iterator[list[Player]]:
-    """Connected, with the pages of a prompt touched."""
+    """Yields connected players; the pages of a prompt have been touched."""
     with ExitStack() as stack:
         players: list[Player] = [
             Connector(name, stack.enter_context(closing(Pair(name, shape)))) for name in names
@@ -150,7 +150,7 @@ def playing(names: Sequence[str], peers: Peers, shape: Shape) -> Iterator[list[P
 def take_turns(
     players: Sequence[Player], count: int, seconds: float, pause: float, between: Callable[[], None]
 ) -> list[Player]:
-    """Rounds until each has had its seconds; returns those that have something to show."""
+    """Runs rounds until each player has had its seconds; returns the players with results."""
     waiting = [each for each in players if not each.over(seconds)]
     while waiting:
         between()
@@ -161,7 +161,7 @@ def take_turns(
 
 
 def fastest(values: Iterable[float]) -> float:
-    """The first decile."""
+    """Returns the first decile."""
     ordered = sorted(values)
     return ordered[len(ordered) // 10]
 
@@ -264,7 +264,7 @@ def copier(nbytes: int) -> Callable[[], None]:
 
 
 def hasher(view: CacheView, shape: Shape) -> Callable[[], None]:
-    """Makes the digests of a prompt, as a rank does."""
+    """Returns a function that computes a prompt's digests as a rank does."""
     digester, ids = Digester(view, "bench"), block_ids(shape, shape.prompt_blocks, seed=1)
 
     def make() -> None:
@@ -280,10 +280,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--connectors", default="shm,tcp", help="names, separated by commas")
-    add("--peers", default=",".join(NAMES), help="libraries to compare with; none: ''")
-    add("--peers-python", default=sys.executable, metavar="FILE", help="a Python that has them")
-    add("--only", default="", metavar="TEXT", help="shapes whose names have it")
-    add("--blocks", type=int, default=0, help="of a prompt; 0: as the shape says")
+    add("--peers", default=",".join(NAMES), help="libraries to compare with ('': none)")
+    add(
+        "--peers-python",
+        default=sys.executable,
+        metavar="FILE",
+        help="a Python in which they are installed",
+    )
+    add("--only", default="", metavar="TEXT", help="only shapes whose names contain this")
+    add("--blocks", type=int, default=0, help="blocks of a prompt; 0: the shape's")
     add("--seconds", type=float, default=1.5, help="per connector or peer, and shape")
     add("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()

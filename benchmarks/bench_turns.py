@@ -1,5 +1,5 @@
-"""Multi-turn chats: the time to the first token of later turns, when a prefill node computes them,
-and when the decode node does that computed the answer before (--local-prefill-threshold).
+"""Measures the TTFT of later turns of a chat: computed by a prefill node, or by the decode node
+that generated the previous answer (--local-prefill-threshold).
 
     python benchmarks/bench_turns.py [--model FOLDER] [--chats 6] [--turns 4] [--json FILE]
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", help="a checkpoint folder (default: the embedded model)")
     add("--chats", type=int, default=6)
     add("--turns", type=int, default=4)
-    add("--first-tokens", type=int, default=256, help="of a chat's first prompt")
+    add("--first-tokens", type=int, default=256, help="tokens of a chat's first prompt")
     add("--message-tokens", type=int, default=24)
     add("--answer-tokens", type=int, default=96)
     add("--json", type=Path)
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def chat(
     llm: LLM, args: argparse.Namespace, number: int
 ) -> tuple[list[list[int]], list[float], list[float]]:
-    """Returns the answers of a chat, and of its turns but the first the seconds to the first token
-    and the share of the prompt that was cached."""
+    """Returns the answers of a chat and, for each turn after the first, TTFT in seconds and the
+    cached share of the prompt."""
     chance, ttft, shares = random.Random(number), list[float](), list[float]()
     prompt, answers = chance.choices(VOCABULARY, k=args.first_tokens), list[list[int]]()
     params = SamplingParams(max_tokens=args.answer_tokens, temperature=0, ignore_eos=True)

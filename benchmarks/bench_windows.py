@@ -1,8 +1,8 @@
-"""Step times and KV of a sliding window against full attention, by context.
+"""Compares step times and KV of a sliding window with full attention, by context length.
 
-Two models of random weights that differ in their window alone take the same steps: decodes of some
-sequences, and a chunk of a prompt, after as many tokens. What a window of 1,024 tokens costs must
-not grow with the context. The cache counted is what a sequence holds, in blocks × their bytes.
+Two models with random weights that differ only in their window take the same steps: decodes of some
+sequences, and a prompt chunk, after as many tokens. The cost of a window of 1,024 tokens must not
+grow with the context. `KV` is the blocks that a sequence holds × their bytes.
 
     python benchmarks/bench_windows.py [--window 1024] [--contexts 4096,8192,16384,32768]
         [--sequences 4] [--chunk 256] [--threads 1] [--json FILE]
@@ -44,8 +44,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Result:
-    """`decode` and `chunk`: milliseconds of a step, the median of some; `kv`: bytes of a
-    sequence."""
+    """`decode`, `chunk`: median milliseconds of a step. `kv`: bytes of KV per sequence."""
 
     window: int | None
     context: int

@@ -1,16 +1,16 @@
-"""A soak with random faults: nodes are killed, frozen and restarted, the network is cut and lies,
-routers stand still or die, and hostile clients attack, all under load. Every answer must be
-the one that a cluster left alone gives.
+"""A soak test with random faults: nodes are killed, frozen and restarted, the network is cut or
+corrupts data, routers freeze or die, and hostile clients attack, all under load. Every answer must
+equal the one of an undisturbed cluster.
 
     python benchmarks/chaos.py --seconds 60 --requests 200 --prefill 3 --decode 3
 
-Starts a cluster of its own on this host, asks everything once, then once more and again while
-things fail. The exit code is 1 when a request was lost, hung or answered wrongly, when blocks were
-not given back, when a process ended by itself or grew, or when a stranger was believed.
+Starts a cluster on this host, sends every request once to learn the answers, then again and again
+while faults happen. The exit code is 1 if a request was lost, hung or answered wrongly, if blocks
+leaked, if a process ended by itself or grew, or if a stranger was admitted.
 
-As root on Linux every node is on a host of its own (a network namespace) behind a relay, and all
-gRPC is mutual TLS: a flipped bit in a token would not be noticed without. Else the faults of the
-network are left out.
+As root on Linux every node runs on its own host (a network namespace) behind a relay, and all gRPC
+is mutual TLS, without which a flipped bit in a token would go unnoticed. Otherwise network faults
+are left out.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ from pdserve.common.config.router import RoutingConfig
 MODEL = Path(__file__).parents[1] / "tests/models/llama-gqa"
 NODE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
-    "num_gpu_blocks_override": 384,  # fewer than the load would like: sequences wait, some restart
+    "num_gpu_blocks_override": 384,  # fewer than the load needs: sequences wait and are preempted
     "max_num_batched_tokens": 256,
     "max_num_seqs": 32,
     "cpu_threads": 1,
     "drain_timeout": 60,
 }
-LONGEST_FAULT = 2 * FAST["heartbeat_timeout"]  # seconds: some freezes are noticed, some are not
+LONGEST_FAULT = 2 * FAST["heartbeat_timeout"]  # seconds: only some freezes exceed the time-out
 KINDS: dict[str, Kind] = {
     **NODE_KINDS,
     **ROUTER_KINDS,
@@ -86,7 +86,7 @@ KINDS: dict[str, Kind] = {
     **STRANGER_KINDS,
 }
 LATE = "the load's own event loop, too late by"
-GIVE_BACK = 15.0  # seconds after the last answer, in which nodes give back what they hold
+GIVE_BACK = 15.0  # seconds after the last answer for nodes to free what they hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Soak:
 
     seconds: float = 60.0
     requests: int = 200  # in flight
-    distinct: int = 210  # requests whose answers are known
+    distinct: int = 210  # different requests, whose answers are learnt first
     max_tokens: tuple[int, int] = (8, 48)
     hang_ups: float = 0.05
     kinds: tuple[str, ...] = tuple(KINDS)
@@ -108,7 +108,7 @@ class Soak:
 
 
 async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
-    """Lets nodes of a fleet fail while clients who have learnt the answers ask."""
+    """Injects faults into a fleet while clients compare answers with the learnt ones."""
     faults, gauge = Faults(fleet), Gauge(fleet)
     kinds = targets_of(fleet, {name: KINDS[name] for name in soak.kinds})
     plan = [
@@ -128,7 +128,9 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
             stood_still=lambda router, *times: faults.router_frozen[router].seconds(*times),
         )
         if faults.crowds.ended_since(monotonic()):
-            await asyncio.sleep(CROWD_SETTLES + 2 * PERIOD)  # what is left of them
+            await asyncio.sleep(
+                CROWD_SETTLES + 2 * PERIOD
+            )  # for samples after the crowds have left
     seconds, leaked = monotonic() - start, await still_held(fleet)
     crashed = faults.crashed + fleet.crashed()
     return make_report(
@@ -150,7 +152,7 @@ def _probe(fleet: Fleet) -> AbstractAsyncContextManager[list[Sample]]:
 
 
 def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]:
-    """Milliseconds by what was asked and percentile, while the first router ran."""
+    """Returns milliseconds by request and percentile, while the first router was running."""
     dead, frozen = faults.router_dead["router"], faults.router_frozen["router"]
 
     def served(sample: Sample) -> bool:
@@ -181,14 +183,14 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
 
 
 async def learn_and_run(fleet: Fleet, soak: Soak, asks: Sequence[Ask]) -> Report:
-    """Raises Lost when it fails without a fault."""
+    """Learns the answers, then runs the soak. Raises Lost if a request fails without a fault."""
     async with clients(fleet, asks, [*fleet.routers]) as load:
         await load.learn()
         return await run(fleet, soak, load)
 
 
 async def still_held(fleet: Fleet) -> dict[str, int]:
-    """Returns what nodes still hold after they had time to release it."""
+    """Returns what nodes still hold after GIVE_BACK seconds."""
     deadline = monotonic() + GIVE_BACK
     while (held := await asyncio.to_thread(fleet.held)) and monotonic() < deadline:
         await asyncio.sleep(0.2)
@@ -204,10 +206,10 @@ def started(
     routers: int = 1,
     share_cores: bool = False,
 ) -> Iterator[Fleet]:
-    """A fleet of this size, ready, in a folder that vanishes with it. Its model cannot stand
-    `TOKEN`. `share_cores`: nodes lend each other their cores, as those of `pdserve up` do."""
+    """Runs a fleet in a temporary folder; yields it once it is ready. Its model gives NaN for the
+    token `TOKEN`. `share_cores`: nodes lend each other cores, like those of `pdserve up`."""
     usual = RoutingConfig()
-    places = ceil(requests / usual.max_client_share) + 1  # for one client's
+    places = ceil(requests / usual.max_client_share) + 1  # so that one client gets that many
     places = max(places, usual.max_concurrent_requests)
     # Three clients share the queue: the load's equal part holds all its requests.
     queued = max(3 * requests, usual.max_queued_requests)
@@ -223,7 +225,7 @@ def started(
             secured |= make_certs(folder / "certs")
             options |= {"kv_connector": "tcp", "kv_connector_config": '{"tls": true}'}
             make = partial(Site, *stack.enter_context(site_network()))
-        keys = ",".join(token_hex(16) for _ in range(3))  # as fleet.py numbers clients
+        keys = ",".join(token_hex(16) for _ in range(3))  # one per client of fleet.py
         known = {"api_key": keys, "admin_api_key": token_hex(16)}
         router = {"max_concurrent_requests": places, "max_queued_requests": queued}
         router |= known | secured
@@ -245,7 +247,7 @@ def started(
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="time in which things fail")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the faults")
     parser.add_argument("--requests", type=int, default=200, help="requests in flight")
     parser.add_argument("--routers", type=int, default=1, help="routers of the same nodes")
     parser.add_argument("--prefill", type=int, default=3, help="prefill nodes")
@@ -255,7 +257,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--share-cores", action="store_true", help="nodes lend each other their cores"
     )
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests and faults")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between two faults")
     parser.add_argument(
         "--faults",

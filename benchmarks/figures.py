@@ -1,9 +1,9 @@
-"""Writes what was measured into docs/performance.md: `make bench` first, then `make figures`.
+"""Writes measured figures into docs/performance.md: `make bench` first, then `make figures`.
 
     python benchmarks/figures.py build/bench/step.json build/bench/peers.json docs/performance.md
 
-A part lies between `<!-- measured NAME -->` and `<!-- end NAME -->`. Ratios, not times: what takes
-how long is the machine's affair.
+A part is between `<!-- measured NAME -->` and `<!-- end NAME -->`. It shows ratios, since times
+depend on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS = {
 
 
 def rewrite(page: str, step: dict[str, Any] | None, peers: dict[str, Any] | None) -> str:
-    """The page with its parts as measured; a part that was not measured stays."""
+    """Returns the page with new figures; a part that was not measured stays."""
     parts = {
         "step": step and "\n".join(step_lines(step)),
         "peers": peers and "\n".join(peers_lines(peers)),
@@ -83,8 +83,8 @@ def _ratio(own: float | None, other: float | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("step", type=Path, help="of pdserve bench step --json")
-    parser.add_argument("peers", type=Path, help="of peers.py --json")
+    parser.add_argument("step", type=Path, help="output of pdserve bench step --json")
+    parser.add_argument("peers", type=Path, help="output of peers.py --json")
     parser.add_argument("page", type=Path)
     args = parser.parse_args(argv)
     step, peers = (

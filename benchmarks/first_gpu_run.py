@@ -1,11 +1,11 @@
-"""The first run on a GPU, in ten minutes: what works, whether text is exact, how fast steps are.
+"""The first run on a GPU, in ten minutes: which features work, exact output, speed of steps.
 
     OUT=DIR scripts/first-gpu-run [--seconds 570] [--stages machine,kernels,…] [--cpu]
 
-Each stage is a process of its own with a time limit: one that fails or hangs stops no other. After
-each one the results so far are written to `DIR/first-gpu-run.json`; at the end come a table and
-`DIR/first-gpu-run.log`. `--cpu` runs what a CPU can run, small, to try the script itself. How to
-read the table, and what never ran on a GPU: docs/gpu.md.
+Each stage is a process with a time limit, so one that fails or hangs does not stop the others.
+After each stage the results so far are written to `DIR/first-gpu-run.json`; the run ends with a
+table and `DIR/first-gpu-run.log`. `--cpu` runs the stages that a CPU can run, with small sizes, to
+try the script. docs/gpu.md explains the table and lists what has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 
 @dataclass(slots=True)
 class Result:
-    """One line of the table. `seconds` of the stage, `details` for the JSON."""
+    """One line of the table. `seconds`: of the stage. `details`: for the JSON only."""
 
     stage: str
     verdict: str
@@ -62,8 +62,8 @@ class Run:
         return "cpu" if self.on_cpu else "cuda"
 
     def command(self, name: str, command: Sequence[str], limit: float) -> tuple[int, str]:
-        """Runs a command, at most `limit` seconds; returns its exit code (124: it took too long)
-        and its last line. All it prints is in `name.log`."""
+        """Runs a command for at most `limit` seconds; returns its exit code (124: time-out) and the
+        last line of its output. `name.log` has all of the output."""
         log = self.work / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -84,11 +84,11 @@ class Run:
         return Result(name, FAILED if code else OK, f"{late}{last}", details={"exit": code})
 
 
-# ---- the stages, in the order of what a first run must know first ----
+# ---- the stages, the most important first ----
 
 
 def machine(run: Run) -> Iterator[Result]:
-    """Which machine and versions the figures are of."""
+    """Reports the machine and the versions."""
     yield run.checked("machine", [sys.executable, "-c", VERSIONS], 60)
     if not run.on_cpu:
         yield run.checked("nvidia-smi", ["nvidia-smi", *NVIDIA_SMI], 30)
@@ -105,7 +105,7 @@ print(f"{gpu}; Python {platform.python_version()}, {', '.join(found)}")
 
 
 def doctor(run: Run) -> Iterator[Result]:
-    """The host, and FlashInfer's kernels of bfloat16 with heads of 128: compiled here."""
+    """Checks the host, and compiles FlashInfer's kernels for bfloat16 with heads of 128."""
     command = ["pdserve", "doctor", "--json", *([] if run.on_cpu else ["--gpu"])]
     result = run.checked("doctor", command, 310)
     if result.details["exit"] not in (0, 1):
@@ -119,13 +119,13 @@ def doctor(run: Run) -> Iterator[Result]:
 
 
 def kernels(run: Run) -> Iterator[Result]:
-    """Kernels against plain torch; not other heads and float16, which would compile anew."""
+    """Compares kernels with plain torch, without other heads and float16 (long compiles)."""
     chosen = "not flashinfer or (128 and bfloat16)"
     yield run.checked("kernels", [*PYTEST, "tests/gpu/test_gpu_kernels.py", "-k", chosen], 200)
 
 
 def steps(run: Run) -> Iterator[Result]:
-    """The sampler, replayed graphs against eager steps, and waits of the host."""
+    """Tests the sampler, replayed graphs against eager steps, and waits of the host."""
     files = ["tests/gpu/test_gpu_steps.py", "tests/common/model/test_fake_forward.py"]
     yield run.checked("steps", [*PYTEST, *files], 120)
 
@@ -138,7 +138,7 @@ def clusters(run: Run) -> Iterator[Result]:
         if run.on_cpu and not cluster.on_cpu:
             continue
         if run.left < 40:
-            yield Result(f"cluster {name}", NOT_RUN, "no time was left")
+            yield Result(f"cluster {name}", NOT_RUN, "no time left")
             continue
         found = text_of_cluster(cluster, run.work / f"cluster-{name}.log", run.device, run.left)
         served.append((cluster.group, found))
@@ -159,10 +159,10 @@ def _agreements(served: Sequence[tuple[str, Served]]) -> Iterator[Result]:
 
 
 def speeds(run: Run) -> Iterator[Result]:
-    """Steps of models with random weights beside their floor: bytes ÷ measured bandwidth."""
+    """Times steps of models with random weights: ÷ floor (bytes ÷ measured bandwidth)."""
     for name in ("tiny",) if run.on_cpu else ("0.6B", "0.6B eager", "8B"):
         if run.left < 30:
-            yield Result(f"bench {name}", NOT_RUN, "no time was left")
+            yield Result(f"bench {name}", NOT_RUN, "no time left")
             continue
         shape, _, eager = name.partition(" ")
         folder = make_shape(run.work / f"shape-{shape}", SHAPES[shape])
@@ -217,16 +217,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="first-gpu-run", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=570.0, help="time of all stages")
-    parser.add_argument("--stages", default=",".join(STAGES), help="which, separated by commas")
-    parser.add_argument("--cpu", action="store_true", help="what a CPU can run, small")
+    parser.add_argument(
+        "--seconds", type=float, default=570.0, help="time limit of all stages together"
+    )
+    parser.add_argument(
+        "--stages", default=",".join(STAGES), help="stages to run, separated by commas"
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="run what a CPU can run, with small sizes"
+    )
     return parser
 
 
 def _results(name: str, run: Run) -> Iterator[Result]:
-    """Runs a stage; what breaks in it is its result."""
+    """Runs a stage; an exception becomes its result."""
     if run.left <= 0 or (run.on_cpu and name in NEED_GPU):
-        yield Result(name, NOT_RUN, "needs a GPU" if run.on_cpu else "no time was left")
+        yield Result(name, NOT_RUN, "needs a GPU" if run.on_cpu else "no time left")
         return
     started = time.monotonic()
     try:
@@ -243,7 +249,7 @@ def _write(file: Path, results: Sequence[Result]) -> None:
 
 
 def _write_log(file: Path, work: Path) -> None:
-    """Puts the ends of all logs into one file, in the order in which they were begun."""
+    """Writes the ends of all logs into one file, in the order of their creation."""
     logs = sorted(work.glob("*.log"), key=lambda log: log.stat().st_ctime)
     parts = [f"==== {log.name}\n{log.read_text(errors='replace')[-LOG_CHARS:]}" for log in logs]
     file.write_text("\n".join(parts))

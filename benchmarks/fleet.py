@@ -1,5 +1,5 @@
-"""Routers and their nodes on this host, each a process of its own that may be killed, frozen,
-drained and replaced while the others serve."""
+"""Routers and their nodes on this host, each a process that may be killed, frozen, drained and
+replaced while the others serve."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
 MAX_REFUSAL = 300  # bytes of a router's refusal that are shown
 PORTS = ("http", "grpc", "registry")  # of a router
-SHARES = 16  # of the ports, one for each of so many processes
+SHARES = 16  # processes per host that draw from different ports
 TRANSFER = {each.name for each in fields(TransferConfig)}
 LOAD, HOSTILE, PROBE = range(3)  # clients, by the number of their API key
 BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
 
 
 class Refused(Exception):
-    """A router does not take the fleet's key; no wait helps."""
+    """A router rejects the fleet's key; waiting does not help."""
 
 
 class Fleet:
-    """Processes by name: `router`, `router-2`, `prefill-1`, `decode-2` … `router` and `options` are
-    flags of every router and of every node, without dashes: `kv_lease=3`."""
+    """Processes by name: `router`, `router-2`, `prefill-1`, `decode-2` … `router` and `options`:
+    flags of every router and of every node, without dashes, such as `kv_lease=3`."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class Fleet:
         routers: int = 1,
         **options: Any,
     ) -> None:
-        """`warm` is another one's to close; without it the fleet has its own."""
+        """`warm`: its owner closes it; without it the fleet makes and closes its own."""
         self.model = model
         self.log_path = log
         names = ["router", *(f"router-{number}" for number in range(2, routers + 1))]
         self.routers = {name: {port: free_port() for port in PORTS} for name in names}
         self.ports = self.routers["router"]
-        self.pids: dict[str, int] = {}  # of those that should run
-        self.drained: list[int] = []  # pids of those that were told to end
+        self.pids: dict[str, int] = {}  # name → pid of the processes that should run
+        self.drained: list[int] = []  # pids of the processes that are draining
         self._router: dict[str, Any] = {**FAST, **(router or {})}
         self._options = {"kv_lease": 3, **options}
         self._numbers = itertools.count(1)
@@ -71,10 +71,10 @@ class Fleet:
         self._warm = warm or WarmStart(environment)
         self._shared = warm is not None
 
-    # ---- processes that come and go ---------------------------------------------------------
+    # ---- processes --------------------------------------------------------------------------
 
     def start_router(self, before: Sequence[str] = (), name: str = "router") -> None:
-        """`before` as in `WarmStart.start`."""
+        """Starts a router; `before`: as in `WarmStart.start`."""
         ports = self.routers[name]
         options: dict[str, Any] = {"port": ports["http"], "grpc_port": ports["grpc"]}
         options = {"registry_port": ports["registry"], **options, **self._router}
@@ -82,7 +82,7 @@ class Fleet:
         self.pids[name] = self._start("router", flags(options), before)
 
     def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
-        """Returns its name; `before` as in `WarmStart.start`."""
+        """Starts a node and returns its name; `before`: as in `WarmStart.start`."""
         name, port = f"{role}-{next(self._numbers)}", options.pop("grpc_port", 0) or free_port()
         options = {"model": self.model, "router": self.registries(), **self._options, **options}
         options["grpc_port"] = port
@@ -100,27 +100,27 @@ class Fleet:
         os.kill(self.pids[name], number)
 
     def kill(self, name: str) -> None:
-        """SIGKILL, and waits until it is gone."""
+        """Sends SIGKILL and waits for the end of the process."""
         pid = self.pids.pop(name)
         os.kill(pid, signal.SIGKILL)
         while alive(pid):
             time.sleep(0.002)
 
     def drain(self, name: str) -> int:
-        """SIGTERM: it finishes what it has and ends; returns its pid."""
+        """Sends SIGTERM, after which the process drains and ends; returns its pid."""
         self.drained.append(self.pids.pop(name))
         os.kill(self.drained[-1], signal.SIGTERM)
         return self.drained[-1]
 
     def exit_code(self, pid: int) -> int | None:
-        """None: it runs."""
+        """Returns the exit code; None: it is running."""
         return self._warm.exit_code(pid)
 
     def stop(self, number: int = signal.SIGTERM) -> dict[str, int]:
-        """Ends all processes; the exit codes, by name, of those that should have run."""
+        """Ends all processes; returns name → exit code of those that should have been running."""
         running = [p for p in (*self.pids.values(), *self.drained) if self.exit_code(p) is None]
         for pid in filter(alive, running):
-            with suppress(ProcessLookupError):  # it was told to end before
+            with suppress(ProcessLookupError):  # it has ended already
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, number)
         deadline = time.monotonic() + STOP_TIMEOUT
@@ -137,11 +137,11 @@ class Fleet:
     def names(self, role: str) -> list[str]:
         return [name for name in self.pids if name.startswith(role)]
 
-    # ---- who may speak to them --------------------------------------------------------------
+    # ---- credentials ------------------------------------------------------------------------
 
     @property
     def open(self) -> bool:
-        """Whether roles are believed without a proof."""
+        """Whether roles need no authentication."""
         return not {"cluster_key", "tls_ca"} & self._router.keys()
 
     @property
@@ -149,8 +149,8 @@ class Fleet:
         return self._router.get("cluster_key")
 
     def api_key(self, number: int) -> dict[str, str]:
-        """The header, or metadata, with which a client shows the key of this number; empty: the
-        router asks for none."""
+        """Returns the header or metadata with the API key of this number; empty if the router has
+        no keys."""
         if not (keys := self._router.get("api_key")):
             return {}
         return {"authorization": f"Bearer {keys.split(',')[number]}"}
@@ -161,22 +161,22 @@ class Fleet:
 
     @property
     def registry(self) -> str:
-        """Where nodes register."""
+        """The address at which nodes register."""
         return f"127.0.0.1:{self.ports['registry']}"
 
     def registries(self, host: str = "127.0.0.1") -> str:
-        """Returns a node's --router; the routers are on this host."""
+        """Returns the value of a node's --router, for routers on this host."""
         return ",".join(f"{host}:{ports['registry']}" for ports in self.routers.values())
 
     def credentials(self, role: bool = False) -> grpc.ChannelCredentials | None:
-        """Returns the credentials of a gRPC client or of a role; None if the ports are open to all.
-        A client's files are beside the roles'."""
+        """Returns the credentials of a gRPC client or of a role; None without TLS. A client's files
+        are in the roles' folder."""
         if (files := self._files("" if role else "client-")) is None:
             return None
         return grpc.ssl_channel_credentials(*(Path(name).read_bytes() for name in files))
 
     def client_files(self) -> tuple[str, str, str] | None:
-        """Returns a client's CA, key and certificate; None as `credentials`."""
+        """Returns a client's (CA, key, certificate); None without TLS."""
         return self._files("client-")
 
     def _files(self, prefix: str) -> tuple[str, str, str] | None:
@@ -186,22 +186,22 @@ class Fleet:
         key, cert = (str(ca.with_name(f"{prefix}{name}.pem")) for name in ("key", "cert"))
         return str(ca), key, cert
 
-    # ---- what they say of themselves --------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------
 
     def state(self, router: str = "router") -> dict[str, Any]:
-        """The router's `/v1/cluster`; every node has its `name` here, one that is not ours an
-        empty one. Raises OSError."""
+        """Returns the router's `/v1/cluster`. Each node has its `name` in this fleet, empty if it
+        is not one of ours. Raises OSError."""
         state = self.shown("/v1/cluster", router)
         for node in state["nodes"]:
             node["name"] = self._by_address.get(node["address"], "")
         return state
 
     def shown(self, path: str, router: str = "router") -> dict[str, Any]:
-        """Returns the JSON that the router has for operators there.
+        """Returns the JSON at an operators' `path` of the router.
 
         Raises:
-            OSError: it is not there, or does not serve that.
-            Refused: it does not take this fleet for an operator.
+            OSError: the router does not answer, or lacks the path.
+            Refused: the router does not accept the fleet's operator key.
         """
         url = f"http://127.0.0.1:{self.routers[router]['http']}{path}"
         try:
@@ -219,8 +219,8 @@ class Fleet:
             raise ConnectionError(f"{url}: {error!r}") from error
 
     def ready(self) -> set[str]:
-        """The nodes that are at every router that should run, those included that fit no other;
-        none while a router is about to start."""
+        """Returns the nodes that are registered at every running router, also those that fit no
+        other node; none while a router is starting."""
         found: list[set[str]] = []
         for router in self.routers.keys() & self.pids.keys():
             try:
@@ -235,7 +235,7 @@ class Fleet:
         return self.ready() >= self.pids.keys() - self.routers.keys()
 
     def wait_ready(self) -> None:
-        """Until every node is. Raises TimeoutError, Refused."""
+        """Waits until every node is ready. Raises TimeoutError, Refused."""
         deadline = time.monotonic() + START_TIMEOUT
         while not self.all_ready():
             if time.monotonic() > deadline:
@@ -243,30 +243,30 @@ class Fleet:
             time.sleep(0.02)
 
     def print_stacks(self) -> None:
-        """Every process that serves writes to the log what it is at."""
-        if ready := self.ready():  # one that has just started would die of the signal
+        """Has every serving process write its stacks to the log."""
+        if ready := self.ready():  # the signal would kill a process that has just started
             for name in (ready | self.routers.keys()) & self.pids.keys():
                 self.send(name, signal.SIGUSR1)
 
     def note(self, words: str) -> None:
-        """Writes a line of this program's among those of the processes."""
+        """Writes a line of this program to the log of the processes."""
         now = datetime.now(UTC).strftime("%H:%M:%S.%f")[:-3]
         with self.log_path.open("a") as log:
             log.write(f"{now} NOTE    soak - {words}\n")
 
     def running(self) -> set[str]:
-        """Returns the processes that run, of those that should."""
+        """Returns the names of the processes that should run and do."""
         return {name for name, pid in list(self.pids.items()) if self.exit_code(pid) is None}
 
     def bury(self) -> list[str]:
-        """Nodes that ended though they should run; they need not any more."""
+        """Returns nodes that ended by themselves, and removes them from those that should run."""
         nodes = [(name, pid) for name, pid in list(self.pids.items()) if name not in self.routers]
         ended = [name for name, pid in nodes if self.exit_code(pid) is not None]
-        # Those that are not there any more were ended on purpose, just now.
+        # A node that is missing by now was ended on purpose.
         return [name for name in ended if self.pids.pop(name, None) is not None]
 
     def crashed(self) -> list[str]:
-        """Processes that ended though they should run, or did not drain as they should."""
+        """Returns processes that ended by themselves, or did not drain properly."""
         ended = [name for name, pid in self.pids.items() if self.exit_code(pid) is not None]
         return ended + [f"pid {pid}" for pid in self.drained if self.exit_code(pid)]
 
@@ -291,9 +291,9 @@ def _held(address: str) -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Below those that the kernel hands out, so that no other process gets it by chance before it
-    is taken. Processes of one host draw from different ports, and one draws none twice before it
-    has drawn them all: a port of the dead is not the next one's."""
+    """Returns a free port below the kernel's ephemeral range, so that no other process gets it by
+    chance. Processes of one host draw from different ports, and a process reuses a port only after
+    it has drawn all of them, so a dead process's port is not reused soon."""
     while True:
         port = next(_ports)
         with socket.socket() as probe, suppress(OSError):
@@ -311,9 +311,9 @@ def _all_ports() -> Iterator[int]:
 
 
 def _share(lock: socket.socket) -> int:
-    """The number of one that no other process has while this one keeps `lock`; any where all are
-    taken. A name in the abstract namespace, which is the network's as ports are, ends with its
-    process."""
+    """Returns a number that no other process uses while this one keeps `lock` open; any number if
+    all are taken. The lock is a name in the abstract namespace, which, like ports, belongs to the
+    network namespace and ends with the process."""
     for share in range(SHARES):
         with suppress(OSError):
             lock.bind(f"\0pdserve-test-ports-{share}")
@@ -325,7 +325,7 @@ _ports = _all_ports()
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Options by name as a command line has them; an empty value is a switch."""
+    """Returns the flags of a command line; an empty value means a switch."""
     return [
         part
         for name, value in options.items()

@@ -1,4 +1,4 @@
-"""Clusters on one GPU, or CPU, and the text they say."""
+"""Runs clusters on one GPU or CPU, and compares the texts that they generate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.common.obs.process import read_ports
 
 ROOT = Path(__file__).parents[1]
 READY_SECONDS, STOP_SECONDS = 150.0, 20.0
-# Token ids, of one block, of several, and of several chunks.
+# Prompts of one block, of several blocks, and of several chunks.
 PROMPTS = [
     [5 + 7 * i % 300 for i in range(18)],
     [11 + 13 * i % 400 for i in range(100)],
@@ -32,16 +32,16 @@ COMMON = {"num_gpu_blocks_override": 1000, "max_num_batched_tokens": 128, "max_n
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All of a `group` must say the same. `flags`: of `pdserve up`, without dashes."""
+    """All clusters of a `group` must generate the same text. `flags`: of `pdserve up`."""
 
     group: str
     flags: dict[str, Any]
-    on_cpu: bool = False  # it can run on a CPU
-    device: str | None = None  # if not the run's
+    on_cpu: bool = False  # whether it can run on a CPU
+    device: str | None = None  # default: the run's
 
 
-# float32 is exact on any device, with a trained model whose choices are clear. bfloat16 has
-# FlashInfer and graphs; its model, with heads of 128, is random.
+# float32 is exact on any device, with a trained model whose choices are clear. bfloat16 uses
+# FlashInfer and graphs; its model, with heads of 128, has random weights.
 CLUSTERS = {
     "f32-shm-cpu": Cluster("float32", {"kv_connector": "shm"}, on_cpu=True, device="cpu"),
     "f32-tcp": Cluster("float32", {"kv_connector": "tcp"}, on_cpu=True),
@@ -56,7 +56,7 @@ CLUSTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """`digest`: of the text of all answers, in their order. `error`: "" if they all came."""
+    """`digest`: of the text of all answers, in order. `error`: "" if all were answered."""
 
     digest: str = ""
     ready_seconds: float = 0.0
@@ -65,7 +65,7 @@ class Served:
 
 
 def text_of_cluster(cluster: Cluster, log: Path, device: str, seconds: float) -> Served:
-    """Starts the cluster, asks it and stops it, within about `seconds`."""
+    """Starts the cluster, sends the prompts and stops it, within about `seconds`."""
     model = _model(cluster.group, log.parent)
     flags = {**COMMON, "dtype": cluster.group, "device": cluster.device or device, **cluster.flags}
     with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as folder, log.open("wb") as output:
@@ -125,7 +125,7 @@ def _wait_ready(process: subprocess.Popen[bytes], ports_file: Path, seconds: flo
 
 
 def _ask(url: str) -> str:
-    """Returns the digest of the text alone: ids and times differ from run to run."""
+    """Returns a digest of the texts only, since ids and times differ between runs."""
     digest = hashlib.sha256()
     for prompt in PROMPTS:
         body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}

@@ -1,5 +1,5 @@
-"""Model folders without weights, of the sizes that a first run on a GPU measures: they are for
-`--load-format dummy`, and their tokens are bytes."""
+"""Makes model folders without weights, with the sizes that a first run on a GPU measures, for
+`--load-format dummy`; their tokens are bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# As Qwen3's configs have them: hidden size, layers, query heads, KV heads, MLP, tied embeddings.
+# From Qwen3's configs: hidden size, layers, query heads, KV heads, MLP, tied embeddings.
 SHAPES = {
     "0.6B": (1024, 28, 16, 8, 3072, True),
     "8B": (4096, 36, 32, 8, 12288, False),

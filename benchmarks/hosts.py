@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unavailable() -> str:
-    """Why there can be no such network here; empty when there can."""
+    """Returns why this machine cannot make such a network; empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [tool for tool in ("ip", "bridge", "unshare") if shutil.which(tool) is None]
@@ -33,8 +33,8 @@ def unavailable() -> str:
 
 
 class Network:
-    """This thread's namespace is the router's host; `add` makes others, at one switch. Every
-    host has a second address, `front(address)`, for what stands before its servers."""
+    """A network of hosts at one switch. This thread's namespace is the router's host; `add` makes
+    others. Every host has a second address, `front(address)`, for a relay before its servers."""
 
     def __init__(self) -> None:
         self._hosts: list[subprocess.Popen[bytes]] = []
@@ -46,12 +46,13 @@ class Network:
 
     @property
     def enter_router(self) -> tuple[str, str]:
-        """The function that a process calls first to be on the router's host."""
+        """Returns the function, with arguments, by which a process enters the router's host."""
         return "benchmarks.hosts:enter", str(self._router.pid)
 
     def add(self, *then: str) -> tuple[str, tuple[str, ...]]:
-        """A host's address, and what a process calls first to be on it (`WarmStart.start`);
-        `then` is a function it calls there, as `module:name`, and its arguments."""
+        """Adds a host. Returns its address, and the function by which a process enters it
+        (`WarmStart.start`). `then`: a function to call there, as `module:name`, and its
+        arguments."""
         number = len(self._hosts) + 2
         host = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
         self._hosts.append(host)
@@ -70,7 +71,7 @@ class Network:
         return address, ("benchmarks.hosts:enter", str(host.pid), *then)
 
     def add_routed(self) -> str:
-        """A host with a default route, by which some programs find their own address."""
+        """Adds a host with a default route, by which some programs find their own address."""
         address, _ = self.add()
         _run(f"{self._on(address)}ip route add default via {ROUTER}")
         return address
@@ -85,7 +86,7 @@ class Network:
             _run(f"ip link set v{_number(address)} up")
 
     def isolate(self, *addresses: str, isolated: bool = True) -> None:
-        """These hosts do not reach each other, but the router and the router them."""
+        """Cuts these hosts off from each other; they and the router still reach each other."""
         for address in addresses:
             state = "on" if isolated else "off"
             _run(f"bridge link set dev v{_number(address)} isolated {state}")
@@ -96,17 +97,19 @@ class Network:
         device = "br0" if source == ROUTER else "eth0"
         for address in (target, front(target)):
             neighbour = f"{address} lladdr {UNUSED} dev {device}"
-            state = "permanent" if dropped else "failed"  # it asks who has the address
+            state = (
+                "permanent" if dropped else "failed"
+            )  # failed: the kernel resolves the address again
             _run(f"{self._on(source)}ip neigh replace {neighbour} nud {state}")
 
     def slow(self, address: str, rate: str) -> bool:
-        """Lets a host send so much at most ("20mbit"); returns whether the kernel can."""
+        """Limits a host's sending rate ("20mbit"); returns whether the kernel supports it."""
         limit = f"tc qdisc add dev eth0 root tbf rate {rate} burst 32kb latency 1s"
         command = f"{self._on(address)}{limit}".split()
         return shutil.which("tc") is not None and subprocess.run(command).returncode == 0
 
     def _on(self, address: str) -> str:
-        """Returns the prefix of a command that runs on a host."""
+        """Returns the prefix for a command that runs on the host."""
         return "" if address == ROUTER else f"nsenter -t {self.pid(address)} -n "
 
     def pid(self, address: str) -> int:
@@ -120,7 +123,7 @@ class Network:
 
 
 def front(address: str) -> str:
-    """A host's second address; the router's host has none."""
+    """Returns a host's second address; the router's host has none."""
     return address.replace("10.77.0.", "10.77.1.")
 
 
@@ -130,7 +133,7 @@ def _number(address: str) -> int:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """Puts this thread into a namespace of its own, and back."""
+    """Has this thread in a new network namespace while the block runs."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _check(_libc.unshare(CLONE_NEWNET))
@@ -145,12 +148,12 @@ def network() -> Iterator[Network]:
 
 
 def go(namespace: int) -> None:
-    """This thread is on the host of this descriptor from now on."""
+    """Moves this thread to the host of this namespace descriptor."""
     _check(_libc.setns(namespace, CLONE_NEWNET))
 
 
 def enter(pid: str, *then: str) -> None:
-    """This process goes to the host of `pid`; see `Network.add`."""
+    """Moves this process to the host of `pid`; see `Network.add`."""
     host = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     go(host)
     os.close(host)
@@ -159,7 +162,7 @@ def enter(pid: str, *then: str) -> None:
 
 
 def slow_steps(seconds: str) -> None:
-    """A step of this process's engine takes this much longer, so that a test can keep up."""
+    """Makes each step of this process's engine this much longer, so that a test can keep up."""
     from pdserve.common.distributed.executor import InProcessExecutor
     from pdserve.common.distributed.fanout import FanOutExecutor
 

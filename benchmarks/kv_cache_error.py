@@ -1,8 +1,8 @@
-"""Measures the error of 8-bit KV (--kv-cache-dtype) beside that of computing in bfloat16.
+"""Measures the error of 8-bit KV (--kv-cache-dtype) and, for comparison, of computing in bfloat16.
 
-All are compared with the same model in float32 over a float32 cache: the logits of stories, and
-greedy continuations of their beginnings. Speeds are of one sequence's next token after a story, in
-processor time of one thread, in turns with the plain cache of the same dtype.
+The reference is the same model in float32 with a float32 cache: logits of stories, and greedy
+continuations of their beginnings. Speeds are of decoding one sequence after a story, in CPU time of
+one thread, in turns with the unquantized cache of the same dtype.
 
     python benchmarks/kv_cache_error.py [--model FOLDER] [--texts 4] [--tokens 32] [--json FILE]
 """
@@ -45,8 +45,8 @@ class Result:
     mean_logit_error: float
     perplexity: float
     equal_top_tokens: float  # share of positions with the same most likely token
-    equal_greedy_tokens: float  # share of a continuation before it first differs
-    decode_speed: float  # relative to the plain cache
+    equal_greedy_tokens: float  # share of a continuation before the first difference
+    decode_speed: float  # relative to the unquantized cache
 
 
 def measure(
@@ -106,8 +106,8 @@ def show(results: Sequence[Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="checkpoint folder (default: the demo model)")
-    parser.add_argument("--texts", type=int, default=4, help="stories that are read")
-    parser.add_argument("--tokens", type=int, default=32, help="of each greedy continuation")
+    parser.add_argument("--texts", type=int, default=4, help="number of stories")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per greedy continuation")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def memcpy_limit(seconds: float) -> float:
-    """GB/s of one thread copying 64 MiB."""
+    """Returns the GB/s of one thread that copies 64 MiB."""
     source, target = np.ones(64 << 20, np.uint8), np.ones(64 << 20, np.uint8)
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -22,7 +22,7 @@ def memcpy_limit(seconds: float) -> float:
 
 
 def socket_limit(seconds: float) -> float:
-    """GB/s of one loopback TCP stream between two threads, in 1 MiB writes."""
+    """Returns the GB/s of a loopback TCP stream between two threads, in 1 MiB writes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()

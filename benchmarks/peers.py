@@ -1,12 +1,12 @@
-"""pdserve beside other servers: the same model, dtype, cores, prompts and load generator, in turns.
+"""Compares pdserve with other servers: same model, dtype, cores, prompts and load generator.
 
     python benchmarks/peers.py --quick --vllm VENV --transformers VENV --llama-server FILE
     python benchmarks/peers.py --pdserve 1P+1D= --pdserve "2 chunks=--max-num-batched-tokens 256"
     python benchmarks/peers.py --pdserve now= --pdserve before@../old= --json peers.json
 
-All servers start on free ports, pinned to the same cores, and stay; each round asks every one
-of them each workload. Figures are medians of the rounds. A peer that is not installed is named,
-with the reason. The ratio that counts is of one run: machines differ, and so do their moods.
+All servers start on free ports, pinned to the same cores, and keep running; in each round every
+server gets each workload in turn. Figures are medians over rounds. If a peer is not installed, the
+reason is shown. Compare only ratios within one run: machines differ, and so does their other load.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import cpu_name
 from pdserve.demo_model.embedded import ensure_embedded_model
 
-GENERATED = Closed(128, 64, 8, 0).name  # the workload that `generate.py` does
+GENERATED = Closed(128, 64, 8, 0).name  # the workload of `generate.py`
 GENERATE_TIMEOUT = 300.0
 
 
@@ -45,15 +45,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: the embedded model)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    add("--cores", type=_cores, help="of all servers, e.g. 0,1 (default: all)")
+    add("--cores", type=_cores, help="cores of all servers, e.g. 0,1 (default: all)")
     add("--rounds", type=int, default=3)
-    add("--quick", action="store_true", help="fewer requests, two rounds at most")
-    add("--workloads", type=int, nargs="+", metavar="N", help="some of them, by number from 1")
+    add("--quick", action="store_true", help="fewer requests, at most two rounds")
+    add("--workloads", type=int, nargs="+", metavar="N", help="workloads to run, by number from 1")
     add(
         "--pdserve",
         action="append",
         metavar="NAME[@CHECKOUT]=FLAGS",
-        help="a shape of `pdserve up`, perhaps of another checkout; several (default: 1P+1D=)",
+        help="shape of `pdserve up`, of this or another checkout; repeatable (default: 1P+1D=)",
     )
     peers = parser.add_argument_group("peers, or PEERS_VLLM, PEERS_TRANSFORMERS …").add_argument
     env = os.environ.get
@@ -61,7 +61,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peers("--transformers", default=env("PEERS_TRANSFORMERS"), metavar="VENV")
     peers("--llama-server", default=env("PEERS_LLAMA_SERVER"), metavar="FILE")
     peers("--gguf", default=env("PEERS_GGUF"), metavar="FILE", help="the model for llama.cpp")
-    add("--start-timeout", type=float, default=servers.START_TIMEOUT, help="seconds; some compile")
+    add(
+        "--start-timeout",
+        type=float,
+        default=servers.START_TIMEOUT,
+        help="seconds; some servers compile",
+    )
     add("--no-peers", action="store_true", help="pdserve alone")
     add("--logs", type=Path, help="folder for the servers' logs (default: a temporary one)")
     add("--json", type=Path, metavar="FILE")
@@ -79,7 +84,7 @@ def _cores(text: str) -> list[int]:
 
 
 def wanted(args: argparse.Namespace, machine: Machine) -> dict[str, Callable[[], Server]]:
-    """How to make each server, by what it is called if it cannot be made."""
+    """Returns name (for an absent server) → function that makes the server."""
     shapes = args.pdserve or ["1P+1D="]
     found: dict[str, Callable[[], Server]] = {
         f"pdserve {shape.partition('=')[0]}": lambda shape=shape: servers.pdserve(shape, machine)  # type: ignore[misc]
@@ -128,7 +133,7 @@ def compare(
 def _one_turn(
     workload: Workload, number: int, alive: list[Running], results: Results, console: Console
 ) -> None:
-    """Every server once, the order turning from round to round."""
+    """Runs every server once; the order rotates from round to round."""
     start = number % len(alive) if alive else 0
     for each in [*alive[start:], *alive[:start]]:
         try:
@@ -169,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, workloads: Sequence[Workload]) -> int:
-    """Exit code 1 when no server answered, 2 for a bad start."""
+    """Returns exit code 1 if no server answered, 2 if the start failed."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with us
     try:

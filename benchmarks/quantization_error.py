@@ -1,11 +1,10 @@
 """Measures the error, size and speed of quantized weights compared with float32.
 
 Each model is computed in float32, with `--quantization int8`, and as an AWQ and a GPTQ checkpoint.
-The latter two are made here by rounding to the nearest, without calibration, so their errors are
-upper bounds: real AWQ and GPTQ checkpoints choose scales and roundings on sample text. In bfloat16
-they are computed twice: dequantized for each product, and by the kernels, which multiply 4-bit
-weights by tokens of 8 bits. Speeds are
-of one sequence on this CPU, in processor time of one thread, the two in turns.
+The last two are made here by rounding to nearest, without calibration, so their errors are upper
+bounds: real AWQ and GPTQ checkpoints choose scales and roundings on sample text. In bfloat16 they
+are computed twice: dequantized for each product, and with kernels that multiply 4-bit weights by
+8-bit tokens. Speeds are of one sequence on this CPU, in CPU time of one thread, both in turns.
 
     python benchmarks/quantization_error.py [--models FOLDER,...] [--group-size 64] [--json FILE]
 """
@@ -51,14 +50,14 @@ CPU = torch.device("cpu")
 PLAIN = Sharding(GroupCoordinator(), CPU, torch.float32)
 DEQUANTIZED = replace(PLAIN, dtype=torch.bfloat16)
 BLOCK_SIZE = 16
-TEXT_TOKENS = 256  # of each story, all of which are as long
+TEXT_TOKENS = 256  # per story
 PROMPT_TOKENS = 48  # of a continuation
 ROUNDS = 12  # of each timing; the best counts
 
 
 @dataclass(frozen=True)
 class Result:
-    """Errors are against the same model in float32."""
+    """Errors are relative to the same model in float32."""
 
     model: str
     weights: str
@@ -68,7 +67,7 @@ class Result:
     mean_logit_error: float
     perplexity: float
     equal_top_tokens: float  # share of positions with the same most likely token
-    equal_greedy_tokens: float  # share of a continuation before it first differs
+    equal_greedy_tokens: float  # share of a continuation before the first difference
     prefill_speed: float
     decode_speed: float
 
@@ -101,7 +100,7 @@ class Subject:
         return self.model.compute_logits(hidden)
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Greedy."""
+        """Returns a greedy continuation."""
         tokens = [int(self.logits(prompt)[-1].argmax())]
         while len(tokens) < count:
             position = len(prompt) + len(tokens) - 1
@@ -118,7 +117,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Reading:
-    """One text, read by both."""
+    """The losses and differences of two models on one text."""
 
     max_error: float
     mean_error: float
@@ -187,7 +186,7 @@ def speed(work: Callable[[Subject], object], exact: Subject, other: Subject) -> 
 
 
 def texts_of(folder: Path, num_texts: int) -> list[list[int]]:
-    """Stories of TEXT_TOKENS tokens each."""
+    """Returns stories of TEXT_TOKENS tokens each."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     stories = make_corpus(seed=11, count=4 * num_texts, chat_share=0.0)
     texts = [tokenizer.encode(story, verbose=False)[:TEXT_TOKENS] for story in stories]
@@ -215,7 +214,7 @@ def results_of(folder: Path, group_size: int, num_texts: int, count: int) -> Ite
 
 
 def default_models() -> list[Path]:
-    """The tiny checkpoints, and the embedded model where it is installed."""
+    """Returns the tiny checkpoints, and the embedded model if it is installed."""
     folders = [ROOT / "tests" / "models" / name for name in ("llama-gqa", "mistral", "qwen2")]
     folders.append(ROOT / "tests" / "models" / "qwen3")
     try:
@@ -244,8 +243,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", help="checkpoint folders, separated by commas")
     parser.add_argument("--group-size", type=int, default=64, help="inputs that share a scale")
-    parser.add_argument("--texts", type=int, default=4, help="stories that are read")
-    parser.add_argument("--tokens", type=int, default=32, help="of each greedy continuation")
+    parser.add_argument("--texts", type=int, default=4, help="number of stories")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per greedy continuation")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     folders = [Path(name) for name in args.models.split(",")] if args.models else default_models()

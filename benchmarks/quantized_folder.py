@@ -1,7 +1,7 @@
-"""AWQ and GPTQ checkpoint folders made from unquantized ones, for benchmarks and tests.
+"""Makes AWQ and GPTQ checkpoint folders from unquantized ones, for benchmarks and tests.
 
-The files are laid out as AutoAWQ and AutoGPTQ write them; the numbers are only rounded to the
-nearest, which is worse than what those methods find. Shares no code with what reads them.
+The files have AutoAWQ's and AutoGPTQ's layout; values are rounded to nearest, which is worse than
+those methods. Shares no code with the readers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs, those in a word from its low bits on
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word, from its low bits on
 
 
 MODULES: tuple[str, ...] = (
@@ -38,7 +38,7 @@ class Scheme:
     group_size: int = 32  # -1: all inputs
     sym: bool = False
     desc_act: bool = False
-    v2: bool = False  # zero points as they are, not less one
+    v2: bool = False  # zero points are stored as they are, not minus one
     skipped: tuple[str, ...] = ()  # of MODULES
 
     @property
@@ -63,13 +63,13 @@ class Scheme:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's files."""
+    """Returns all tensors of a folder's files."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def quantize_folder(source: Path, target: Path, scheme: Scheme) -> Path:
-    """A copy of the folder with its linear layers quantized."""
+    """Writes a copy of the folder with quantized linear layers."""
     skip = shutil.ignore_patterns("*.safetensors", "*.index.json")
     shutil.copytree(source, target, ignore=skip)
     config = json.loads((source / "config.json").read_text())
@@ -111,7 +111,7 @@ def quantize_matrix(matrix: Tensor, scheme: Scheme, seed: int = 0) -> dict[str, 
 
 
 def _rounded(matrix: Tensor, group_of: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and zero points `[out, groups]`, and the numbers `[out, in]`."""
+    """Returns scales and zero points `[out, groups]`, and values `[out, in]`."""
     top, scales, zeros = 2**scheme.bits - 1, [], []
     for group in range(int(group_of.max()) + 1):
         part = matrix[:, group_of == group]
@@ -130,7 +130,7 @@ def _rounded(matrix: Tensor, group_of: Tensor, scheme: Scheme) -> tuple[Tensor, 
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
-    """`[m, n]` → int32 `[m, n * bits / 32]`, the first number in the lowest bits."""
+    """Packs `[m, n]` to int32 `[m, n * bits / 32]`, the first value in the lowest bits."""
     per_word = 32 // bits
     words = numbers.long().unflatten(1, (-1, per_word))
     shifted = words << (torch.arange(per_word) * bits)

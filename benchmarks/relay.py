@@ -1,7 +1,7 @@
-"""Relays that stand before the servers of hosts and spoil what passes through them.
+"""Relays before the servers of hosts, which can corrupt or cut connections.
 
-Run as a program it is one process for all relays of a network; `Relays` is its handle. Linux,
-root only, as `benchmarks.hosts`.
+Run as a program this is one process for all relays of a network; `Relays` is its handle. Linux root
+only, as `benchmarks.hosts`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.hosts import go
 
 CHUNK = 1 << 16  # bytes read at a time
-SPOILT = 0.2  # share of the chunks on an edge that is bad
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close tells the peer that something is wrong
+SPOILT = 0.2  # share of corrupted chunks on a faulty edge
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close resets the connection
 MODES = ("pass", "flip", "truncate")
 
 
@@ -40,7 +40,7 @@ class Relays:
         )
 
     def add(self, pid: int, listen: str, target: str, ports: Sequence[int]) -> None:
-        """On the host of `pid`, what connects to `listen` reaches `target`, at the same ports."""
+        """On the host of `pid`, relays connections to `listen` to the same ports of `target`."""
         self._ask("add", pid=pid, listen=listen, target=target, ports=[*ports])
 
     def set(self, source: str, listen: str, mode: str) -> None:
@@ -49,7 +49,7 @@ class Relays:
         self._ask("set", source=source, listen=listen, mode=mode)
 
     def spoilt(self) -> int:
-        """Chunks that did not pass as they were."""
+        """Returns the number of corrupted chunks."""
         count: int = self._ask("spoilt")
         return count
 
@@ -68,10 +68,10 @@ class Relays:
 
 
 class Relay:
-    """Everything that listens, and how bad each edge is."""
+    """The listening sockets, and the mode of each edge."""
 
     def __init__(self) -> None:
-        self._modes: dict[tuple[str, str], str] = {}  # by source and listening address
+        self._modes: dict[tuple[str, str], str] = {}  # (source, listening address) → mode
         self._tasks: set[asyncio.Task[None]] = set()
         self._random = random.Random(0)
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -93,7 +93,7 @@ class Relay:
 
     @contextmanager
     def _at(self, pid: int) -> Iterator[None]:
-        """A socket stays on the host on which it was made; everything else stays here."""
+        """Moves this thread to a host to create a socket, which stays on that host."""
         host = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
         try:
             go(host)
@@ -119,7 +119,7 @@ class Relay:
         target: tuple[str, int],
         edge: tuple[str, str],
     ) -> None:
-        """One connection, both ways, until either side ends it: then it ends for both."""
+        """Relays one connection in both directions until one side closes it, then closes both."""
         loop = asyncio.get_running_loop()
         for each in (inner, outer):
             each.setblocking(False)

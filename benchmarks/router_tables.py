@@ -11,7 +11,7 @@ from rich.table import Table
 
 def report(result: dict[str, Any]) -> None:
     console = Console(width=120)
-    for name in ("against", "peers"):
+    for name in ("against", "policies", "peers"):
         if name in result:
             console.print(_compared(result, name))
     if result["tokens"]:
@@ -22,7 +22,7 @@ def report(result: dict[str, Any]) -> None:
 
 def _tokens(result: dict[str, Any]) -> Table:
     table = Table(title=f"{_load(result)}, simulated nodes")
-    columns = "workers", "tokens/s here", "router's cores", "µs a token", "tokens/s, a core each"
+    columns = "workers", "tokens/s here", "router's cores", "µs per token", "tokens/s, a core each"
     for column in columns:
         table.add_column(column, justify="right")
     for each in result["tokens"]:

@@ -1,10 +1,10 @@
-"""Nodes without engines over real gRPC, as many as a fleet has, in one process.
+"""Simulates a fleet of nodes without engines in one process, over real gRPC.
 
     python benchmarks/simulated_nodes.py --router 127.0.0.1:8002 --model NAME --decode 500
 
-Each has an address of its own, and registers and sends heartbeats by itself as a node does. All
-jobs get a token every `--step` seconds, whatever else runs; their KV is not there. All prefill
-nodes are one gRPC server with many ports, and so are all decode nodes.
+Each node has its own address, and registers and sends heartbeats like a real one. All jobs get a
+token every `--step` seconds, independent of load; no KV is moved. All prefill nodes are one gRPC
+server with many ports, and so are all decode nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _bytes = lambda message: message.SerializeToString()  # noqa: E731
 
 
 class Nodes:
-    """All of them. A hand-off is a future by transfer id: both ends are here."""
+    """All simulated nodes. A hand-off is a future by transfer id, since both ends are here."""
 
     def __init__(self, step: float) -> None:
         """`step`: seconds between two tokens of a job."""
@@ -56,10 +56,10 @@ class Nodes:
         self._committed: dict[bytes, asyncio.Future[pb.FirstToken]] = {}
         self._streams = RouterStreams()
         self._numbers = itertools.count()
-        self._servers: list[grpc.aio.Server] = []  # which end when they are collected
+        self._servers: list[grpc.aio.Server] = []  # kept alive: collected servers stop
 
     async def open(self, role: int, count: int) -> list[str]:
-        """Returns the addresses of so many nodes of a role, which answer."""
+        """Starts `count` nodes of a role; returns their addresses."""
         stream, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
         if role == pb.ROLE_PREFILL:
             run = stream(self._prefill, pb.PrefillRequest.FromString, _bytes)
@@ -89,7 +89,7 @@ class Nodes:
         return [f"127.0.0.1:{port}" for port in ports]
 
     async def steps(self) -> None:
-        """All jobs get a token at once, as those of one batch do. Never returns."""
+        """Gives all jobs a token per step, like one batch. Never returns."""
         while True:
             await asyncio.sleep(self._step)
             self._stepped.set()
@@ -136,7 +136,7 @@ class Nodes:
     async def _nothing_cached(self, request: pb.KVEventsRequest, _: Any) -> AsyncIterator[Any]:
         snapshot = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))
         yield pb.KVEventsMessage(batch=snapshot)
-        await asyncio.get_running_loop().create_future()  # until the router leaves
+        await asyncio.get_running_loop().create_future()  # until the router disconnects
 
     async def _finish_choice(self, request: Any, _: Any) -> pb.FinishChoiceResponse:
         return pb.FinishChoiceResponse()
@@ -188,8 +188,8 @@ async def _register(routers: Sequence[str], node: pb.NodeInfo) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--router", required=True, help="HOST:PORT of its registry")
-    parser.add_argument("--model", required=True, help="the name that the router serves")
+    parser.add_argument("--router", required=True, help="HOST:PORT of the router's registry")
+    parser.add_argument("--model", required=True, help="model name that the router serves")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--step", type=float, default=0.01, help="seconds between two tokens")

@@ -1,9 +1,9 @@
-"""OpenAI servers without engines, as many as asked for, in one process: what routers that forward
-HTTP stand before, as `simulated_nodes.py` is what ours does.
+"""Simulates OpenAI servers without engines in one process, for routers that forward HTTP;
+`simulated_nodes.py` is the counterpart for our router.
 
     python benchmarks/simulated_servers.py --model NAME --count 8
 
-Prints the ports, one line. All requests get a token every `--step` seconds, the first one at once.
+Prints the ports in one line. Requests get a token every `--step` seconds, the first immediately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS = [f" word{number}" for number in range(50)]
 
 
 class Servers:
-    """All of them."""
+    """All simulated servers."""
 
     def __init__(self, model: str, step: float) -> None:
         self._model = model
@@ -31,7 +31,7 @@ class Servers:
         self._stepped = asyncio.Event()
 
     async def steps(self) -> None:
-        """All requests get a token at once, as those of one batch do. Never returns."""
+        """Gives all requests a token per step, like one batch. Never returns."""
         while True:
             await asyncio.sleep(self._step)
             self._stepped.set()
@@ -50,12 +50,12 @@ class Servers:
                 else:
                     self._tell(writer, first.split()[1])
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client is gone
+            pass  # the client has left
         finally:
             writer.close()
 
     def _tell(self, writer: asyncio.StreamWriter, path: str) -> None:
-        """Any other path: that it is well, and which model it has."""
+        """Answers any other path with its health and its model."""
         models = [{"id": self._model, "object": "model", "owned_by": "simulated"}]
         told: dict[str, Any] = {"model_path": self._model, "served_model_name": self._model}
         told = {"object": "list", "data": models} if path.startswith("/v1/models") else told
@@ -69,7 +69,7 @@ class Servers:
             if number:
                 await self._stepped.wait()
             if writer.is_closing():
-                raise ConnectionError("the client is gone")
+                raise ConnectionError("the client has left")
             last = "length" if number + 1 == count else None
             choice = {"index": 0, "text": WORDS[number % len(WORDS)], "logprobs": None}
             chunk = {"id": "cmpl-1", "object": "text_completion", "created": 1}
@@ -97,7 +97,7 @@ async def run(model: str, count: int, step: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="the name that they serve")
+    parser.add_argument("--model", required=True, help="model name that the servers serve")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--step", type=float, default=0.01, help="seconds between two tokens")
     args = parser.parse_args()

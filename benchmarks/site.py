@@ -1,5 +1,5 @@
-"""A fleet on a network that can be cut, with relays on its edges: every node is on a host of its
-own, the router on this thread's. Linux, root only."""
+"""A fleet on a network that can be cut, with relays on its edges: every node runs on its own host,
+the router on this thread's. Linux, root only."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from benchmarks.relay import Relays
 from benchmarks.warm_start import alive
 from pdserve.cli import certs
 
-MAX_HOSTS = 64  # that the certificate names: nodes that run at a time
+MAX_HOSTS = 64  # hosts in the certificate: most nodes at a time
 
 
 class Site(Fleet):
-    """Nodes announce their relay's address; the KV data plane has none."""
+    """Nodes announce their relay's address; the KV data plane has no relay."""
 
     def __init__(self, network: Network, relays: Relays, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._network = network
         self._relays = relays
         self._router["host"] = "0.0.0.0"
-        self._hosts: dict[str, str] = {"router": ROUTER}  # by name
-        self._tenants: dict[str, int] = {}  # pids by host
+        self._hosts: dict[str, str] = {"router": ROUTER}  # process name → host
+        self._tenants: dict[str, int] = {}  # host → pid
         self._lock = threading.Lock()
 
     def start_node(self, role: str, before: Sequence[str] = (), **options: Any) -> str:
@@ -43,7 +43,7 @@ class Site(Fleet):
         return name
 
     def _free_host(self) -> str:
-        """One whose node is gone, or a new one."""
+        """Returns a host whose node has ended, or a new one."""
         for host, pid in self._tenants.items():
             if not alive(pid):
                 return host
@@ -54,13 +54,13 @@ class Site(Fleet):
         self._network.drop(self._hosts[source], self._hosts[target], dropped)
 
     def spoil(self, source: str, target: str, mode: str) -> None:
-        """See `Relays.set`; `target` is the one that is called."""
+        """Sets an edge's mode (`Relays.set`); `target` is the server."""
         self._relays.set(self._hosts[source], front(self._hosts[target]), mode)
 
 
 def make_certs(folder: Path) -> dict[str, Any]:
-    """Options of the router and of every node with which nothing that is changed on the way is
-    taken; beside their files are those of a client."""
+    """Makes certificates; returns the options of the router and of every node, which then reject
+    data that is changed on the way. A client's files are in the same folder."""
     hosts = (f"10.77.0.{number}" for number in range(1, MAX_HOSTS))
     names = [name for host in hosts for name in (host, front(host))]
     certs.write(folder, [*certs.HOSTS, *names], client=True)
@@ -70,7 +70,7 @@ def make_certs(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def site_network() -> Iterator[tuple[Network, Relays]]:
-    """This thread is on the router's host meanwhile."""
+    """Yields a network and its relays; this thread is on the router's host meanwhile."""
     with network() as made:
         relays = Relays()
         try:

@@ -1,5 +1,5 @@
-"""The two ends of `bench_transfer.py`: a source in this process, a sink in another, and what they
-move."""
+"""The two ends of `bench_transfer.py`: a source in this process, a sink in another, and the blocks
+that they move."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pdserve.kv_transfer.layout import CacheView, Piece, Rect
 from pdserve.kv_transfer.rank.group_connector import GroupConnector
 from pdserve.kv_transfer.selection import load_connector
 
-CHUNK_BLOCKS = 32  # blocks announced at once: a prefill chunk of 512 tokens
+CHUNK_BLOCKS = 32  # blocks per announcement: a prefill chunk of 512 tokens
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Shape:
     prompt_blocks: int
     block_size: int = 16
     num_blocks: int = 512
-    adjacent: bool = False  # the prompt's blocks, on both sides
+    adjacent: bool = False  # whether the prompt's blocks are contiguous on both sides
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def run_nbytes(self) -> int:
-        """The bytes of a block within one plane, where it is contiguous."""
+        """The contiguous bytes of a block within one plane."""
         return self.heads * self.block_size * self.head_dim * self.torch_dtype.itemsize
 
     @property
@@ -85,8 +85,8 @@ class Shape:
 class Sample:
     """One transfer."""
 
-    seconds: float  # from the first run announced to the commit's answer
-    landed: float  # ... to the sink's event
+    seconds: float  # from the announcement of the first run to the commit's answer
+    landed: float  # to the sink's `Landed`
     cpu: float = 0.0  # seconds of both processes
 
 
@@ -109,7 +109,7 @@ def close_view(view: CacheView) -> None:
 def make_rank(
     name: str, view: CacheView, *, source: bool
 ) -> tuple[GroupConnector, queue.SimpleQueue[Event | tuple[Landed, float]]]:
-    """Its events come as they are, but `Landed` with the moment it was told."""
+    """Returns a rank's connector; it reports `Landed` events with their time."""
     events: queue.SimpleQueue[Event | tuple[Landed, float]] = queue.SimpleQueue()
 
     def emit(event: Event) -> None:
@@ -124,7 +124,7 @@ def call(rank: GroupConnector, command: Command) -> Reply:
 
 
 def verify(rank: GroupConnector, commit: Verify) -> None:
-    """Does as a decode node does, step by step, to the end."""
+    """Verifies digests like a decode node, until all are compared."""
     reply = call(rank, commit)
     while reply.left and not reply.digests:
         start = len(commit.digests) - reply.left
@@ -134,7 +134,7 @@ def verify(rank: GroupConnector, commit: Verify) -> None:
 
 
 def sink_process(name: str, shape: Shape, control: Connection) -> None:
-    """Accepts what it is told to, and answers each commit when it has landed and is verified."""
+    """Runs the sink: accepts transfers, and answers each commit once it has landed and matches."""
     torch.set_num_threads(1)
     rank, events = make_rank(name, make_view(shape), source=False)
     control.send_bytes(rank.endpoint)
@@ -159,7 +159,7 @@ def sink_process(name: str, shape: Shape, control: Connection) -> None:
 
 @cache
 def block_ids(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
-    """Physical blocks in no order, as after hours of serving, unless they shall be adjacent."""
+    """Returns physical blocks in random order, as after hours of serving, or contiguous ones."""
     if shape.adjacent:
         return tuple(range(seed, seed + count))
     order = np.random.default_rng(seed).permutation(shape.num_blocks)
@@ -167,7 +167,7 @@ def block_ids(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
 
 
 class Pair:
-    """A source in this process, a sink in another."""
+    """A source in this process and a sink in another."""
 
     def __init__(self, name: str, shape: Shape) -> None:
         self._shape = shape
@@ -175,14 +175,14 @@ class Pair:
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=sink_process, args=(name, shape, theirs))
         self._process.start()
-        theirs.close()  # so that a sink that ends is seen
+        theirs.close()  # so that the end of the sink is noticed
         self.view = make_view(shape)
         self._rank, self._events = make_rank(name, self.view, source=True)
         self._endpoint = self._control.recv_bytes()
         self._piece = Piece(0, 0, Rect(0, shape.layers, 0, shape.heads))
 
     def transfer(self, count: int, digests: bool, pause: float = 0.0) -> Sample:
-        """`pause`: seconds between the transfer's beginning and its first run."""
+        """Runs one transfer; `pause`: idle seconds before its first run."""
         transfer_id = os.urandom(16)
         self._control.send_bytes(transfer_id + (b"d" if digests else b"-") + str(count).encode())
         self._control.recv_bytes()

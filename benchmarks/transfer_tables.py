@@ -1,4 +1,4 @@
-"""The figures of `bench_transfer.py` and how they are shown."""
+"""The figures of `bench_transfer.py`, and their tables."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 140  # columns, where no terminal says how many
+WIDTH = 140  # columns without a terminal
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """The throughput of a connector, or of a peer library as far as measured."""
+    """The throughput of a connector; of a peer library only the measured part."""
 
     connector: str
     shape: str
@@ -24,7 +24,7 @@ class Throughput:
     cpu_s_per_gb: float | None = None  # both processes
     with_digests: float | None = None  # time with ÷ time without
     cpu_with_digests: float | None = None  # CPU time of both processes, likewise
-    hash_gb_per_s: float | None = None  # of a rank that makes the digests of a prompt
+    hash_gb_per_s: float | None = None  # of a rank that computes a prompt's digests
     hash_of_memcpy: float | None = None
 
 
@@ -37,20 +37,20 @@ class Latency:
     fastest: float
     p50: float
     p99: float
-    memcpy: float  # the fastest copy of as many bytes
+    memcpy: float  # the fastest copy of the same number of bytes
     committed_p50: float | None = None  # until the commit is answered
     digests_p50: float | None = None  # the same with digests
 
 
 @dataclass(frozen=True)
 class Parts:
-    """GB of a prompt per second of one thread's CPU time: the work itself, whoever else runs."""
+    """GB of a prompt per CPU second of one thread, independent of other load."""
 
     shape: str
     memcpy: float
-    copy: float  # of its blocks to others
+    copy: float  # copying blocks to other blocks
     hash: float
-    landing: float  # copied and hashed at once
+    landing: float  # copying and hashing in one pass
 
 
 def show_parts(found: list[Parts]) -> None:
@@ -69,7 +69,7 @@ def show(
     versions: Mapping[str, str],
     absent: Mapping[str, str],
 ) -> None:
-    """`versions` and `absent`, of peers by name: what they are, why they are not there."""
+    """`versions`: peer → version. `absent`: peer → reason."""
     columns = "GB/s", "÷ memcpy", "÷ socket", "CPU s/GB", "with digests", "in CPU", "hash ÷ memcpy"
     table = _table("transfers", columns)
     for each in throughputs:
@@ -91,7 +91,7 @@ def show(
     for name, version in versions.items():
         print(f"{name}: {version}")
     for name, why in absent.items():
-        print(f"{name} is not there: {why}")
+        print(f"{name} is absent: {why}")
 
 
 def _cell(figure: float | None, form: str) -> str:

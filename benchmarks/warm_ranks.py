@@ -1,8 +1,8 @@
-"""Processes below a warm one that start in a moment, too: a node's ranks, and the process that
-preprocesses a router's large bodies.
+"""Fast starts of processes below a warm one: a node's ranks, and the process that preprocesses a
+router's large bodies.
 
     node ── zygote ── (a moment) ── rank        forks
-    node ── rank                                what is left: the node is the rank's parent
+    node ── rank                                the result: the node is the rank's parent
 
 Only for roles that `warm_start.py` forked themselves. The zygote is forked while the role has one
 thread and nothing open, so that ranks inherit neither gRPC's threads nor its descriptors.
@@ -33,8 +33,8 @@ _libc = ctypes.CDLL(None)
 
 
 def use(role: str) -> Zygote:
-    """From now on a node's executors fork their ranks, and a router its fork server. This process
-    must have one thread."""
+    """Has a node's executors fork their ranks, and a router its fork server, from now on. Call this
+    while the process has one thread."""
     return _use_in_router() if role == "router" else _use_in_node()
 
 
@@ -42,7 +42,7 @@ def _use_in_node() -> Zygote:
     zygote = Zygote(_run_rank)
 
     async def spawn(directory: Path, rank: int) -> Forked:
-        """In the place of `pdserve.common.distributed.launch.spawn`."""
+        """Replaces `pdserve.common.distributed.launch.spawn`."""
         read, write = os.pipe()
         try:
             return Forked(zygote.fork(f"{rank} {directory}", read), write)
@@ -57,7 +57,7 @@ def _use_in_router() -> Zygote:
     zygote = Zygote(_run_fork_server)
 
     async def spawn(module: str, control: int) -> Forked:
-        """In the place of `pdserve.router.api.fork_server.spawn`."""
+        """Replaces `pdserve.router.api.fork_server.spawn`."""
         return Forked(zygote.fork(module, control))
 
     fork_server.spawn = spawn  # type: ignore[assignment]
@@ -75,7 +75,7 @@ def _run_fork_server(module: str) -> int:
 
 
 class Zygote:
-    """Forks children of this process, each of which runs `main`. `close` it before the process
+    """Forks children of this process, each of which runs `main`. Call `close` before the process
     ends."""
 
     def __init__(self, main: Callable[[str], int]) -> None:
@@ -99,13 +99,13 @@ class Zygote:
 
 
 class Forked:
-    """A fork with the part of `asyncio.subprocess.Process` that its starter uses."""
+    """A forked process, with the part of `asyncio.subprocess.Process` that callers use."""
 
-    stdin = None  # nobody else closes the pipe
+    stdin = None  # no caller closes the pipe
 
     def __init__(self, pid: int, stdin: int | None = None) -> None:
-        """`stdin`: kept open while the fork runs; its end tells a rank that this process is
-        gone."""
+        """`stdin`: kept open while the process runs; its EOF tells a rank that this process has
+        ended."""
         self.pid = pid
         self._stdin = stdin
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -155,11 +155,11 @@ def _serve(orders: socket.socket, main: Callable[[str], int], parent: int) -> An
 
 
 def _become(stdin: int, main: Callable[[str], int], order: str, parent: int) -> Any:
-    """Runs `main` once this is the parent's child; never returns."""
+    """Runs `main` once this process is a child of `parent`; never returns."""
     code = 1
     try:
         while os.getppid() != parent:
-            os.kill(parent, 0)  # raises once the process is gone
+            os.kill(parent, 0)  # raises once the parent has ended
             time.sleep(0.001)
         _libc.prctl(PR_SET_NAME, b"python3")
         os.setsid()

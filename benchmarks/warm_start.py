@@ -1,7 +1,7 @@
-"""Node processes that start in a moment: forked from one that has imported everything.
+"""Starts node processes quickly, by forking a process that has imported everything.
 
-A fork is a process of its own, with its own sockets and memory, that can be killed or stopped
-like any other; only the seconds that importing torch costs are spared.
+A fork is a process with its own sockets and memory, and can be killed or stopped like any other; it
+only saves the seconds of importing torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pdserve.common.core.host import loading
 from pdserve.common.core.plugins import import_string
 
-MAINS = {  # of each role, as `WarmStart.start` has it
+MAINS = {  # role → main module, for `WarmStart.start`
     "router": "pdserve.router.__main__",
     "prefill_node": "pdserve.prefill_node.__main__",
     "decode_node": "pdserve.decode_node.__main__",
@@ -49,16 +49,16 @@ MORE = (
     "pdserve.kv_transfer.connectors.tcp",
 )
 MESSAGE = 1 << 20  # bytes
-FORKS = "benchmarks.warm_ranks:use"  # what a role starts
+FORKS = "benchmarks.warm_ranks:use"  # called in a role that starts other processes
 
 
 class WarmStart:
-    """Starts processes until `close`, which ends all that are left."""
+    """Starts processes; `close` ends the remaining ones."""
 
     def __init__(
         self, environment: Mapping[str, str] | None = None, name: str | None = None
     ) -> None:
-        """All of this host that give the same `name` share one process that forks; it has the
+        """All users on this host with the same `name` share one forking process, which has the
         environment of the first of them."""
         self._lock = threading.Lock()
         self._shared = name is not None
@@ -66,7 +66,7 @@ class WarmStart:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         address = f"\0pdserve-warm-{name or uuid.uuid4()}"
         while not self._connected(address):
-            with suppress(OSError), _listener(address) as listener:  # another one may be first
+            with suppress(OSError), _listener(address) as listener:  # another process may be first
                 self._parent = _start_parent(listener, environment or {})
 
     def _connected(self, address: str) -> bool:
@@ -92,11 +92,11 @@ class WarmStart:
         return pid
 
     def load(self, *modules: str) -> None:
-        """Imports what processes that start from now on need beside their roles."""
+        """Imports modules that later processes need besides their roles' modules."""
         self._ask("load", modules=modules)
 
     def exit_code(self, pid: int) -> int | None:
-        """The exit code of a process started here; negative: the signal; None: it still runs."""
+        """Returns the exit code of a process (negative: a signal); None: it is running."""
         code: int | None = self._ask("exit_code", pid=pid)
         return code
 
@@ -107,7 +107,7 @@ class WarmStart:
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_WR)
-        self._socket.recv(MESSAGE)  # its end
+        self._socket.recv(MESSAGE)  # waits for its end
         self._socket.close()
         if self._parent and not self._shared:
             self._parent.wait()
@@ -137,7 +137,7 @@ def _start_parent(
 
 
 def alive(pid: int) -> bool:
-    """Whether a process that `WarmStart` started still runs (or is stopped)."""
+    """Returns whether a process that `WarmStart` started is running or stopped."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -147,17 +147,19 @@ def alive(pid: int) -> bool:
 
 # ---- the parent ----
 
-_codes: dict[int, int | None] = {}  # of all that were started; None: it runs
-_starters: dict[int, socket.socket] = {}  # by pid
-_sockets = selectors.PollSelector()  # the listener's, and one for each `WarmStart`
+_codes: dict[int, int | None] = {}  # pid → exit code; None: it is running
+_starters: dict[int, socket.socket] = {}  # pid → socket of its starter
+_sockets = selectors.PollSelector()  # the listener's, and one per `WarmStart`
 
 
 def main() -> int:
-    with loading():  # or each fork's collector writes to, and so copies, every page of it
+    with loading():  # otherwise each fork's garbage collector would copy all pages
         for module in (*MAINS.values(), *MORE):
             import_module(module)
     signal.signal(signal.SIGCHLD, _reap)
-    faulthandler.register(signal.SIGUSR1)  # who asks all of a cluster for their stacks asks it, too
+    faulthandler.register(
+        signal.SIGUSR1
+    )  # a request for all stacks of a cluster reaches this process too
     listener = socket.socket(fileno=int(sys.argv[1]))
     _sockets.register(listener, selectors.EVENT_READ, _accept)
     while ready := _sockets.select(None if len(_sockets.get_map()) > 1 else 0):
@@ -176,13 +178,13 @@ def _accept(listener: socket.socket) -> None:
 
 
 def _serve(starter: socket.socket) -> None:
-    """Answers one question, or none once the one who asks has ended."""
+    """Serves one request, or cleans up once the requester has ended."""
     answers: dict[str, Callable[..., Any]] = {
         "start": partial(_start, starter), "exit_code": _exit_code, "load": _load
     }  # fmt: skip
     try:
         question = starter.recv(MESSAGE)
-    except ConnectionResetError:  # it ended before it read an answer
+    except ConnectionResetError:  # the requester has ended
         question = b""
     if not question:
         _end(starter)
@@ -193,7 +195,7 @@ def _serve(starter: socket.socket) -> None:
 
 
 def _end(starter: socket.socket) -> None:
-    """Ends all processes that are left of a `WarmStart`."""
+    """Ends all remaining processes of a `WarmStart`."""
     _sockets.unregister(starter)
     for pid, other in _starters.items():
         if other is starter and _codes[pid] is None:
@@ -203,7 +205,7 @@ def _end(starter: socket.socket) -> None:
 
 
 def _reap(*_: object) -> None:
-    """No zombies: whether a process lives can be seen from its pid."""
+    """Reaps ended processes, so that a pid shows whether its process is alive."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             _codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
@@ -227,7 +229,7 @@ def _start(
     before: list[str],
     environment: dict[str, str],
 ) -> int:
-    # Nothing is reaped in between: the pid may be that of one that ended long ago.
+    # Nothing is reaped in between, since a pid may be reused.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     pid = os.fork()
     if pid == 0:
@@ -243,21 +245,21 @@ def _start(
 
 
 def _move(environment: dict[str, str]) -> None:
-    """A fork's environment cannot be seen from outside, its folder can: whoever gave it a TMPDIR
-    of its own finds it by that."""
+    """Moves to the folder of the environment's TMPDIR: it can be seen from outside the process,
+    unlike a fork's environment."""
     os.environ.update(environment)
     if folder := environment.get("TMPDIR"):
         os.chdir(folder)
-        tempfile.tempdir = None  # what was looked up before the fork
+        tempfile.tempdir = None  # drops the value cached before the fork
 
 
 def _starts_others(role: str, flags: list[str]) -> bool:
-    """A node of one rank does not: its zygote would cost as much as the fork of the node."""
+    """Returns whether the role starts other processes; a node with one rank does not."""
     return role == "router" or (role in MAINS and any("parallel" in flag for flag in flags))
 
 
 def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
-    """Goes on as the role; never returns."""
+    """Runs the role in this process; never returns."""
     code = 1
     try:
         os.setsid()
@@ -272,7 +274,7 @@ def _become(role: str, flags: list[str], log: str, before: list[str]) -> Any:
         code = int(import_module(MAINS.get(role, role)).main(flags))
         if zygote:
             zygote.close()
-    except SystemExit as stop:  # of wrong flags
+    except SystemExit as stop:  # raised for wrong flags
         code = stop.code if isinstance(stop.code, int) else 1
     except Exception:
         traceback.print_exc()

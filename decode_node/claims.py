@@ -41,7 +41,7 @@ class Claim:
 
 
 class Place:
-    """One call's place in the line."""
+    """One call's place in the queue."""
 
     def __init__(self, claim: Claim) -> None:
         self.news = asyncio.Event()

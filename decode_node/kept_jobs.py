@@ -208,7 +208,7 @@ class KeptJobs:
         return job
 
     def take(self, job: KeptJob) -> bool:
-        """Whether it may become an orphan: it is kept, and there are not too many."""
+        """Returns whether the job may become an orphan: it is kept, and there are not too many."""
         num_orphans = sum(each.is_orphan for each in self._jobs.values())
         return self._jobs.get(job.key) is job and num_orphans < MAX_ORPHANS
 

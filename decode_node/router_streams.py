@@ -55,14 +55,14 @@ class JobWriter:
             self._add(JobEvent(self._number, message))
 
     def end(self, error: PdserveError | None = None) -> None:
-        """Every choice has finished, or the job has failed so."""
+        """Sends the job's end: every choice has finished, or the job failed with `error`."""
         ended = pb.Ended() if error is None else pb.Ended(failure=failure_to_pb(error))
         self.event(pb.DecodeEvent(ended=ended))
         self._ended = True
 
 
 class RouterStream:
-    """One router's."""
+    """The stream to one router."""
 
     def __init__(self) -> None:
         self.opened = asyncio.Event()  # a router reads it, or has read it
@@ -100,7 +100,7 @@ class RouterStream:
             raise _lost() from None
 
     def add(self, event: StepEvent) -> None:
-        """It goes out with all else that this step says."""
+        """Adds an event to the message of this step."""
         if self.closed.is_set():
             return
         self._pending.append(event)
@@ -110,7 +110,7 @@ class RouterStream:
             self.close()
 
     async def messages(self) -> AsyncGenerator[pb.StepEvents, None]:
-        """Until it ends or is closed; not again.
+        """Yields messages until the stream ends or is closed. Call this once.
 
         Raises:
             InvalidRequest: it is read already.
@@ -166,7 +166,7 @@ class RouterStreams:
 
     @contextmanager
     def named(self, name: str) -> Iterator[RouterStream]:
-        """It is there as long as it is used: by its router, or by a job that waits for that."""
+        """Keeps the stream while it is in use: by its router, or by a job that waits for it."""
         stream = self._streams.setdefault(name, RouterStream())
         stream.users += 1
         try:

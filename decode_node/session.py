@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class DecodeSession:
-    """Whoever makes a session must `close` it, whatever happened: that frees everything."""
+    """One job. Its creator must always call `close`, which frees all its resources."""
 
     def __init__(self, replica: Replica[DecodeSession, KVSink], job: GenerateJob) -> None:
         self._replica = replica
@@ -69,8 +69,8 @@ class DecodeSession:
     # ---- the path, top to bottom ------------------------------------------------------------
 
     async def run(self, local_prefill: bool, writer: JobWriter) -> None:
-        """Until every choice has finished; says in order what happens. Raises what went wrong,
-        which whoever runs it must say."""
+        """Runs until every choice has finished, and writes the job's events in order. Raises the
+        job's error, which the caller must report."""
         self._writer, self._local_prefill = writer, local_prefill
         lead, *others = self._job.choices
         first = self._add(lead, remote=not local_prefill)
@@ -158,7 +158,7 @@ class DecodeSession:
             self._finished.set()
 
     def _begin(self) -> None:
-        """There is a first token: from now on it decodes."""
+        """Notes the first token: from now on the job decodes."""
         self._begun.set()
         if not self._decodes_since:
             self._decodes_since = monotonic()

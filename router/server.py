@@ -286,7 +286,7 @@ class PipelineCollector(Collector):
             ("num_requests_waiting", "Requests waiting for a place", admission.waiting),
             (
                 "longest_standing_seconds",
-                "Seconds since the request that stands longest got further",
+                "Longest time that a running request has made no progress",
                 self._pipeline.timelines.longest_standing(),
             ),
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),

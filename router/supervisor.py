@@ -42,7 +42,7 @@ KILL_GRACE = 5.0  # seconds past the drain time-out until SIGKILL
 
 @dataclass(eq=False)
 class Worker:
-    """One seat, which processes take one after the other."""
+    """One worker's slot: its process is replaced by another one when it ends."""
 
     number: int
     serving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +97,7 @@ class Supervisor:
         """Returns when all workers serve."""
         await self.take_ports()
         first, *others = self.workers
-        await self._start(first)  # alone, so that a wrong option is said once
+        await self._start(first)  # alone, so that a wrong option is reported once
         await asyncio.gather(*map(self._start, others))
         self._tasks += [asyncio.create_task(self._watch(each)) for each in self.workers]
         self._tasks.append(asyncio.create_task(self._collect()))
@@ -105,7 +105,7 @@ class Supervisor:
             propagate_failure(task, self._failed)
         logger.info(
             "%d workers serve, HTTP on port %d, gRPC on port %d; nodes register on port %d, and "
-            "are told of the others",
+            "learn the other ports there",
             len(self.workers), self._ports["http"], self._ports["grpc"], self._ports["registry"],
         )  # fmt: skip
 
@@ -134,7 +134,7 @@ class Supervisor:
         await self._ended()
 
     def _watch_no_more(self) -> None:
-        """No worker is started any more, also none that waits for its turn."""
+        """Starts no more workers, not even those that wait for a restart."""
         for task in self._tasks:
             task.cancel()
 
@@ -150,8 +150,8 @@ class Supervisor:
     # ---- ports ---------------------------------------------------------------------------------
 
     async def take_ports(self) -> None:
-        """Takes them for as long as this process lives. Whoever holds one already, even to share
-        it, is found here."""
+        """Binds the ports for as long as this process lives, so that a port in use, even a shared
+        one, is an error now."""
         server = self._config.server
         for each in await bind_http(server.host, server.port):
             port = each.getsockname()[1]
@@ -269,7 +269,7 @@ class Supervisor:
         return write_answers([each.encode() for each in self._known_metrics(but=worker)])
 
     async def _ask(self, workers: list[Worker], what: str, argument: bytes = b"") -> list[bytes]:
-        """The answers of those that live and are not late; keeps what they expose."""
+        """Returns the answers of live workers that answer in time; keeps their metrics."""
         answers = await asyncio.gather(*(self._ask_one(each, what, argument) for each in workers))
         return [answer for answer in answers if answer is not None]
 
@@ -285,20 +285,20 @@ class Supervisor:
         return answer
 
     def _known_metrics(self, but: Worker) -> list[str]:
-        """Returns the metrics of the other workers, as they told them last, and of the dead."""
+        """Returns the last metrics of the other workers, and those of ended ones."""
         texts = [each.metrics for each in self.workers if each is not but]
         return [text for text in (*texts, self._departed) if text]
 
     async def _collect(self) -> None:
-        """Keeps the metrics of all at hand, for when one is killed."""
+        """Polls all workers' metrics, so that they are known when one is killed."""
         while True:
             await asyncio.gather(*map(self.check, self.workers))
             self.compare()
             await asyncio.sleep(COLLECT_PERIOD)
 
     async def check(self, worker: Worker) -> None:
-        """Kills a worker that has not answered for long. Its loop does not run: the connections
-        that the kernel deals it would wait for ever, or it never serves."""
+        """Kills a worker that has not answered for long: its loop does not run, so the connections
+        that the kernel gives it would wait forever."""
         answered = await self._ask_one(worker, METRICS, b"") is not None
         process = worker.process
         assert process is not None

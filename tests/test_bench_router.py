@@ -35,12 +35,14 @@ def test_it_compares_routers_in_turns(tmp_path: Path) -> None:
     file = tmp_path / "routers.json"
     command = [sys.executable, "benchmarks/bench_router.py", "--workers", "", "--nodes", "0"]
     command += ["--against", str(ROOT), "--peers-python", sys.executable]
+    command += ["--policies", "least-load,cost"]
     command += ["--clients", "4", "--seconds", "1", "--rounds", "1", "--json", str(file)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     assert "smg is not installed there" in ended.stderr
     result = json.loads(file.read_text())
     (before,), (after,) = result["against"]["before"], result["against"]["after"]
+    assert all(each["ms_per_request"] > 0 for (each,) in result["policies"].values())
     (ours,), (none,) = result["peers"]["pdserve"], result["peers"]["no router"]
     assert all(each["ms_per_request"] > 0 for each in (before, after, ours))
     assert none["ms_per_request"] == 0 and none["first_token_ms"] > 0

@@ -55,7 +55,7 @@ def test_peers_take_turns_with_connectors(peers: Peers, capsys: pytest.CaptureFi
     assert moved[0].with_digests and moved[1].with_digests is None
     assert peers.absent == {"nixl": "ImportError: no libucp.so"}
     show(moved, [], peers.versions, peers.absent)
-    assert "nixl is not there: ImportError: no libucp.so" in capsys.readouterr().out
+    assert "nixl is absent: ImportError: no libucp.so" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ PAGES = [
 ]
 SOURCES = ("common", "kv_transfer", "prefill_node", "decode_node", "router", "pdserve")
 OTHERS = ("proto", "tests", "benchmarks", "examples", "docs", "compose")
+WITH_CODE = (*SOURCES, "proto", "tests", "benchmarks", "docs")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 every_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
@@ -142,6 +143,18 @@ def exists(word: str) -> bool:
     if re.fullmatch(r"(?:[a-z_0-9]+/)*[a-z_0-9]+\.(?:py|proto)", path):
         return any(f"/{name}".endswith(f"/{path}") for name in files())
     return True
+
+
+@pytest.mark.parametrize("page", ["tour", "where-do-i-add", "internals", "concepts"])
+def test_names_of_code_exist(page: str) -> None:
+    """Each `name`, `Class.name` or `module.name` in the guides to the code occurs in the code."""
+    suffixes = (".py", ".proto", ".h", ".cpp")
+    code = [path for path in files() if path.endswith(suffixes) and path.startswith(WITH_CODE)]
+    words = {word for path in code for word in re.findall(r"\w+", text_of(ROOT / path))}
+    prose = re.sub(r"```.*?```", "", text_of(DOCS / f"{page}.md"), flags=re.S)
+    names = set(re.findall(r"`([A-Za-z_][\w.]*)`", prose))
+    assert names
+    assert not [name for name in sorted(names) if not words.issuperset(name.split("."))]
 
 
 def test_every_flag_is_in_the_reference() -> None:

@@ -1,1 +1,1 @@
-"""The parts of `peers.py`: servers, what they are asked, what is made of the answers."""
+"""The parts of `peers.py`: servers, workloads and the report."""

@@ -1,8 +1,8 @@
-"""Tokens a second of transformers' own `generate`, a batch of 8 prompts of 128 tokens, 64 each.
+"""Measures transformers' `generate`: 8 prompts of 128 tokens in a batch, 64 new tokens each.
 
     VENV/bin/python benchmarks/compared/generate.py MODEL DTYPE THREADS
 
-Run by `peers.py` in the virtual environment of transformers: it imports nothing else.
+`peers.py` runs this in an environment with transformers; it imports nothing else.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The embedded model as GGUF in 16 or 32 bits, for llama.cpp: the same weights as the folder that
-pdserve makes of it.
+"""Writes the embedded model as GGUF in 16 or 32 bits for llama.cpp, with the same weights as the
+folder that pdserve makes of it.
 
     python benchmarks/compared/gguf_model.py OUT.gguf [--dtype bfloat16]
 """
@@ -19,7 +19,7 @@ WRITTEN_BY_ITSELF = ("GGUF.", "general.architecture", "general.file_type")
 
 
 def convert(source: Path, out: Path, kind: Kind) -> None:
-    """Matrices become `kind`, vectors float32, as llama.cpp's own converter does it."""
+    """Converts matrices to `kind` and vectors to float32, like llama.cpp's converter."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for name, item in reader.fields.items():

@@ -1,13 +1,13 @@
-"""Moves blocks between two processes with a transfer library; run by the Python that has it, which
-needs numpy beside it and nothing of pdserve. `movers.py` starts it:
+"""Moves blocks between two processes with a transfer library. It is run by a Python that has the
+library and numpy, and needs nothing of pdserve. `movers.py` starts it:
 
     VENV/bin/python benchmarks/compared/move_blocks.py {nixl|mooncake} PLANES BLOCKS RUN_NBYTES
 
-A cache is `PLANES` planes (a layer's keys or values) of `BLOCKS` blocks, `RUN_NBYTES` of each in
-one piece. Each line of stdin is a JSON list `[their_ids, our_ids]`, blocks of the passive process
-and of this one; the answer is a line, the seconds that moving them took. After the first move the
-checksums of both ends' blocks must be equal. `{"ready": version}` comes before, `{"absent": why}`
-when there is nothing more to expect.
+A cache is `PLANES` planes (a layer's keys or values) of `BLOCKS` blocks, each with `RUN_NBYTES`
+contiguous bytes per plane. Each line of stdin is a JSON list `[their_ids, our_ids]`: blocks of the
+passive process and of this one; the answer is a line with the seconds that the move took. After the
+first move the checksums of both sides must be equal. The first line of output is `{"ready":
+version}`, or `{"absent": why}` and then nothing else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-TIMEOUT = 60.0  # seconds for the passive process to be there
-BATCH = 1024  # runs; Mooncake's queue refuses what does not fit
+TIMEOUT = 60.0  # seconds for the passive process to start
+BATCH = 1024  # runs; Mooncake's queue refuses more
 Ids = Sequence[int]
 
 
@@ -40,7 +40,7 @@ class Library:
         self._run = run
 
     def runs(self, ids: Ids) -> Any:
-        """The indices of the runs of these blocks, plane by plane."""
+        """Returns the indices of the runs of these blocks, plane by plane."""
         return (self._first + np.asarray(ids, dtype=np.int64)).reshape(-1)
 
     def address(self) -> tuple[Any, int]:
@@ -51,13 +51,13 @@ class Library:
         raise NotImplementedError
 
     def move(self, theirs: Ids, ours: Ids) -> None:
-        """Returns when all bytes are in place."""
+        """Moves blocks; returns when all bytes have arrived."""
         raise NotImplementedError
 
 
 class Nixl(Library):
-    """Over UCX; the sink reads, as vLLM's connector has it: all runs are prepared once, and a
-    transfer names those it wants."""
+    """NIXL over UCX. The sink reads, as in vLLM's connector: all runs are prepared once, and a
+    transfer names the runs to read."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -96,7 +96,7 @@ class Nixl(Library):
 
 
 class Mooncake(Library):
-    """Over TCP; the source writes, as many runs at once as its queue takes."""
+    """Mooncake over TCP. The source writes as many runs at a time as its queue takes."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -130,7 +130,7 @@ LIBRARIES: dict[str, type[Library]] = {"nixl": Nixl, "mooncake": Mooncake}
 
 
 def filled(shape: tuple[int, ...]) -> Any:
-    """Every process has other bytes."""
+    """Returns a cache with random bytes, different in every process."""
     return np.random.default_rng(os.getpid()).integers(0, 256, shape, dtype=np.uint8)
 
 
@@ -139,7 +139,7 @@ def checksum(cache: Any, ids: Ids) -> int:
 
 
 def passive(name: str, shape: tuple[int, ...], control: Connection) -> None:
-    """The other end: sends its address, then checksums of blocks on request, until EOF."""
+    """Runs the passive end: sends its address, then checksums on request, until EOF."""
     library = LIBRARIES[name](filled(shape))
     control.send(library.address())
     try:
@@ -185,7 +185,7 @@ def answer(answers: TextIO, value: Any) -> None:
 def main() -> None:
     name, *shape = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print what they like
+    os.dup2(2, 1)  # libraries print to standard output
     try:
         serve(name, tuple(map(int, shape)), answers)
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Transfer libraries beside the connectors of `bench_transfer.py`: each in processes of its own
-(`move_blocks.py`), by a Python that has it."""
+"""The transfer libraries that `bench_transfer.py` compares with: each runs in its own processes
+(`move_blocks.py`), with a Python that has it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ SCRIPT = Path(__file__).with_name("move_blocks.py")
 NAMES = ("nixl", "mooncake")
 TIMEOUT = 120.0  # seconds for a library to start, or for one transfer
 STOP_TIMEOUT = 10.0
-AWAKE_S = 0.002  # for both processes to go on before they are asked
+AWAKE_S = 0.002  # seconds for both processes to resume before a transfer
 
 
 class Mover:
-    """Moves blocks between two processes that exist for it and stand still while others have their
-    turn: both libraries poll, which takes a core from whoever is measured. Raises `Absent`."""
+    """Moves blocks between two processes of its own, which are stopped while others have their
+    turn: both libraries poll, which would take a core from what is being measured. Raises
+    `Absent`."""
 
     def __init__(self, name: str, python: str, planes: int, blocks: int, run_nbytes: int) -> None:
         shape = (str(planes), str(blocks), str(run_nbytes))
@@ -50,11 +51,11 @@ class Mover:
         self._signal(signal.SIGSTOP)
 
     def move(self, theirs: Sequence[int], ours: Sequence[int]) -> float:
-        """The seconds that it took to move these blocks of one end to those of the other."""
+        """Moves these blocks of one end to those of the other; returns the seconds."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         time.sleep(AWAKE_S)
-        with suppress(BrokenPipeError):  # what it said before tells why
+        with suppress(BrokenPipeError):  # its last output has the reason
             self._process.stdin.write(json.dumps([theirs, ours]) + "\n")
             self._process.stdin.flush()
         seconds = float(self._answer())
@@ -103,7 +104,7 @@ class Peers:
 
     @contextmanager
     def running(self, planes: int, blocks: int, run_nbytes: int) -> Iterator[list[Mover]]:
-        """With caches of this geometry, at both ends."""
+        """Yields running movers with caches of this geometry at both ends."""
         movers: list[Mover] = []
         with ExitStack() as stack:
             for name in self._names:

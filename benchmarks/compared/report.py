@@ -1,4 +1,4 @@
-"""The medians of all rounds: as a table of ratios, as JSON, as a plot."""
+"""Reports the medians of all rounds as a table of ratios, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-# Metric: title, unit, how many of the unit a second or a token a second is, less is better.
+# Metric → (title, unit, units per second or per token/s, whether less is better).
 METRICS = {
     "tok_s": ("output", "tok/s", 1, False),
     "ttft_p50": ("TTFT p50", "ms", 1000, True),
@@ -23,7 +23,7 @@ METRICS = {
 
 @dataclass(slots=True)
 class Results:
-    """Metrics by workload and server, of each round; and who was not there, and why."""
+    """The metrics of each round by workload and server; and the absent servers with reasons."""
 
     found: dict[tuple[str, str], list[Mapping[str, float]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -71,8 +71,8 @@ class Results:
 
 
 def table(results: Results) -> Table:
-    """Returns a table: per metric the first server's value, and the others' with the ratio first /
-    other. If less is better, a ratio below 1 means that the first server is better."""
+    """Returns a table: per metric the first server's value, and the other servers' values with the
+    ratio first / other. If less is better, below 1 means that the first server is better."""
     first, *others = results.servers
     shown = Table(title=f"× is {first} ÷ the other", title_justify="left")
     for head in ("", "", first, *others):
@@ -106,7 +106,7 @@ def _number(value: float) -> str:
 
 
 def plot(results: Results, path: Path) -> None:
-    """A row of bars for each workload, as a PNG."""
+    """Writes a PNG with a row of bars per workload."""
     # Slow to import and absent without the `bench` extra.
     from matplotlib.figure import Figure
 

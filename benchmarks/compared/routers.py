@@ -1,4 +1,4 @@
-"""Other routers, from PyPI, in front of simulated OpenAI servers."""
+"""Runs other routers from PyPI in front of simulated OpenAI servers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.fleet import free_port
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"smg": ["launch", "--disable-tokenizer-autoload"], "vllm-router": []}
 COLUMNS = {
-    "ms_per_request": "CPU, ms a request",
+    "ms_per_request": "CPU, ms per request",
     "requests_per_s": "requests/s here",
     "first_token_ms": "first token p50, ms",
 }
 
 
 def version(python: Path, name: str) -> str | None:
-    """The router's, where this Python's environment has it."""
+    """Returns the router's version in this Python's environment, None if it is not installed."""
     code = f"from importlib.metadata import version; print(version({name!r}))"
     asked = subprocess.run([python, "-c", code], capture_output=True, text=True)
     return asked.stdout.strip() or None
@@ -34,7 +34,7 @@ def version(python: Path, name: str) -> str | None:
 
 @contextmanager
 def servers(model: str, count: int = 8) -> Iterator[list[int]]:
-    """The ports of so many simulated servers."""
+    """Runs `count` simulated servers; yields their ports."""
     command = [sys.executable, str(ROOT / "benchmarks/simulated_servers.py")]
     command += ["--model", model, "--count", str(count)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
@@ -49,7 +49,7 @@ def servers(model: str, count: int = 8) -> Iterator[list[int]]:
 def router(
     python: Path, name: str, model: str, workers: list[int]
 ) -> Iterator[tuple[int, list[psutil.Process]]]:
-    """The HTTP port of one that serves, and its processes."""
+    """Runs a router; yields its HTTP port and its processes."""
     port = free_port()
     command = [str(python.with_name(name)), *COMMANDS[name], "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(free_port())]
@@ -78,7 +78,7 @@ def _answers(port: int, model: str) -> bool:
 
 
 def plot(found: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """A bar for each router in each of three charts, as a PNG."""
+    """Writes a PNG with three charts, each with a bar per router."""
     # Slow to import and absent without the `bench` extra.
     from matplotlib.figure import Figure
 

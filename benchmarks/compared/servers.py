@@ -1,4 +1,4 @@
-"""Servers of the same model on the same cores: how each is started, asked and ended."""
+"""Starts, queries and stops servers of the same model on the same cores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_TIMEOUT = 300.0  # seconds: some compile first
 STOP_TIMEOUT = 20.0
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 32
-# Its folder is the first place of imports, as in a checkout.
+# `python -c` puts the current folder first on the import path, here the checkout.
 PDSERVE = "import sys; from pdserve.cli.main import main; sys.exit(main())"
 
 
@@ -58,7 +58,7 @@ class Server:
     name: str
     command: Callable[[int], Sequence[str]]
     environment: Mapping[str, str] = field(default_factory=dict)
-    body: Mapping[str, Any] = field(default_factory=dict)  # of each request, beside the common
+    body: Mapping[str, Any] = field(default_factory=dict)  # additional fields of each request
     model: str = "model"  # the name it answers to
     says_done: bool = True  # its streams end with [DONE]
 
@@ -71,7 +71,7 @@ class Running:
     log: Path
 
     def ask(self) -> None:
-        """One token. Raises OSError."""
+        """Generates one token. Raises OSError."""
         body = {"model": self.server.model, "prompt": "Once", "max_tokens": 1, "temperature": 0}
         head = {"Content-Type": "application/json"}
         request = Request(f"{self.url}/v1/completions", json.dumps(body).encode(), head)
@@ -79,7 +79,7 @@ class Running:
             answer.read()
 
     def wait_ready(self, seconds: float) -> None:
-        """Raises Absent when it ends or does not answer in time."""
+        """Waits until it answers; raises Absent if it ends or does not answer in time."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             with suppress(OSError):
@@ -89,7 +89,7 @@ class Running:
         raise Absent(f"does not start: {how}, see {self.log}")
 
     def idle_cpu(self, seconds: float = 1.0) -> float:
-        """Returns the cores that the server uses while idle, and so takes from the measured one."""
+        """Returns the cores that the idle server uses, and so takes from the measured one."""
         before = self._cpu_seconds()
         time.sleep(seconds)
         return (self._cpu_seconds() - before) / seconds
@@ -102,10 +102,10 @@ class Running:
 
 @contextmanager
 def running(server: Server, machine: Machine, logs: Path) -> Iterator[Running]:
-    """The server, answering.
+    """Runs the server; yields it once it answers.
 
     Raises:
-        Absent: it does not come to that.
+        Absent: it does not start.
     """
     port, log = free_port(), logs / f"{server.name.replace(' ', '-').replace('/', '-')}.log"
     with log.open("wb") as output:
@@ -127,9 +127,9 @@ def running(server: Server, machine: Machine, logs: Path) -> Iterator[Running]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started: first it is asked to end, then whoever of its session it left
-    behind (as vLLM its engine), then those that are left are killed. What they shared in /dev/shm
-    and did not give back is removed."""
+    """Ends the server and everything that it started: sends SIGTERM to it, then to the rest of its
+    session (vLLM leaves its engine), then SIGKILL to what is left. Removes the files in /dev/shm
+    that they leave behind."""
     shared = {file for each in _session(process) for file in _shared_files(each)}
     with suppress(subprocess.TimeoutExpired):
         process.terminate()
@@ -168,7 +168,7 @@ def _shared_files(process: psutil.Process) -> set[Path]:
     return {Path(name) for name in names if not name.endswith(" (deleted)")}
 
 
-# ---- which there are ----
+# ---- the servers ----
 
 
 def pdserve(shape: str, machine: Machine) -> Server:
@@ -269,5 +269,5 @@ def _program(venv: str | None, name: str, flag: str) -> str:
 
 
 def _beside(program: str) -> dict[str, str]:
-    """The programs of its virtual environment are found before ours (ninja, for one)."""
+    """Returns a PATH with its virtual environment's programs first (such as ninja)."""
     return {"PATH": f"{Path(program).parent}:{os.environ.get('PATH', '')}"}

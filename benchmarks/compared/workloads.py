@@ -14,7 +14,7 @@ from pdserve.bench.serving.datasets import Prompt, RandomSpec, Vocabulary, rando
 from pdserve.bench.serving.load import run_load
 from pdserve.bench.serving.metrics import Summary, summarize
 
-WORDS = Vocabulary(as_ids=False)  # text, which all take: about one token a word
+WORDS = Vocabulary(as_ids=False)  # text, which every server accepts; about one token per word
 REQUEST_TIMEOUT = 300.0
 WARM_UP_TOKENS = 4
 
@@ -51,14 +51,14 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Streams beside long prompts: who reads an answer while another one's prompt is computed."""
+    """Streams that decode while long prompts are computed."""
 
     streams: int
     input_len: int
     output_len: int
     long_len: int
     every: float  # seconds from one long prompt to the next
-    most: int  # long prompts: a server that is too slow for them has a backlog that ends
+    most: int  # most long prompts: bounds the backlog of a slow server
     long_output_len: int = 8
 
     @property
@@ -77,7 +77,7 @@ class Mixed:
     async def _beside(
         self, read: asyncio.Task[list[Record]], client: Client, seed: int
     ) -> list[Record]:
-        """Long prompts, the first after half a turn, while the streams last."""
+        """Sends long prompts, the first after half a period, while the streams run."""
         sent: list[asyncio.Task[Record]] = []
         await asyncio.wait([read], timeout=self.every / 2)
         async with asyncio.TaskGroup() as group:
@@ -113,9 +113,9 @@ QUICK: tuple[Workload, ...] = (
 
 
 async def measure(workload: Workload, running: Running, seed: int) -> Metrics:
-    """Seconds and tokens a second, by name. Raises Failed."""
+    """Returns metric → seconds or tokens per second. Raises Failed."""
     async with aiohttp.ClientSession(
-        # A connection each: some servers close idle ones just when they are used again.
+        # New connections: some servers close idle ones just when they are reused.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         read_bufsize=2**20,
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT),
@@ -124,7 +124,7 @@ async def measure(workload: Workload, running: Running, seed: int) -> Metrics:
 
 
 async def warm_up(workloads: Sequence[Workload], running: Running) -> None:
-    """A few tokens of each kind. Raises Failed."""
+    """Generates a few tokens of each workload. Raises Failed."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
     async with aiohttp.ClientSession(read_bufsize=2**20, timeout=timeout) as session:
         for workload in workloads:

@@ -1,1 +1,1 @@
-"""The parts of `chaos.py`: what clients ask, how they ask it, what goes wrong meanwhile."""
+"""The parts of `chaos.py`: requests, clients, load, and faults."""

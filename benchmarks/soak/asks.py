@@ -11,7 +11,7 @@ from typing import Any
 WAYS = ("streamed", "whole", "grpc")
 LENGTHS = ((2, 16), (17, 120), (17, 120), (121, 400))  # of prompts, in tokens
 STOP = " the"  # frequent in the stories that the test checkpoints tell
-# Greedy, drawn with a seed, penalized, several choices, log-probabilities, a stop string. Names
+# Greedy, seeded sampling, penalties, several choices, log-probabilities, a stop string. Names
 # are those of both APIs.
 STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "ignore_eos": True},
@@ -26,7 +26,7 @@ STYLES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, and which way it is sent."""
+    """A request, and the API that it is sent to."""
 
     way: str
     prompt: tuple[int, ...]
@@ -34,19 +34,19 @@ class Ask:
 
     @property
     def greedy(self) -> bool:
-        """Whether the answer is the plain greedy continuation, all of it."""
+        """Whether the answer is exactly the greedy continuation."""
         return self.options["temperature"] == 0 and "stop" not in self.options
 
 
 def make_asks(
     count: int, seed: int, max_tokens: Sequence[int], vocab_size: int, never: int | None = None
 ) -> list[Ask]:
-    """All ways and styles, by turns, with prompts of random token ids; `max_tokens` are the
-    smallest and the largest, and `never` a token that is neither in a prompt nor in an answer."""
+    """Returns requests of all APIs and styles in rotation, with prompts of random token ids.
+    `max_tokens`: the smallest and the largest. `never`: a token that no prompt or answer has."""
     rng = random.Random(seed)
     known = [token for token in range(3, vocab_size) if token != never]
     more = {} if never is None else {"logit_bias": {never: -100.0}}
-    ways, styles = cycle(WAYS), cycle(STYLES)  # of lengths without a common divisor
+    ways, styles = cycle(WAYS), cycle(STYLES)  # their lengths have no common divisor
     return [
         Ask(
             way,

@@ -1,4 +1,4 @@
-"""Asks over HTTP and gRPC, and everything the client was told in answer."""
+"""Sends requests over HTTP and gRPC, and collects everything in the answers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
 TIMELINE = {"X-Pdserve-Timeline": "1"}
-LOGPROB_TOLERANCE = 1e-3  # batches differ, and with them the order of sums
+LOGPROB_TOLERANCE = 1e-3  # batches differ, and so does the order of summation
 
 
 class Lost(Exception):
-    """The client saw an error; the message says which. `broken`: the connection ended."""
+    """The client got an error, which the message contains. `broken`: the connection ended."""
 
     def __init__(self, message: str, broken: bool = False) -> None:
         super().__init__(message)
@@ -50,11 +50,11 @@ class Answer:
     choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
     completion_tokens: int = 0
     migrations: int = 0
-    times: list[float] = field(default_factory=list)  # when tokens came
+    times: list[float] = field(default_factory=list)  # arrival times of tokens
 
     def longest_gap(self, stood_still: Callable[[float, float], float]) -> float:
-        """Returns the longest time between two events with tokens, in seconds, without times when
-        no node could serve; 0 if there was only one event."""
+        """Returns the longest time between two events with tokens, in seconds, without the time in
+        which no node could serve; 0 if there was only one event."""
         return max(
             (later - sooner - stood_still(sooner, later) for sooner, later in pairwise(self.times)),
             default=0.0,
@@ -62,7 +62,7 @@ class Answer:
 
 
 def difference(expected: Answer, got: Answer) -> str:
-    """In what two answers to one ask differ; empty: in nothing a client can see."""
+    """Describes how two answers to one request differ; empty if they are equal."""
     if expected.choices.keys() != got.choices.keys():
         return f"choices {sorted(got.choices)} ≠ {sorted(expected.choices)}"
     for index, choice in sorted(expected.choices.items()):
@@ -95,8 +95,8 @@ class Client:
         key: Mapping[str, str],
         resuming: tuple[AsyncResumingClient, AsyncResumingStub] | None = None,
     ) -> None:
-        """`key` is the API key as a header. `resuming`, if given, asks in its place, over HTTP and
-        over gRPC, through whichever router."""
+        """`key`: the API key as a header. `resuming`, if given, sends the requests instead, over
+        HTTP and gRPC, through any of its routers."""
         self._resuming = resuming
         self._session = session
         self._key = dict(key)
@@ -104,11 +104,11 @@ class Client:
         self._stub = pb_grpc.InferenceStub(channel)
 
     async def send(self, ask: Ask, request_id: str = "", answer: Answer | None = None) -> Answer:
-        """Waits for the whole answer; cancelling hangs up. `request_id`: by which routers know it;
-        `answer`: what has come is there at once.
+        """Waits for the whole answer; cancelling hangs up. `request_id`: the id sent to the router.
+        `answer`: filled while the answer arrives.
 
         Raises:
-            Lost: an error came instead, or before its end.
+            Lost: the answer was or ended with an error.
         """
         send = {"streamed": self._streamed, "whole": self._whole, "grpc": self._grpc}[ask.way]
         if self._resuming is not None:
@@ -142,7 +142,7 @@ class Client:
                     _note(answer, json.loads(line[6:]))
                 elif line == b"data: [DONE]\n":
                     return
-        raise Lost("streamed: it ended without [DONE]", broken=True)
+        raise Lost("streamed: ended without [DONE]", broken=True)
 
     @asynccontextmanager
     async def _post(
@@ -168,7 +168,7 @@ class Client:
 async def _resumed(
     client: AsyncResumingClient, ask: Ask, answer: Answer, headers: Mapping[str, str]
 ) -> None:
-    """Raises Lost, not broken: no router's death excuses it."""
+    """Sends a request with the resuming client. Raises Lost, never `broken`."""
     body = {"prompt": ask.prompt, **ask.options, "timeline": True}
     try:
         if ask.way == "whole":
@@ -185,7 +185,7 @@ async def _resumed(
 async def _resumed_grpc(
     stub: AsyncResumingStub, ask: Ask, answer: Answer, headers: Mapping[str, str]
 ) -> None:
-    """Raises like `_resumed`."""
+    """Like `_resumed`, over gRPC."""
     try:
         async with aclosing(stub.generate(_request(ask, headers))) as responses:
             async for response in responses:
@@ -203,7 +203,7 @@ def _request(ask: Ask, headers: Mapping[str, str]) -> pb.GenerateRequest:
 
 
 def _note(answer: Answer, event: Mapping[str, Any]) -> None:
-    """Adds an event of a stream, or all of an answer."""
+    """Adds an event of a stream, or a whole answer."""
     if "error" in event:
         raise Lost(f"in the stream: {event['error']}")
     for each in event["choices"]:

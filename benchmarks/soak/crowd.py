@@ -1,10 +1,10 @@
-"""A crowd of gRPC calls at once, in a process of its own: the load beside it, which shares the
-soak's event loop, would otherwise wait for the crowd's answers before it hears its own.
+"""A crowd of concurrent gRPC calls in its own process: in the soak's process, its answers would
+delay those of the load, which shares the event loop.
 
     python -m benchmarks.soak.crowd    # reads a `Crowd` as JSON, writes the counts of answers
 
-A call is answered late where thousands are asked on a busy machine. The crowd hangs when none of
-its calls is answered for a while.
+On a busy machine, calls are answered late when there are thousands. The crowd counts as hung if no
+call is answered for a while.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 BURST = 4000  # calls at once
 SILENCE = 60  # seconds without an answer to any call, after which the rest hangs
 HUNG = "hung"
-UNEXPLAINED = "without a reason"  # a call that ended by gRPC's word alone: a failure
+UNEXPLAINED = "without a reason"  # a call that ended without a reason from the router: a failure
 CUT_SHORT = "Internal error from Core"  # grpc.aio's own INTERNAL, in place of the server's status
-GONE = "the router had gone"  # and this is one, unless it was killed
+GONE = "the router had gone"  # a failure too, unless the router was killed
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,7 +41,7 @@ class Crowd:
     files: tuple[str, str, str] | None  # CA, key, certificate; None: without TLS
 
     async def ask(self) -> Counter[str]:
-        """Returns the answers, by words, in as many calls."""
+        """Runs the crowd; returns outcome → count."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__),
             cwd=ROOT,
@@ -60,7 +60,7 @@ class Crowd:
 
 
 def crowd_at(fleet: Fleet, calls: int) -> Crowd:
-    """So many calls at once of the hostile clients, to the fleet's first router."""
+    """Returns a crowd of `calls` hostile calls to the fleet's first router."""
     address = f"127.0.0.1:{fleet.ports['grpc']}"
     return Crowd(calls, address, fleet.api_key(HOSTILE), fleet.client_files())
 
@@ -99,8 +99,8 @@ async def ask_at_once(crowd: Crowd) -> Counter[str]:
 
 
 async def _silence(told: Counter[str]) -> None:
-    """Until nothing was told for SILENCE turns of a second each: a process without a CPU has fewer
-    of them, and hears in each what has come."""
+    """Waits until no call was answered for SILENCE turns of a second each. A process without a CPU
+    has fewer turns, and receives in each what has arrived."""
     known = quiet = 0
     while quiet < SILENCE:
         await asyncio.sleep(1)

@@ -1,4 +1,4 @@
-"""Faults of the network: an edge is cut, one way or both, or spoils what passes."""
+"""Network faults: an edge is cut in one or both directions, or corrupts data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.site import Site
 from benchmarks.soak.faults import Fault, Faults, Kind, NotNow, ready
 
 EDGES = ("router-prefill", "router-decode", "prefill-decode")
-# Some cuts outlast heartbeats, leases and retransmissions, most do not.
+# A few cuts are longer than heartbeats, leases and retransmissions allow.
 LONG_CUT = 15.0  # seconds
 
 
@@ -38,9 +38,8 @@ def _spoil(mode: str) -> Kind:
 async def _on_an_edge(
     faults: Faults, fault: Fault, change: Callable[[Site, str, str, bool], None]
 ) -> None:
-    """Breaks the connection, waits, and repairs it. A node that the router cannot reach is
-    unhealthy; both ends of a KV transfer stay healthy, because the decode node computes prompts
-    itself."""
+    """Makes an edge faulty for a while. A node that the router cannot reach becomes unhealthy; both
+    ends of a KV transfer stay healthy, because the decode node computes prompts itself."""
     site, (source, role) = faults.fleet, fault.target.split("-")
     assert isinstance(site, Site)
     if source == "router":

@@ -1,4 +1,4 @@
-"""The fault plan, which a seed determines, and its execution on a fleet."""
+"""The fault plan, determined by a seed, and its execution on a fleet."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SETTLE = 2.0  # seconds after a router's return in which clients may still learn
 class Fault:
     at: float  # seconds from the start
     kind: str
-    target: str  # one of its kind's
-    seconds: float  # how long it lasts
-    seed: int  # decides the rest
+    target: str  # one of its kind's targets
+    seconds: float  # duration
+    seed: int  # of its random choices
 
     @property
     def random(self) -> random.Random:
@@ -49,12 +49,12 @@ class Gone(Exception):
 class Kind:
     strike: Callable[[Faults, Fault], Awaitable[None]]  # raises NotNow
     targets: tuple[str, ...] = ROLES
-    longest: float | None = None  # seconds, when some are to last longer than others may
-    weight: float = 1.0  # how often, beside the others
+    longest: float | None = None  # longest duration in seconds, if not the plan's
+    weight: float = 1.0  # relative frequency
 
 
 def targets_of(fleet: Fleet, kinds: dict[str, Kind]) -> dict[str, Kind]:
-    """The kinds that strike nodes strike those of both roles, too, where the fleet has some."""
+    """Returns the kinds; if the fleet has nodes of both roles, node faults also hit these."""
     more = ("both",) if fleet.names("both") else ()
     return {
         name: replace(kind, targets=(*ROLES, *more)) if kind.targets == ROLES else kind
@@ -65,7 +65,7 @@ def targets_of(fleet: Fleet, kinds: dict[str, Kind]) -> dict[str, Kind]:
 def make_plan(
     kinds: dict[str, Kind], seconds: float, period: float, longest: float, seed: int
 ) -> list[Fault]:
-    """Faults with random gaps of `period` seconds on average, each lasting up to `longest`."""
+    """Returns faults at random intervals of `period` seconds on average, up to `longest` each."""
     rng = random.Random(seed)
     plan: list[Fault] = []
     weights = [kind.weight for kind in kinds.values()]
@@ -80,10 +80,10 @@ def make_plan(
 
 
 class Spans:
-    """Times in which something lasted, by `time.monotonic`."""
+    """Time spans, on the clock `time.monotonic`."""
 
     def __init__(self, settle: float = 0.0) -> None:
-        """Each lasts `settle` seconds longer."""
+        """Extends each span by `settle` seconds."""
         self._settle = settle
         self._spans: list[tuple[float, float]] = []
 
@@ -97,21 +97,21 @@ class Spans:
             self._spans[number] = (since, monotonic() + self._settle)
 
     def ended_since(self, since: float) -> bool:
-        """Whether one ended after this, or has not ended."""
+        """Returns whether a span ended after `since`, or has not ended."""
         return any(end > since for _, end in self._spans)
 
     def meet(self, since: float, until: float) -> bool:
         return any(start < until and end > since for start, end in self._spans)
 
     def seconds(self, since: float, until: float) -> float:
-        """How much of the time between the two they were."""
+        """Returns the seconds between the two times that spans cover."""
         return sum(max(0.0, min(until, end) - max(since, start)) for start, end in self._spans)
 
 
 class Faults:
-    """`counts` says what was done, by kind and target; `answers` what hostile clients were told,
-    by kind and words. A role with several nodes keeps one that is well, and so do several routers:
-    a fault that finds no other is left out."""
+    """Executes the plan. `counts`: faults by kind and target. `answers`: outcomes of hostile
+    clients' attacks by kind. At least one node per role, and one of several routers, stays healthy:
+    a fault without another target is skipped."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -123,10 +123,10 @@ class Faults:
         self.router_dead = {name: Spans(SETTLE) for name in fleet.routers}
         self.router_frozen = {name: Spans() for name in fleet.routers}
         self.greed = Spans()
-        self.crowds = Spans(CROWD_SETTLES)  # that ask, or are connected, by the thousand
+        self.crowds = Spans(CROWD_SETTLES)  # spans in which thousands of calls or connections exist
 
     async def carry_out(self, kinds: dict[str, Kind], plan: Sequence[Fault]) -> None:
-        """Returns when the last fault is over and every node is ready again."""
+        """Executes the plan; returns when the last fault is over and every node is ready."""
         start, nurse = monotonic(), asyncio.create_task(self._nurse())
         async with asyncio.TaskGroup() as group:
             for fault in plan:
@@ -141,10 +141,10 @@ class Faults:
             with self._alone(fault):
                 await kind.strike(self, fault)
         except NotNow:
-            self.fleet.note(f"{name} is left out")
+            self.fleet.note(f"{name} is skipped")
             return
         except Gone:
-            pass  # the nurse has seen it
+            pass  # `_nurse` reports it
         except TimeoutError as error:
             self.crashed.append(f"{fault.kind} {fault.target}: {error}")
         self.counts[fault.kind, fault.target] += 1
@@ -167,7 +167,7 @@ class Faults:
             self.busy.discard(attack)
 
     async def _nurse(self) -> None:
-        """Starts another one for each node that ends by itself."""
+        """Replaces each node that ends by itself."""
         while True:
             for name in await asyncio.to_thread(self.fleet.bury):
                 self.crashed.append(name)
@@ -177,7 +177,7 @@ class Faults:
             await asyncio.sleep(NURSE_PERIOD)
 
     def take(self, role: str, rng: random.Random) -> str:
-        """A node of a role, or a router, that is well, and is not from now on. Raises NotNow."""
+        """Picks a healthy node of a role, or router, and marks it as faulty. Raises NotNow."""
         running = self.well & self.fleet.running()
         well = sorted(name for name in running if name.startswith(role))
         if len(well) < 2 and not len(self.fleet.names(role)) == 1 == len(well):
@@ -187,18 +187,18 @@ class Faults:
         return name
 
 
-# ---- nodes: each returns the name of the node that is well again, or new ----
+# ---- faults of nodes; each returns the name of the recovered or new node ----
 
 
 async def kill(fleet: Fleet, name: str, seconds: float) -> str:
-    """SIGKILL; another one starts later."""
+    """Sends SIGKILL; starts another node later."""
     fleet.kill(name)
     await asyncio.sleep(seconds)
     return await start_another(fleet, name)
 
 
 async def stop(fleet: Fleet, name: str, seconds: float) -> str:
-    """SIGSTOP, then SIGCONT: others may have given it up, but it does not know."""
+    """Sends SIGSTOP, then SIGCONT: the router may have given the node up meanwhile."""
     fleet.send(name, signal.SIGSTOP)
     await asyncio.sleep(seconds)
     fleet.send(name, signal.SIGCONT)
@@ -207,7 +207,7 @@ async def stop(fleet: Fleet, name: str, seconds: float) -> str:
 
 
 async def restart(fleet: Fleet, name: str, seconds: float) -> str:
-    """SIGTERM: it drains and ends, while another one is there already."""
+    """Starts another node, then sends SIGTERM to this one, which drains."""
     new = await start_another(fleet, name)
     pid = fleet.drain(name)
     async with asyncio.timeout(DRAIN_TIMEOUT):
@@ -223,7 +223,7 @@ async def start_another(fleet: Fleet, name: str) -> str:
 
 
 async def ready(fleet: Fleet, name: str) -> None:
-    """Waits until the router uses it. Raises Gone, TimeoutError."""
+    """Waits until the router uses the node. Raises Gone, TimeoutError."""
     deadline = monotonic() + READY_TIMEOUT
     while name not in await asyncio.to_thread(fleet.ready):
         if name not in fleet.pids:
@@ -248,7 +248,7 @@ NODE_KINDS = {"kill": _on_a_node(kill), "stop": _on_a_node(stop), "restart": _on
 
 
 async def stop_router(faults: Faults, fault: Fault) -> None:
-    """SIGSTOP, then SIGCONT: everybody waits, and nothing is lost."""
+    """Sends SIGSTOP, then SIGCONT: clients wait, and no request is lost."""
     name = faults.take("router", fault.random)
     with faults.router_frozen[name].lasting():
         faults.fleet.send(name, signal.SIGSTOP)
@@ -258,7 +258,7 @@ async def stop_router(faults: Faults, fault: Fault) -> None:
 
 
 async def kill_router(faults: Faults, fault: Fault) -> None:
-    """SIGKILL: what it had in flight is lost with it. Another one starts at its place."""
+    """Sends SIGKILL: requests in flight are lost. Another router starts at the same address."""
     name = faults.take("router", fault.random)
     with faults.router_dead[name].lasting():
         faults.fleet.kill(name)
@@ -271,6 +271,6 @@ async def kill_router(faults: Faults, fault: Fault) -> None:
 
 
 ROUTER_KINDS = {
-    "router-stop": Kind(stop_router, ("router",), weight=0.5),  # everybody waits
+    "router-stop": Kind(stop_router, ("router",), weight=0.5),  # all clients wait
     "router-kill": Kind(kill_router, ("router",), weight=0.25),  # all that is in flight is lost,
 }

@@ -1,5 +1,5 @@
-"""Attacks on the doors: much at once, much in little, and bytes that no parser expects. Most show
-no key."""
+"""Attacks on the servers: floods, decompression bombs, and input that no parser expects. Most come
+without a key."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from benchmarks.soak.hostile import (
     http,
 )
 
-BOMBS = 8  # at once
-BOMB_MB = 1024  # of zeros, in one megabyte
-FLOODS = 12  # messages at once
-MAX_TAKEN = 128 * 2**10  # bytes of each, with what TLS and HTTP/2 add
-MAX_READ = 2**18  # bytes more, of what the clients' port reads: a request for health
+BOMBS = 8  # bodies at a time
+BOMB_MB = 1024  # megabytes of zeros in one megabyte of body
+FLOODS = 12  # messages at a time
+MAX_TAKEN = 128 * 2**10  # most bytes read of each, with TLS and HTTP/2 overhead
+MAX_READ = 2**18  # more bytes for a method that the clients' port reads: a health request
 SILENT = 1300  # connections to a port
-GREEDY, GREEDY_CHOICES = 40, 4  # requests at a time, and of each
+GREEDY, GREEDY_CHOICES = 40, 4  # requests at a time, and choices of each
 LONGEST_GREED = 10.0  # seconds
 LONGEST_IDLE = 8.0
-TAKEN = "taken"  # what should have been refused: a failure
+TAKEN = "taken"  # an outcome that should have been a refusal: a failure
 
-# ---- much in little ----
+# ---- decompression bombs ----
 
 
 @cache
 def _bomb() -> bytes:
-    """Zeros as a deflate stream of its own kind (zlib): one block again and again, each of which
-    stands for itself after a full flush."""
+    """Returns a zlib stream of zeros: one compressed block, repeated; after a full flush each copy
+    decompresses independently."""
     packer = zlib.compressobj(9)
     first = packer.compress(bytes(MB)) + packer.flush(zlib.Z_FULL_FLUSH)
     block = packer.compress(bytes(MB)) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -54,7 +54,7 @@ def _bomb() -> bytes:
 
 
 def _bombs() -> dict[str, tuple[str, str, str]]:
-    """Ways to be refused: method, path, more headers."""
+    """Returns reason for a refusal → (method, path, headers)."""
     json_type = "Content-Type: application/json\r\n"
     return {
         "no key": ("POST", TEXT, json_type),
@@ -67,8 +67,8 @@ def _bombs() -> dict[str, tuple[str, str, str]]:
 
 
 async def bomb(faults: Faults, fault: Fault) -> None:
-    """Eight bodies of a megabyte that is a gigabyte, at the router or at a node's metrics port; the
-    connection stays open behind the answer."""
+    """Sends eight bodies of one megabyte that decompress to a gigabyte, to the router or a node's
+    metrics port, and keeps the connections open after the answers."""
     rng, fleet = fault.random, faults.fleet
     ways = [rng.choice(list(_bombs().items())) for _ in range(BOMBS)]
     ports = [("127.0.0.1", fleet.ports["http"]), *_metrics_ports(await _nodes(fleet))]
@@ -93,12 +93,13 @@ async def _explode(port: tuple[str, int], way: tuple[str, str, str], seconds: fl
         writer.transport.abort()
 
 
-# ---- much at once, without a key ----
+# ---- floods without a key ----
 
 
 async def grpc_flood(faults: Faults, fault: Fault) -> None:
-    """Twelve large messages without a key: to the clients' port, and to reflection and health at
-    the registry and at the nodes. Whatever the answer, no more of each is read than a window."""
+    """Sends twelve large messages without a key: to the clients' port, and to reflection and health
+    at the registry and the nodes. The server must not read more of each than a flow-control
+    window."""
     rng, fleet = fault.random, faults.fleet
     clients, registry = f"127.0.0.1:{fleet.ports['grpc']}", fleet.registry
     nodes = [node["address"] for node in await _nodes(fleet)]
@@ -118,7 +119,7 @@ async def grpc_flood(faults: Faults, fault: Fault) -> None:
 
 
 async def _flood(fleet: Fleet, address: str, method: str, size: int, most: int) -> str:
-    # A field of bytes that no message knows, so that any parser has to take it.
+    # An unknown field, which every protobuf parser has to accept.
     message = b"\xfa\x7f" + _varint(size) + bytes(size)
 
     async def one(channel: grpc.aio.Channel) -> str:
@@ -135,7 +136,7 @@ async def _flood(fleet: Fleet, address: str, method: str, size: int, most: int) 
 
 @asynccontextmanager
 async def _counting(address: str) -> AsyncIterator[tuple[str, list[int]]]:
-    """An address that leads there, and the sizes of what has been sent through it."""
+    """Relays to `address`; yields the relay's address and the sizes of data sent through it."""
     sent: list[int] = []
     pumps: list[asyncio.Task[None]] = []
 
@@ -176,12 +177,12 @@ def _varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-# ---- much at once, with a key ----
+# ---- floods with a key ----
 
 
 async def greedy(faults: Faults, fault: Fault) -> None:
-    """Forty requests of four choices at a time, for as long as it lasts: those of others must not
-    wait for them."""
+    """Keeps forty requests of four choices in flight; the requests of other clients must not wait
+    for them."""
     with faults.greed.lasting(), faults.crowds.lasting():
         async with http(faults.fleet) as session:
             end = asyncio.get_running_loop().time() + fault.seconds
@@ -201,11 +202,11 @@ async def _said(work: Awaitable[None]) -> str:
     return "answered or refused"
 
 
-# ---- connections that say nothing ----
+# ---- silent connections ----
 
 
 async def idle(faults: Faults, fault: Fault) -> None:
-    """1,300 silent connections to a port of the router, or of a node."""
+    """Opens 1,300 silent connections to a port of the router or of a node."""
     rng, fleet = fault.random, faults.fleet
     node = rng.choice(await _nodes(fleet))
     ports: dict[str, tuple[str, int]] = {
@@ -223,8 +224,8 @@ async def idle(faults: Faults, fault: Fault) -> None:
 
 
 async def _stay(port: tuple[str, int], seconds: float) -> str:
-    """Returns whether most of them were closed when this client left. A stopped process takes as
-    many as the kernel's queue holds, and the rest wait outside: that is an answer, not a hang."""
+    """Returns whether most connections were closed by the time this client left. A frozen process
+    accepts as many as the kernel's queue holds, and the rest wait: that counts as an answer."""
     sockets: list[socket.socket] = []
     loop = asyncio.get_running_loop()
     try:
@@ -248,7 +249,7 @@ async def _stay(port: tuple[str, int], seconds: float) -> str:
 
 def _is_closed(one: socket.socket) -> bool:
     try:
-        while one.recv(4096):  # HTTP/2 servers speak first
+        while one.recv(4096):  # HTTP/2 servers send first
             pass
     except BlockingIOError:
         return False
@@ -258,7 +259,7 @@ def _is_closed(one: socket.socket) -> bool:
 
 
 def _kv_ports(fleet: Fleet, node: dict[str, Any]) -> list[tuple[str, int]]:
-    """Where a node that has one process listens for KV: what is neither of its known ports."""
+    """Returns the ports at which a one-process node listens for KV: all but its known ones."""
     try:
         known = {_split(node[name])[1] for name in ("address", "metrics_address")}
         process = Path(f"/proc/{fleet.pids[node['name']]}")
@@ -275,7 +276,7 @@ def _kv_ports(fleet: Fleet, node: dict[str, Any]) -> list[tuple[str, int]]:
     return [place for place in found if place[1] not in known]
 
 
-# ---- bytes that no parser expects ----
+# ---- unexpected input ----
 
 HALF = "\\ud800"  # of a surrogate pair, as JSON writes it
 DEEP = 20_000
@@ -307,7 +308,7 @@ def _chat(messages: str, tool: str = "") -> str:
 
 
 async def odd(faults: Faults, fault: Fault) -> None:
-    """Strings and schemas that JSON allows and most code does not expect: never a 500."""
+    """Sends strings and schemas that are valid JSON but unusual; none may give a 500."""
     rng = fault.random
     name, body = rng.choice(list(_odd().items()))
     async with http(faults.fleet) as session:
@@ -323,8 +324,8 @@ async def odd(faults: Faults, fault: Fault) -> None:
 
 
 async def foreign(faults: Faults, fault: Fault) -> None:
-    """Requests as a browser sends them for a page of another origin: without a key, and with a type
-    that needs no preflight."""
+    """Sends requests as a browser sends them for a page of another origin: without a key, and with
+    a content type that needs no preflight."""
     path = fault.random.choice((TEXT, "/reset_prefix_cache", "/v1/load_lora_adapter"))
     headers = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
     if fault.random.random() < 0.5:
@@ -342,7 +343,7 @@ async def foreign(faults: Faults, fault: Fault) -> None:
         faults.answers["foreign", f"{path}: {await answer(ask())}"] += 1
 
 
-# ---- what they have in common ----
+# ---- shared code ----
 
 
 async def _note(faults: Faults, kind: str, attacks: Sequence[tuple[str, Awaitable[str]]]) -> None:
@@ -352,7 +353,7 @@ async def _note(faults: Faults, kind: str, attacks: Sequence[tuple[str, Awaitabl
 
 
 async def _nodes(fleet: Fleet) -> list[dict[str, Any]]:
-    """Raises NotNow."""
+    """Returns the nodes in `/v1/cluster`. Raises NotNow."""
     try:
         nodes: list[dict[str, Any]] = (await asyncio.to_thread(fleet.state))["nodes"]
     except OSError:
@@ -379,7 +380,7 @@ async def _open(port: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.St
 FLOOD_KINDS: dict[str, Kind] = {
     "bomb": Kind(bomb, ("client",)),
     "grpc-flood": Kind(grpc_flood, ("client",)),
-    "burst": Kind(burst, ("client",), weight=0.25),  # seconds of the router's time
+    "burst": Kind(burst, ("client",), weight=0.25),  # takes seconds of the router's time
     "greedy": Kind(greedy, ("client",), LONGEST_GREED, weight=0.5),
     "idle": Kind(idle, ("client",), LONGEST_IDLE),
     "odd": Kind(odd, ("client",)),

@@ -1,7 +1,7 @@
-"""Samples the memory and open descriptors of processes over time, and how late this one is.
+"""Samples memory and open descriptors of processes over time, and the lag of this event loop.
 
-A connection that its client holds open is the client's: when a router dies the load moves to the
-others, connections and all. Those that the client has left, and the router not, do count.
+Connections that a client holds open do not count, since a dead router's load moves to the others
+with its connections. Connections that the client has closed but the router has not do count.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import psutil
 from benchmarks.fleet import Fleet
 
 PERIOD = 1.0  # seconds between samples
-TICK = 0.2  # seconds between looks at the clock
-WARM_UP = 5.0  # seconds of a process that do not count
-LONG_ENOUGH = 30.0  # seconds a process must be watched to say something
+TICK = 0.2  # seconds between measurements of the lag
+WARM_UP = 5.0  # seconds after a process's start that do not count
+LONG_ENOUGH = 30.0  # shortest time of a process in seconds to judge its growth
 MB = 1 << 20
-# What a process may have more in the last third of its time than in the first.
-MAY_GROW = {"rss_mb": (1.15, 48.0), "fds": (1.25, 16.0)}  # times, plus
+# The growth allowed from the first to the last third of a process's time.
+MAY_GROW = {"rss_mb": (1.15, 48.0), "fds": (1.25, 16.0)}  # (factor, constant)
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Means over the first and the last third of the process of a role that grew most."""
+    """Means over the first and last third of the role's process that grew most."""
 
     first: float
     last: float
-    most: float  # of any process of the role, ever
+    most: float  # maximum over all processes of the role
     grown: bool
 
 
@@ -51,7 +51,7 @@ class Gauge:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._lives: dict[int, Life] = {}
-        self.late: list[float] = []  # seconds by which this event loop came too late, each time
+        self.late: list[float] = []  # lags of this event loop in seconds
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -89,9 +89,9 @@ class Gauge:
     def growth(
         self, crowded: Callable[[float], bool] = lambda at: False
     ) -> dict[str, dict[str, Growth]]:
-        """By role and measure; roles none of whose processes lived long enough are left out.
-        Samples of crowded times show what a crowd takes, not what is left of it: they count for
-        the most alone."""
+        """Returns role → measure → growth, without roles whose processes all ended too early.
+        Samples of crowded times count only for the maximum, since they show the crowd's
+        connections."""
         roles: defaultdict[str, list[Life]] = defaultdict(list)
         for life in self._lives.values():
             if life.times and life.times[-1] - life.times[0] >= LONG_ENOUGH:

@@ -1,4 +1,4 @@
-"""Clients that mean no good, or behave so: each attacks once, and notes what it was told."""
+"""Hostile or badly behaved clients: each attacks once and records the outcome."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from benchmarks.soak.poisoned import TOKEN
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
-ADDRESS = "127.0.0.66"  # theirs: what clients are given a share of may go by it
-PATIENCE = 60.0  # seconds after which an attack that has no answer hangs
+ADDRESS = "127.0.0.66"  # their own address, since clients' shares may go by address
+PATIENCE = 60.0  # seconds until an attack without an answer counts as hung
 LONGEST_SILENCE = 20.0
 SMALL = 4096  # bytes of a silent reader's buffer
 SEGMENT = 536  # bytes: small ones keep the server's buffer small, too
@@ -38,7 +38,7 @@ Generate = Callable[[pb.GenerateRequest], Any]  # a call of a stream
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A request by its name in the report."""
+    """A request, with its name in the report."""
 
     name: str
     path: str
@@ -47,7 +47,7 @@ class Attack:
 
 @asynccontextmanager
 async def http(fleet: Fleet, known: bool = True) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session that shows the hostile clients' API key, if it is `known`."""
+    """Yields a session that sends the hostile clients' API key, if `known`."""
     headers = fleet.api_key(HOSTILE) if known else {}
     connector = aiohttp.TCPConnector(local_addr=(ADDRESS, 0), limit=0)
     timeout = aiohttp.ClientTimeout(total=PATIENCE)
@@ -62,8 +62,8 @@ async def http(fleet: Fleet, known: bool = True) -> AsyncIterator[aiohttp.Client
 async def calls(
     fleet: Fleet, address: str, trusted: bool = False, name: str = ""
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """The credentials of one that has the cluster's secrets, or of a stranger, who may be a client.
-    `name`: whose certificate is expected there, when it is another address's."""
+    """Yields a channel with the credentials of a role (`trusted`), or of a stranger, who may be a
+    client. `name`: the name expected in the server's certificate, if not the address."""
     credentials = fleet.credentials(role=trusted)
     options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
     if name:
@@ -79,7 +79,7 @@ async def calls(
 
 @asynccontextmanager
 async def rpc(fleet: Fleet) -> AsyncIterator[Generate]:
-    """`Inference.Generate` with the hostile clients' API key."""
+    """Yields `Inference.Generate` with the hostile clients' API key."""
     key = tuple(fleet.api_key(HOSTILE).items())
     async with calls(fleet, f"127.0.0.1:{fleet.ports['grpc']}") as channel:
         yield partial(pb_grpc.InferenceStub(channel).Generate, metadata=key)
@@ -98,11 +98,11 @@ async def answer(attack: Awaitable[str]) -> str:
         return "closed"
 
 
-# ---- they do not read ----
+# ---- clients that do not read ----
 
 
 async def silent(faults: Faults, fault: Fault) -> None:
-    """Long answers are asked for and not read; half a request is never finished."""
+    """Requests long answers without reading them; sends half of a request."""
     attacks = {
         "stream": _unread_stream(faults.fleet, fault.seconds),
         "gRPC stream": _unread_call(faults.fleet, fault.seconds),
@@ -129,7 +129,7 @@ async def _half_a_request(fleet: Fleet, seconds: float) -> str:
 
 
 async def _unread(fleet: Fleet, seconds: float, data: bytes) -> str:
-    """Whether the server had ended it when this client at last read."""
+    """Returns who ended the connection: the server, or this client after reading at last."""
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
@@ -162,11 +162,11 @@ async def _unread_call(fleet: Fleet, seconds: float) -> str:
     return told
 
 
-# ---- they hang up ----
+# ---- clients that hang up ----
 
 
 async def hang_up(faults: Faults, fault: Fault) -> None:
-    """Four clients leave while their prompt is computed or its KV travels, or at a token."""
+    """Four clients disconnect during prefill, during the KV transfer, or while streaming."""
     rng = fault.random
     ways = [rng.choice((_leave_in_transfer, _leave_in_stream, _leave_call)) for _ in range(4)]
     told = await asyncio.gather(*(answer(way(faults.fleet, rng)) for way in ways))
@@ -248,7 +248,7 @@ async def _post(session: aiohttp.ClientSession, attack: Attack) -> str:
 
 EXTREME = (0.0, -0.0, 1e-45, 1e-39, 1e-30, 0.5, 1.0, 9.0, 1e30, 3.4e38, -1.0, math.inf, math.nan)
 WHOLE = (0, 1, 2, 20, 511, 512, 2**31 - 1, 2**31, 2**32 - 1)
-KNOWN = (  # each of which has ended a node
+KNOWN = (  # each of these has crashed a node before
     {"repetition_penalty": 1e-39},
     {"repetition_penalty": 1e-45, "temperature": 1.0},
     {"repetition_penalty": 1e-39, "logit_bias": {5: 100.0}},
@@ -260,15 +260,15 @@ FLOATS = (
 WHOLES = ("top_k", "seed", "min_tokens", "logprobs", "n")
 
 
-ROWS: tuple[dict[str, Any], ...] = (  # on a prefill node; on a decode node
+ROWS: tuple[dict[str, Any], ...] = (  # fails on a prefill node; fails on a decode node
     {"prompt": [7, 8, TOKEN, 9]},
     {"logit_bias": {TOKEN: 100.0}, "ignore_eos": True},
 )
 
 
 async def poison(faults: Faults, fault: Fault) -> None:
-    """Eight requests with parameters no one should send, and one that no node can compute, over
-    either front."""
+    """Sends eight requests with extreme parameters, and one that no node can compute, over HTTP and
+    gRPC."""
     rng = fault.random
     async with http(faults.fleet) as session, rpc(faults.fleet) as generate:
         attacks = {
@@ -304,7 +304,7 @@ async def _poison(
     try:
         sampling = pb.SamplingParams(max_tokens=8, **parameters)
     except ValueError:
-        return "not to be said over gRPC"
+        return "cannot be expressed over gRPC"
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
     async for _ in generate(request):
         pass

@@ -1,4 +1,4 @@
-"""Asks the routers of a request that has no end yet whether it gets further, and else what it waits
+"""Asks the routers about a request without an answer: whether it makes progress, and what it waits
 for."""
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from urllib.error import HTTPError
 
 from benchmarks.fleet import Fleet
 
-STANDS = 60.0  # seconds without getting further, after which a request hangs
+STANDS = 60.0  # seconds without progress after which a request counts as hung
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    moves: bool  # some router serves it, and it got further lately
+    moves: bool  # whether a router serves it and it made progress lately
     words: str
 
 

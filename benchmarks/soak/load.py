@@ -1,5 +1,5 @@
-"""Keeps requests in flight while something happens, and compares every answer with the one
-that nothing happened to."""
+"""Keeps requests in flight during faults, and compares every answer with that of an undisturbed
+cluster."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from benchmarks.soak.inquiry import Found, inquire
 from pdserve.client.resuming import AsyncResumingClient
 from pdserve.client.resuming_grpc import AsyncResumingStub
 
-# Seconds after which the routers are asked where a request is: one that does not get further hangs,
-# which is as good as lost.
+# Seconds after which the routers are asked about a request. A request without progress counts as
+# hung, which is as bad as lost.
 TIMEOUT = 120.0
-LOOKS = 10.0  # seconds from one question to the next
-PATIENT_LOOKS = 3  # that find it standing: its answer may be on its way, or another try may come
-LONGEST = 900.0  # seconds after which it hangs, whatever they say
-LAST_LOOK = 1.0  # seconds until the client of one that hangs leaves: processes may say what they do
+LOOKS = 10.0  # seconds between two questions
+PATIENT_LOOKS = 3  # questions without progress before it counts as hung
+LONGEST = 900.0  # seconds after which it counts as hung in any case
+LAST_LOOK = 1.0  # seconds before the client of a hung request leaves, for stack dumps
 CALM_CONCURRENCY = 32
-PATIENCE = 2.0  # seconds, at most, until a client that does so hangs up
+PATIENCE = 2.0  # longest time until a client that hangs up does so
 
 
 @dataclass(slots=True)
@@ -40,13 +40,13 @@ class Tally:
 
     completed: int = 0
     hung_up: int = 0
-    router_died: int = 0  # requests that ended with the router that served them
+    router_died: int = 0  # requests lost by the death of their router
     tokens: int = 0
     migrations: int = 0
-    lost: list[str] = field(default_factory=list)  # why
-    hung: list[str] = field(default_factory=list)  # what had no end
-    wrong: list[str] = field(default_factory=list)  # in what
-    gaps: list[float] = field(default_factory=list)  # the longest of each stream that migrated
+    lost: list[str] = field(default_factory=list)  # reasons
+    hung: list[str] = field(default_factory=list)  # descriptions
+    wrong: list[str] = field(default_factory=list)  # differences
+    gaps: list[float] = field(default_factory=list)  # longest gap of each migrated stream
 
     @property
     def requests(self) -> int:
@@ -72,9 +72,9 @@ class Tally:
 
 
 class Load:
-    """Clients of the routers, by name: each asks through one of them, and goes to the next when
-    that has died. `inquire` asks them where a request is, by its id. `expected` has the right
-    answers to each ask, one in each version of the model that may serve; `learn` finds them."""
+    """Clients of the routers, by name. Each sends requests to one router, and switches to the next
+    when it dies. `inquire` asks the routers about a request id. `expected` has the right answers to
+    each request, one per version of the model that may serve; `learn` fills it in."""
 
     def __init__(
         self, clients: Mapping[str, Client], asks: Sequence[Ask], inquire: Callable[[str], Found]
@@ -86,12 +86,12 @@ class Load:
         self.expected: list[list[Answer]] = [[] for _ in asks]
 
     async def learn(self) -> None:
-        """Notes the answers of a cluster that is left alone. Raises Lost."""
+        """Records the answers of the undisturbed cluster. Raises Lost."""
         for expected, answer in zip(self.expected, await self.ask_all(), strict=True):
             expected.append(answer)
 
     async def ask_all(self) -> list[Answer]:
-        """Asks everything once. Raises Lost."""
+        """Sends every request once. Raises Lost."""
         places = asyncio.Semaphore(CALM_CONCURRENCY)
 
         async def one(ask: Ask, client: Client) -> Answer:
@@ -111,12 +111,11 @@ class Load:
         tally: Tally | None = None,
         stood_still: Callable[[str, float, float], float] = lambda router, since, until: 0.0,
     ) -> Tally:
-        """`in_flight` clients ask one thing after the other until the event is over, and wait
-        for their last answers; a share of the requests is hung up. `excused` says whether a
-        connection to a router that has broken, of a request since then, may be because it died;
-        `look` is called when a request hangs, before its client leaves. An event that looks at
-        the `tally` brings its own. `stood_still` says for how long a router did between two
-        times, which is no node's recovery."""
+        """Keeps `in_flight` requests in flight until the event is over, and waits for the last
+        answers; hangs up on a share of them. `excused`: whether a broken connection to a router,
+        for a request since the given time, may be due to its death. `look`: called for a hung
+        request before its client leaves. Pass a `tally` to read it during the event. `stood_still`:
+        seconds between two times in which no router ran, which do not count as recovery."""
         tally = Tally() if tally is None else tally
         over = asyncio.Event()
 
@@ -145,7 +144,7 @@ class Load:
         look: Callable[[], None],
         stood_still: Callable[[str, float, float], float],
     ) -> bool:
-        """Returns false if the router has died."""
+        """Sends one request; returns False if the router has died."""
         number, since = rng.randrange(len(self.asks)), monotonic()
         ask = self.asks[number]
         request_id = f"soak-{next(self._numbers)}"
@@ -165,10 +164,10 @@ class Load:
         except Lost as error:
             if error.broken and excused(router, since):
                 tally.router_died += 1
-                await asyncio.sleep(0 if len(self._clients) > 1 else 1)  # until there is another
+                await asyncio.sleep(0 if len(self._clients) > 1 else 1)  # waits for another router
                 return False
             tally.lost.append(str(error))
-            await asyncio.sleep(0.1)  # a cluster that refuses at once is not to be flooded
+            await asyncio.sleep(0.1)  # do not flood a cluster that refuses
         else:
             tally.add(ask, answer, self.expected[number], partial(stood_still, router))
         finally:
@@ -182,9 +181,8 @@ class Load:
         coming: Answer,
         look: Callable[[], None],
     ) -> Answer:
-        """Returns the answer, however late it comes while the request gets further: on its nodes,
-        or on the way to a client that hardly gets a CPU. Raises Lost; TimeoutError: it hangs, and
-        where."""
+        """Returns the answer as long as the request makes progress: on its nodes, or on the way to
+        a client that hardly gets a CPU. Raises Lost; TimeoutError, with the place, if it hangs."""
         since, pause, stood, heard = monotonic(), TIMEOUT, 0, 0
         while not (await asyncio.wait((sending,), timeout=pause))[0]:
             found = await asyncio.to_thread(self._inquire, request_id)
@@ -203,8 +201,8 @@ class Load:
 async def clients(
     fleet: Fleet, asks: Sequence[Ask], routers: Sequence[str] = ("router",)
 ) -> AsyncIterator[Load]:
-    """Clients of a fleet's routers of these names, who have not learnt the answers yet. Those of
-    several, which need a cluster key, lose nothing when one dies."""
+    """Yields clients of these routers, without learnt answers. Resuming clients, which several
+    routers with a cluster key allow, lose nothing when a router dies."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     key = fleet.api_key(LOAD)
@@ -234,7 +232,7 @@ async def clients(
 
 
 def _channel(fleet: Fleet, port: int) -> grpc.aio.Channel:
-    # After a router's death it is tried again soon.
+    # Reconnects soon after a router's death.
     options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
     address, credentials = f"127.0.0.1:{port}", fleet.credentials()
     if credentials:

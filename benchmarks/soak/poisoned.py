@@ -1,5 +1,5 @@
-"""A checkpoint with one token that nothing can be computed from: its embedding is NaN, and so is
-every logit of a sequence that contains it. Stands for whatever a model cannot stand."""
+"""Makes a checkpoint with a token whose embedding is NaN, so that all logits of a sequence with
+this token are NaN. It stands for any input that a model cannot compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def poisoned(folder: Path, target: Path) -> Path:
-    """A copy of a checkpoint in which `TOKEN` is poison; its other tokens are as they were."""
+    """Writes a copy of a checkpoint in which the embedding of `TOKEN` is NaN."""
     shutil.copytree(folder, target)
     shard = target / "model.safetensors"
     if not shard.exists():
@@ -23,7 +23,7 @@ def poisoned(folder: Path, target: Path) -> Path:
         shard = target / index["weight_map"][EMBEDDING]
     tensors = load_file(shard)
     config = json.loads((target / "config.json").read_text())
-    if config.get("tie_word_embeddings"):  # the head stays as it was
+    if config.get("tie_word_embeddings"):  # the head keeps its weights
         tensors[HEAD] = tensors[EMBEDDING].clone()
         config["tie_word_embeddings"] = False
         (target / "config.json").write_text(json.dumps(config))

@@ -1,10 +1,10 @@
-"""A client beside the load, in a process of its own: how long `/health` and a short answer take.
+"""Measures the latency of `/health` and of a short answer during the load, in its own process.
 
     python -m benchmarks.soak.probe http://127.0.0.1:8000 '{"Authorization": "Bearer …"}'
 
-writes a line for each answer: what was asked, when (time.monotonic, which processes of a host
-share), the seconds that it took, and for how many of these the router's event loop, and this
-client, were ready to run and had no CPU: what is left is the router's own, or the nodes'.
+writes a line per answer: the kind of request, its time (time.monotonic, which processes of a host
+share), its seconds, and in how many of them the router's event loop, and this client, were runnable
+without a CPU. The rest is time of the router or the nodes.
 """
 
 from __future__ import annotations
@@ -42,31 +42,29 @@ BODY = {
 @dataclass(frozen=True, slots=True)
 class Sample:
     kind: str
-    at: float  # when it was asked, in seconds of time.monotonic
+    at: float  # time of the request (time.monotonic)
     seconds: float
-    router_starved: float = 0.0  # seconds of these in which the router's main thread had no CPU,
-    probe_starved: float = 0.0  # and those in which this client had none
-    stages: Mapping[str, float] = field(
-        default_factory=dict
-    )  # seconds by stage, as its receipt says
+    router_starved: float = 0.0  # seconds of these in which the router's main thread had no CPU
+    probe_starved: float = 0.0  # seconds of these in which this client had no CPU
+    stages: Mapping[str, float] = field(default_factory=dict)  # seconds by stage, from its timeline
 
     @property
     def served(self) -> float:
-        """Seconds without those."""
+        """The seconds minus those without a CPU."""
         return max(0.0, self.seconds - self.router_starved - self.probe_starved)
 
 
 def main(url: str, headers: str) -> None:
     for kind in PERIODS:
         Thread(target=_ask_on, args=(kind, url, json.loads(headers)), daemon=True).start()
-    sys.stdin.read()  # until who started this closes it
+    sys.stdin.read()  # until the parent closes it
 
 
 def _ask_on(kind: str, url: str, headers: Mapping[str, str]) -> None:
     place = urlsplit(url)
     while True:
         connection = HTTPConnection(place.netloc, timeout=TIMEOUT)
-        with suppress(OSError, HTTPException):  # a router that died has a successor
+        with suppress(OSError, HTTPException):  # a dead router has a successor
             connection.connect()
             router, me = _listening(place.port), "thread-self"
             while True:
@@ -75,14 +73,14 @@ def _ask_on(kind: str, url: str, headers: Mapping[str, str]) -> None:
                     seconds, after = monotonic() - since, (_starved(router), _starved(me))
                     starved = [b - a for a, b in zip(before, after, strict=True)]
                     line = json.dumps([kind, since, seconds, *starved, stages])
-                    os.write(1, f"{line}\n".encode())  # at once: two threads write
+                    os.write(1, f"{line}\n".encode())  # one write, since two threads write
                 sleep(PERIODS[kind])
         connection.close()
         sleep(PERIODS[kind])
 
 
 def _listening(port: int | None) -> str:
-    """The process that listens there, as /proc names its main thread; empty: none is found."""
+    """Returns the /proc path of the main thread that listens at `port`; empty if not found."""
     with suppress(psutil.Error):
         for each in psutil.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
@@ -91,8 +89,8 @@ def _listening(port: int | None) -> str:
 
 
 def _starved(thread: str) -> float:
-    """Seconds, since it began, in which it was ready to run and had no CPU; 0 where the system does
-    not say."""
+    """Returns the seconds, since its start, in which the thread was runnable without a CPU; 0 if
+    the system does not report them."""
     with suppress(OSError, IndexError):
         return int(Path(f"/proc/{thread}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -101,7 +99,7 @@ def _starved(thread: str) -> float:
 def _ask(
     kind: str, connection: HTTPConnection, headers: Mapping[str, str]
 ) -> dict[str, float] | None:
-    """Where its time went, by stage; None: it was not answered as asked."""
+    """Sends a request; returns its seconds by stage, None if it failed."""
     if kind == HEALTH:
         connection.request("GET", HEALTH)
     else:
@@ -120,7 +118,7 @@ def _ask(
 
 @asynccontextmanager
 async def probing(url: str, headers: Mapping[str, str]) -> AsyncIterator[list[Sample]]:
-    """Samples are in the list when it is over."""
+    """Runs the probe; the list has the samples after the block."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.soak.probe", url, json.dumps(dict(headers))),
         cwd=Path(__file__).parents[2],
@@ -149,12 +147,12 @@ def percentiles(
     counts: Callable[[Sample], bool],
     seconds: Callable[[Sample], float] = lambda each: each.seconds,
 ) -> dict[str, float]:
-    """Milliseconds by percentile, of the samples that count; empty without any."""
+    """Returns percentile → milliseconds of the samples that count; empty without any."""
     return milliseconds([seconds(each) for each in samples if each.kind == kind and counts(each)])
 
 
 def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds by percentile; empty of none."""
+    """Returns percentile → milliseconds; empty without values."""
     if not seconds:
         return {}
     values = 1000 * np.percentile(seconds, PERCENTILES)
@@ -162,7 +160,7 @@ def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def mean_stages(samples: Iterable[Sample], counts: Callable[[Sample], bool]) -> dict[str, float]:
-    """Milliseconds that a short answer spends in each stage, on average; the longest first."""
+    """Returns stage → mean milliseconds of a short answer, the longest first."""
     found = [each.stages for each in samples if each.kind == SHORT and counts(each)]
     total = sum(map(Counter, found), Counter[str]())
     return {name: round(1000 * seconds / len(found), 1) for name, seconds in total.most_common(5)}

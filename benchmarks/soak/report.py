@@ -1,4 +1,4 @@
-"""A run in numbers: as a table, and as JSON with the same keys."""
+"""The results of a run, as a table and as JSON with the same keys."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ SHOWN = 5  # examples of each kind of failure
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`recovery` is the longest gap between two events of every stream that migrated, in
-    seconds, by percentile: p50, p90, p99, p100. All that is in `failures` should be 0."""
+    """`recovery`: percentiles (p50, p90, p99, p100) of the longest gap between two events of each
+    migrated stream, in seconds. All numbers in `failures` should be 0."""
 
     seconds: float
     requests: int
     completed: int
     hung_up: int
-    router_died: int  # requests that ended with the router that served them
+    router_died: int  # requests lost by the death of their router
     tokens: int
     migrations: int
     faults: dict[str, int]  # "kill prefill" → count
-    answers: dict[str, dict[str, int]]  # hostile kind → what they were told → count
-    lost: list[str]  # what the client saw
-    hung: list[str]  # what had no end
-    wrong: list[str]  # how the answer differs from the fault-free one
-    leaked: dict[str, int]  # blocks or requests that a node has not given back
+    answers: dict[str, dict[str, int]]  # kind of attack → outcome → count
+    lost: list[str]  # errors that clients got
+    hung: list[str]  # requests without an end
+    wrong: list[str]  # differences from the fault-free answer
+    leaked: dict[str, int]  # blocks or requests that a node still holds
     crashed: list[str]  # processes that ended by themselves, or did not drain
     recovery: dict[str, float]
     growth: dict[str, dict[str, Growth]]  # role → "rss_mb", "fds"
-    waits: dict[str, dict[str, float]]  # of a client beside the load, in milliseconds
+    waits: dict[str, dict[str, float]]  # latencies of the probe, in milliseconds
 
     @property
     def failures(self) -> dict[str, int]:
@@ -59,7 +59,7 @@ class Report:
         }
 
     def _answers(self, word: str) -> int:
-        """Hostile clients who were told this."""
+        """Returns the number of attacks with this outcome."""
         told = (item for kind in self.answers.values() for item in kind.items())
         return sum(count for words, count in told if words.rpartition(": ")[2] == word)
 
@@ -140,7 +140,7 @@ def print_report(report: Report, console: Console) -> None:
     ]
     for row in rows:
         table.add_row(*row)
-    console.print(table, markup=False)  # what servers said may have brackets
+    console.print(table, markup=False)  # servers' messages may contain brackets
     for name in ("lost", "hung", "wrong", "crashed"):
         for example in getattr(report, name)[:SHOWN]:
             console.print(f"{name}: {example}", markup=False)

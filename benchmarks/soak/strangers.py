@@ -1,4 +1,4 @@
-"""Fakes: nodes that are none, register, speak for others or call what only the router may."""
+"""Impostors: register fake nodes, impersonate others, or call what only the router may."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 
-ADMITTED = "admitted"  # a stranger, by a cluster that has a way to know: a failure
+ADMITTED = "admitted"  # the outcome of a stranger that a cluster with keys admits: a failure
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 ROLE_NAMES = {number: name for name, number in ROLES.items()}
 NOWHERE = "10.255.255.1"
 LONGEST_LIE = 10.0  # seconds
 TIMEOUT = 10.0  # seconds of one call
-FAKES = 4  # dead nodes at a time
+FAKES = 4  # fake nodes at a time
 
 
 class Liar:
-    """Speaks to the registry as a node; `trusted` ones have the cluster's key, others one of
-    their own."""
+    """Talks to the registry like a node; `trusted` ones have the cluster's key, others another
+    key."""
 
     def __init__(self, fleet: Fleet, channel: grpc.aio.Channel, trusted: bool) -> None:
         self._registry = fleet.registry
@@ -93,7 +93,7 @@ Lie = Callable[[Liar, pb.NodeInfo, Fault], Awaitable[None]]
 
 
 async def _registers(liar: Liar, info: pb.NodeInfo, fault: Fault) -> None:
-    """Registers nodes at an address without a server that claim to be idle."""
+    """Registers nodes that claim to be idle, at an address without a server."""
     rng = fault.random
     host = rng.choice(("127.0.0.1", NOWHERE))
     fakes = [_fake(info, f"{host}:{free_port()}", rng) for _ in range(rng.randint(1, FAKES))]
@@ -129,7 +129,7 @@ def _lies(lie: Lie, trusted: bool) -> Callable[[Fleet, Fault], Awaitable[str]]:
 
 
 async def _generates(fleet: Fleet, fault: Fault) -> str:
-    """A stranger that asks a node, past the router."""
+    """Calls a node directly, past the router."""
     info = await _a_node(fleet, fault.random)
     job = pb.Job(request_id="stranger", prompt_token_ids=[5, 6, 7], choices=[pb.Choice()])
     async with calls(fleet, info.address, trusted=False) as channel:
@@ -150,7 +150,7 @@ async def _generates(fleet: Fleet, fault: Fault) -> str:
 
 
 async def _garbage(fleet: Fleet, fault: Fault) -> str:
-    """Bytes that are no gRPC."""
+    """Sends bytes that are not gRPC."""
     host, _, port = fleet.registry.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(fault.random.randbytes(10_000))

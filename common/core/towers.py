@@ -18,7 +18,7 @@ WITH_TOWERS = frozenset(_TYPES.split())
 """Their model types. `tests/models/sweep.py` checks that for text the text model alone gives what
 the whole model gives. PaliGemma is not among them: its prompts attend to later tokens."""
 _FLAT = {"qwen2_5_vl", "qwen2_vl"}
-"""Those of which the config on the Hub may be the text model's, with `vision_config` within it."""
+"""The types whose config on the Hub may be the text model's, with `vision_config` within it."""
 
 _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",

@@ -25,7 +25,7 @@ ARRIVAL_S = 10.0  # within which a required event comes
 DEATH_S = 8.0  # within which a peer's death is noticed
 SETTLE_S = 0.2  # within which a forbidden event would come
 CLOSE_S = 5.0
-LOOKS = 20  # within such a time: who stands still for all of it has looked once
+LOOKS = 20  # checks within such a time, so that a paused process has checked once
 KEYS = (b"the key of the ranks of the kit!",)  # the default of all ranks
 
 E = TypeVar("E", bound=Event)

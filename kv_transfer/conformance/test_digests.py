@@ -1,5 +1,5 @@
 """A connector's own digests (`sink_writes`, `source_hashes`) are of the bytes in the blocks and of
-nothing else. Nobody reads the blocks again, so nobody may write them again."""
+nothing else. The core does not read the blocks again, so the connector must not write again."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_both_sides_cut_alike(kit: Kit) -> None:
 
 
 def test_nothing_is_written_after_landed(kit: Kit) -> None:
-    """The blocks are a running sequence's from then on. With `sink_writes` nobody looks again."""
+    """The blocks are a running sequence's from then on. With `sink_writes` the core does not read
+    them again."""
     pair = kit.pair()
 
     def take_over(event: Event) -> None:

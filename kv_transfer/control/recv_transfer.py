@@ -299,7 +299,7 @@ class RecvTransfer:
         self._end()
         try:
             self._on_freed()
-        finally:  # even if `on_freed` raises, no call waits for ever
+        finally:  # even if `on_freed` raises, no call waits forever
             self.arrival.set_exception(self.cause)
             if not self.epoch.ticket.done():
                 self.epoch.ticket.set_exception(self.cause)

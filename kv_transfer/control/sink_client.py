@@ -107,7 +107,7 @@ def _unreachable(failure: PdserveError) -> NodeError:
 # ---- which decode nodes are reachable ----
 
 # Seconds without use after which an address is forgotten.
-FORGET_AFTER = 10.0  # unreachable: or this node would stay unhealthy, and hence unused, for ever
+FORGET_AFTER = 10.0  # unreachable: otherwise this node would stay unhealthy, so unused, forever
 FORGET_REACHED_AFTER = 600.0
 CHANNEL_IDLE = 60.0  # seconds without a call after which a channel is closed
 MAX_CHANNELS = 128  # kept open although no call is under way

@@ -33,7 +33,7 @@ STEP_NBYTES = 32 << 20  # hashed in a few milliseconds
 THREADED_NBYTES = 1 << 20  # less is hashed sooner than another thread wakes up
 
 LandedDigest = Callable[[bytes, int, Rect, BlockRun], bytes | None]
-"""Is the method `landed_digest` of a connector."""
+"""The type of a connector's method `landed_digest`."""
 
 
 class Hashed(NamedTuple):
@@ -48,7 +48,7 @@ class Hashed(NamedTuple):
 
 
 def _none_landed(transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun) -> None:
-    """Has hashed nothing."""
+    """The `LandedDigest` of a connector that hashes nothing."""
 
 
 class Digester:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cells(config: BenchStepConfig) -> Sequence[Cell]:
-    """Returns the cells to measure; raises ConfigError for a list that is not of counts."""
+    """Returns the cells to measure; raises ConfigError for a list that does not hold counts."""
     if config.batch is None and config.chunk is None:
         return DEFAULT
     pairs = product(

@@ -19,7 +19,7 @@ from pdserve.common.model.device import device_type
 from pdserve.common.worker.worker import ModelWorker, WorkerConfig, build_worker, worker_specs
 
 SHUTDOWN = 5.0  # seconds
-USUAL_BYTE = 60  # four of which are a scale of 0.01
+USUAL_BYTE = 60  # four such bytes are a float32 scale of about 0.01
 
 _steps = msgspec.msgpack.Decoder(tuple[BenchStepConfig, tuple[Cell, ...]])
 

@@ -78,8 +78,8 @@ class Cell:
     def _tables(
         self, chance: random.Random, block_size: int, group: KVGroup
     ) -> list[tuple[int, ...]]:
-        """Returns each sequence's block table, without what has left a window; of states those that
-        a chunk reads and leaves."""
+        """Returns each sequence's block table, without blocks before a window; of state blocks only
+        those that a chunk reads and writes."""
         tables = []
         for start, length in self.chunks:
             first, end = group.first_block(start, block_size), -(-(start + length) // block_size)
@@ -107,14 +107,14 @@ class Measured:
     cost: StepCost | None  # of a native model
     peaks: Peaks
     cells: dict[Cell, Samples]
-    of: Statistic  # combines the repetitions
+    of: Statistic  # how repetitions are combined
 
     def step(self, cell: Cell) -> float:
-        """Seconds."""
+        """The seconds of a step."""
         return self.of(self.cells[cell].steps)
 
     def parts(self, cell: Cell) -> dict[str, float]:
-        """Seconds by part, less the clocks' own cost; that correction can give 0."""
+        """The seconds by part, minus the clocks' own cost; the correction can give 0."""
         found = self.cells[cell].parts
         names = dict.fromkeys(name for each in found for name in each)
         return {name: max(0.0, self.of(each.get(name, 0.0) for each in found)) for name in names}

@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="pdserve certs",
         description="Make a trial CA and one certificate, for servers and clients, that every "
-        "role of a cluster may use, or one for each. Without --keep-ca the CA's key is thrown "
-        "away: to add a host, or to renew, make new files.",
+        "role of a cluster may use, or one for each. Without --keep-ca the CA's key is not "
+        "written: to add a host, or to renew, make new files.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to")
     parser.add_argument(
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--renew",
         action="store_true",
-        help="replace cert.pem and key.pem (with --by-role each role's) by new ones of the CA in "
+        help="replace cert.pem and key.pem (with --by-role each role's) by new ones from the CA in "
         "DIR; processes that use them notice",
     )
     options = parser.parse_args(argv)
     hosts = (*HOSTS, *options.host)
     if options.renew:
         if options.client or options.keep_ca:
-            raise ConfigError("--renew goes without --client and --keep-ca")
+            raise ConfigError("--renew excludes --client and --keep-ca")
         renew(options.folder, hosts, by_role=options.by_role)
         return 0
     for flags in write(
@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def renew(folder: Path, hosts: Iterable[str], *, by_role: bool = False) -> None:
-    """Replaces `cert.pem` and `key.pem`, or each role's, by new ones of the CA in the folder; each
-    file at once.
+    """Replaces `cert.pem` and `key.pem`, or each role's, by new ones from the CA in the folder;
+    each file is replaced atomically.
 
     Raises:
         ConfigError: the folder has no CA with its key, or cannot be written to.

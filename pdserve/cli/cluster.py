@@ -64,7 +64,7 @@ class Cluster:
         write: Write,
         programs: Mapping[str, Sequence[str]] = PROGRAMS,
     ) -> None:
-        """`shares` has one entry per name of `node_names`, in its order."""
+        """`shares`: one entry per name in `node_names`, in the same order."""
         self.config = config
         self._cores = _core_table(shares)
         lent = [_with_cores(each, self._cores) for each in shares]
@@ -78,14 +78,14 @@ class Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
         self._routers: list[Child] = []
         self._nodes: list[Child] = []
-        self._leaving: set[Child] = set()  # nodes that were told to, and are in no list any more
+        self._leaving: set[Child] = set()  # nodes that are draining after `scale`
         self._watchers: list[asyncio.Task[None]] = []
         self._returning: dict[Child, asyncio.Future[None]] = {}  # routers that have died
         self._interrupts = 0
 
     @property
     def url(self) -> str:
-        """The first router's."""
+        """The first router's URL."""
         return self.urls[0]
 
     async def start(self) -> bool:
@@ -192,18 +192,18 @@ class Cluster:
         return Child(spec, self.write)
 
     def _new_ports_file(self, index: int) -> str:
-        """An old one has an older router's ports."""
+        """Deletes the file of an earlier router, which has that router's ports."""
         file = self._ports_file(index)
         Path(file).unlink(missing_ok=True)
         return file
 
     def _ports_file(self, index: int) -> str:
-        """The file to which the router of this number writes its ports."""
+        """The file to which router number `index` writes its ports."""
         given = self.config.server.ports_file or f"{self._folder.name}/router.json"
         return f"{given}.{index}" if index else given
 
     async def _address(self, router: Child) -> tuple[str, dict[str, int]]:
-        """Returns the host and the ports of a router that starts."""
+        """Waits until a starting router has its ports; returns them and its host."""
         file = self._ports_file(self._routers.index(router))
         while (ports := read_ports(file)) is None:
             await asyncio.sleep(POLL_INTERVAL)

@@ -1,10 +1,10 @@
-"""`pdserve doctor --cluster URL`: proves with requests of its own that prefill and decode are apart
-and that KV moves between them, or says what is wrong.
+"""`pdserve doctor --cluster URL`: sends requests to prove that prefill and decode run on different
+nodes and that KV moves between them, or reports what is wrong.
 
-    /v1/cluster ─▶ which nodes there are, which were refused, which links are broken
-    probes      ─▶ one prompt, each time without prefix cache: by which nodes, how many bytes of KV
-                   moved, over what, verified, and whether anything was computed twice
-    a stream    ─▶ whether its events come while it is generated, or all at once out of a proxy
+    /v1/cluster ─▶ which nodes are registered, which were refused, which links are broken
+    probes      ─▶ one prompt several times, without prefix cache: which nodes computed it, how many
+                   bytes of KV moved, over which connector, verified or not, computed twice or not
+    a stream    ─▶ whether events arrive while the answer is generated, or a proxy holds them back
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pdserve.common.core.request import PromptPath
 
 TIMEOUT = 8.0  # seconds for one answer
 MAX_REASON = 1000  # characters
-RECENT = 120.0  # seconds in which a refused node counts
-PROBE_TOKENS = 4  # that an answer has, at most
+RECENT = 120.0  # seconds for which a refused node is reported
+PROBE_TOKENS = 4  # most tokens of an answer
 MIN_PROMPT, MAX_PROMPT = 64, 2048  # words; each is a token or more
 WORDS = ("the", "a", "of", "in", "is", "it", "on", "as")
-MAX_ROUNDS = 4  # of probes, until every node has had one
-MAX_PROBES = 64  # of one round
+MAX_ROUNDS = 4  # of probes; ends earlier once every node has had one
+MAX_PROBES = 64  # per round
 _KEY = "set PDSERVE_ADMIN_API_KEY or OPENAI_API_KEY to a key of the router"
 _ROUTER_LOG = "look for its request id in the router's log"
 
@@ -45,7 +45,7 @@ OK, WARNING, FAILED = Verdict.OK, Verdict.WARNING, Verdict.FAILED
 
 def cluster(url: str, timeout: float = TIMEOUT) -> Iterator[Finding]:
     """Checks the cluster behind a router's or proxy's `url`; `timeout` is in seconds, for one
-    answer. Yields a finding for each thing that was checked.
+    answer. Yields a finding for each check.
 
     Raises:
         ConfigError: `url` is not a URL of a server, or a key cannot be sent.
@@ -62,13 +62,16 @@ async def _examine(url: str, timeout: float) -> list[Finding]:
             if not state["ready"]:
                 return [*_membership(state), _not_ready(state)]
             tried = await _try(server, state)
-            return [*_membership(await _state(server)), *tried]  # what it tried may have shown more
+            return [
+                *_membership(await _state(server)),
+                *tried,
+            ]  # the probes may have changed the state
         except (Unauthenticated, PermissionDenied) as error:
             return [Finding("router", FAILED, error.message, _KEY)]
         except PdserveError as error:
             return [Finding("router", FAILED, error.message, "check the URL, the port and proxies")]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            seen = f"{server.url} answers in another way than this release: {error!r}"
+            seen = f"{server.url} has answers of another release: {error!r}"
             return [Finding("router", FAILED, seen, "run one release of pdserve on all hosts")]
 
 
@@ -86,16 +89,16 @@ async def _try(server: Server, state: Mapping[str, Any]) -> list[Finding]:
     try:
         return [*await _probe(server, state), await stream(server, _context(state["nodes"]))]
     except PdserveError as error:
-        fix = f"see what else is named here; {_ROUTER_LOG}"
+        fix = f"see the other findings; {_ROUTER_LOG}"
         return [Finding("probe", FAILED, f"{error.message} ({error.code})", fix)]
 
 
 def _not_ready(state: Mapping[str, Any]) -> Finding:
     reason = printable(str(state["reason"]), MAX_REASON)
-    return Finding("ready", FAILED, reason, "start what is missing, or repair what it names")
+    return Finding("ready", FAILED, reason, "start or repair the nodes that it names")
 
 
-# ---- who is there ----------------------------------------------------------------------------
+# ---- membership ------------------------------------------------------------------------------
 
 
 def _membership(state: Mapping[str, Any]) -> Iterator[Finding]:
@@ -108,7 +111,7 @@ def _membership(state: Mapping[str, Any]) -> Iterator[Finding]:
         fix = f"start a {' and a '.join(missing)} node with --router at this router's registry port"
         yield Finding("roles", FAILED, f"{seen}: no {' and no '.join(missing)} node", fix)
     else:
-        apart = "" if count["prefill"] else ": prompts are not computed apart"
+        apart = "" if count["prefill"] else ": no node computes prompts alone"
         yield Finding("roles", OK, seen + apart)
     for node in nodes:
         if node["state"] != "ready":
@@ -121,7 +124,7 @@ def _membership(state: Mapping[str, Any]) -> Iterator[Finding]:
             )
         elif node["reason"] not in ("", "ok"):
             reason = printable(str(node["reason"]), MAX_REASON)
-            yield Finding(node["node_id"], WARNING, reason, "repair what it names")
+            yield Finding(node["node_id"], WARNING, reason, "repair the cause that it names")
     for refusal in state.get("refused", ()):
         if refusal["seconds_ago"] < RECENT:
             seen = f"refused {refusal['count']} times: {printable(refusal['reason'], MAX_REASON)}"
@@ -134,7 +137,7 @@ def _membership(state: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 _FIXES = {
-    "lost": "see whether its process runs and its port can be reached from the router",
+    "lost": "check that its process runs and that the router can reach its port",
     "unhealthy": "see its log",
     "broken": "see its log for what failed",
     "unpaired": "start both roles with the same model, options and release",
@@ -177,7 +180,7 @@ def _prompt(nodes: Collection[Mapping[str, Any]]) -> str:
     most = _context(nodes)
     block = max((node.get("block_size") or 16 for node in nodes), default=16)
     length = min(max(MIN_PROMPT, 3 * block), MAX_PROMPT, max(8, most // 4))
-    draw = random.Random(0)  # the same in every probe: its answer must be, too
+    draw = random.Random(0)  # equal in every probe, so that answers must be equal
     return " ".join(draw.choice(WORDS) for _ in range(length))
 
 
@@ -193,7 +196,7 @@ async def _ask(server: Server, model: str, prompt: str) -> Probe:
         "max_tokens": PROBE_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
-        "cache_salt": secrets.token_hex(16),  # no prefix cache has it
+        "cache_salt": secrets.token_hex(16),  # so that the prefix cache has no hit
         "timeline": True,
     }
     answer = await server.post("/v1/completions", body)
@@ -230,7 +233,7 @@ def _moved(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _fault(line: Mapping[str, Any], nodes: Mapping[str, Any]) -> tuple[Verdict, str, str] | None:
-    """Says what is wrong with the path of one probe: verdict, what was seen, what to do."""
+    """Returns (verdict, what was seen, fix) if the path of a probe is wrong, else None."""
     prefill, decode = line.get("prefill_node", ""), line.get("decode_node", "")
     match line.get("path"):
         case PromptPath.STAND_IN:
@@ -241,21 +244,21 @@ def _fault(line: Mapping[str, Any], nodes: Mapping[str, Any]) -> tuple[Verdict, 
             return FAILED, seen, "lower the router's --local-prefill-threshold"
         case PromptPath.LOCAL:
             if {"prefill", "decode"} & {node["role"] for node in nodes.values()}:
-                seen = f"{decode} has both roles, so its prompts are not computed apart"
-                return WARNING, seen, "start it as a decode node if that is not meant"
+                seen = f"{decode} has both roles, so it computes prompts beside decoding"
+                return WARNING, seen, "start it as a decode node if that is not intended"
             return None
         case PromptPath.TRANSFERRED:
             pass
         case other:
-            seen = f"the router does not say how the prompt came to {decode} ({other!r})"
+            seen = f"the router does not say how {decode} got the prompt's KV ({other!r})"
             return FAILED, seen, "run one release of pdserve on all hosts"
     if line["recomputed_tokens"] or line["migrations"]:
         seen = f"{line['recomputed_tokens']} tokens were computed twice, after a node had failed"
         return FAILED, seen, _ROUTER_LOG
     roles = [nodes.get(name, {}).get("role") for name in (prefill, decode)]
     if roles != ["prefill", "decode"]:
-        seen = f"KV is said to have moved from {prefill} to {decode}, which are no such nodes"
-        return FAILED, seen, "run it again when no node comes or goes"
+        seen = f"the timeline names {prefill} and {decode}, which are not registered with that role"
+        return FAILED, seen, "run it again while no node joins or leaves"
     if not line["transfer_bytes"] or not line["kv_connectors"]:
         return FAILED, "no byte of KV moved", "report this"
     if not line["verified_runs"]:
@@ -267,18 +270,22 @@ def _fault(line: Mapping[str, Any], nodes: Mapping[str, Any]) -> tuple[Verdict, 
 def _connector_fault(
     used: Sequence[str], prefill: Mapping[str, Any], decode: Mapping[str, Any]
 ) -> tuple[Verdict, str, str] | None:
-    """KV between two nodes of one host that does not go by shared memory or CUDA IPC."""
+    """Returns (verdict, seen, fix) if nodes of one host use neither shared memory nor CUDA IPC."""
     same_host = prefill.get("host") and prefill.get("host") == decode.get("host")
     if not same_host or set(used) <= {"shm", "cuda_ipc"}:
         return None
     ours, theirs = prefill.get("kv_connectors", []), decode.get("kv_connectors", [])
     if used and (set(used) - {"tcp", "nccl"} or "nccl" in used):
-        return None  # a connector of somebody else, or GPUs' own
+        return None  # a plugin's connector, or one for GPUs
     seen = (
         f"KV goes by {', '.join(used)} between two nodes of one host ({', '.join(ours)} and "
         f"{', '.join(theirs)})"
     )
-    return FAILED, seen, "start both with --kv-connector auto, in one IPC namespace and as one user"
+    return (
+        FAILED,
+        seen,
+        "start both with --kv-connector auto, in one IPC namespace, as the same user",
+    )
 
 
 def _missed(probes: Sequence[Probe], usable: set[str]) -> Iterator[Finding]:
@@ -289,7 +296,7 @@ def _missed(probes: Sequence[Probe], usable: set[str]) -> Iterator[Finding]:
 
 
 def _agreement(probes: Sequence[Probe]) -> Iterator[Finding]:
-    """The same prompt has one greedy answer, whichever nodes give it."""
+    """Checks that all nodes give the same greedy answer to the same prompt."""
     answers = {probe.text for probe in probes}
     if len(answers) == 1:
         yield Finding("answers", OK, f"{len(probes)} probes have the same answer")
@@ -300,7 +307,7 @@ def _agreement(probes: Sequence[Probe]) -> Iterator[Finding]:
             by_node.setdefault(name, set()).add(probe.text)
     common = max(answers, key=[probe.text for probe in probes].count)
     odd = sorted(name for name, texts in by_node.items() if common not in texts)
-    who = f", and {', '.join(odd)} never gives the common one" if odd else ""
+    who = f", and {', '.join(odd)} never gives the most frequent one" if odd else ""
     seen = f"one prompt has {len(answers)} different greedy answers{who}"
     fix = (
         "compare the weights, dtypes and releases of the nodes; half precision may differ a little"

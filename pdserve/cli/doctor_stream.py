@@ -1,7 +1,8 @@
-"""Finds a proxy that holds events back. What comes first decides, not how fast it comes: when the
-first event of a stream is here, the router is asked whether it still generates that stream. If so,
-nothing holds events back. If not, the stream may also have ended while this process stood still on
-a busy machine; so that counts only if this process ran, and only if several streams agree.
+"""Finds a proxy that holds events back. The order of events decides, not their speed: when the
+first event of a stream arrives, the router is asked whether it is still generating that stream. If
+it is, no proxy holds events back. If it is not, the stream may also have ended while this process
+was not scheduled on a busy machine; so such a stream counts only if this process was running, and
+only if several streams agree.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from pdserve.cli.finding import Finding, Verdict
 from pdserve.client.server import Server
 from pdserve.common.core.errors import DeadlineExceeded, PdserveError
 
-TOKENS = (256, 512, 1024, 1024, 1024, 1024)  # of the streams: the more, the longer they take
-HELD = 3  # streams that must be held back before that is said
-ASKED = 8  # times whether a stream runs: a balancer may ask another router first
-BEAT = 0.005  # seconds between two signs that this process runs
-STOOD_STILL = 0.5  # share of a generation; who has stood still for so long may have missed it
+TOKENS = (256, 512, 1024, 1024, 1024, 1024)  # max_tokens of each stream
+HELD = 3  # streams that must be held back to report a proxy
+ASKED = 8  # tries to find a stream's router behind a balancer
+BEAT = 0.005  # seconds between two beats of `_Pulse`
+STOOD_STILL = 0.5  # longest pause of this process, as a share of the generation
 _UNBUFFER = "switch off buffering of text/event-stream in the proxy (nginx: proxy_buffering off)"
 
 
 async def stream(server: Server, most: int) -> Finding:
-    """Says whether events pass while their stream is generated. `most`: tokens of a context.
+    """Checks that events arrive while their stream is generated. `most`: tokens of the context.
 
     Raises:
         PdserveError: the server refuses a stream, or a stream ends early.
@@ -40,9 +41,7 @@ async def stream(server: Server, most: int) -> Finding:
             seen = "no event came in time: a proxy holds them back, or nodes are slow"
             return Finding("stream", Verdict.FAILED, seen, f"{_UNBUFFER}; else a longer --timeout")
         if not told:
-            seen = (
-                "its router is not found, which would tell whether events of a stream are held back"
-            )
+            seen = "no router knows the stream, so it is unknown whether a proxy holds events back"
             return Finding("stream", Verdict.WARNING, seen, "ask one router at its own URL")
         if told.get("status") == "running":
             return Finding("stream", Verdict.OK, "events come while their stream is generated")
@@ -51,7 +50,7 @@ async def stream(server: Server, most: int) -> Finding:
             held.append(took)
         if len(held) == HELD:
             seen = (
-                f"each of {HELD} streams came when its last token had been made, "
+                f"{HELD} streams began to arrive after their last token was generated, "
                 f"{1e3 * min(held):.0f} ms or more after the first: a proxy holds them back"
             )
             return Finding("stream", Verdict.FAILED, seen, _UNBUFFER)
@@ -62,8 +61,8 @@ async def stream(server: Server, most: int) -> Finding:
 async def _at_first_event(
     server: Server, model: str, tokens: int
 ) -> tuple[Mapping[str, Any], _Pulse]:
-    """Begins a stream. Returns what the router says of it once its first event is here, empty if
-    it does not know the stream; and how this process ran meanwhile."""
+    """Begins a stream and waits for its first event. Returns the router's state of the stream at
+    that time, empty if unknown, and this process's pulse meanwhile."""
     body = {
         "model": model,
         "prompt": "a b c",
@@ -74,13 +73,13 @@ async def _at_first_event(
     }
     async with _beating() as pulse, aclosing(server.stream("/v1/completions", body)) as events:
         async for event in events:
-            return await _told(server, str(event["id"])), pulse
+            return await _state_of(server, str(event["id"])), pulse
     return {}, pulse
 
 
-async def _told(server: Server, name: str) -> Mapping[str, Any]:
-    """Asks the router for the request `name`; empty if none knows it: a proxy may not pass this on,
-    a balancer may ask other routers, and a router may keep no timelines."""
+async def _state_of(server: Server, name: str) -> Mapping[str, Any]:
+    """Asks the router for the request `name`. Returns an empty mapping if it is not found: a proxy
+    may block the path, a balancer may ask other routers, and a router may keep no timelines."""
     for _ in range(ASKED):
         with suppress(PdserveError):
             found = await server.get(f"/v1/timelines/{quote(name, safe='')}")
@@ -90,14 +89,14 @@ async def _told(server: Server, name: str) -> Mapping[str, Any]:
 
 
 def _took(told: Mapping[str, Any]) -> float:
-    """The seconds from a stream's first to its last token, at the router."""
+    """Returns the seconds from a stream's first to its last token, at the router."""
     line = told.get("timeline", {})
     return (line.get("finished") or 0.0) - (line.get("first_token") or 0.0)
 
 
 @dataclass(slots=True)
 class _Pulse:
-    """How long this process stood still, in seconds."""
+    """Measures the longest pause of this process, in seconds."""
 
     longest: float = 0.0
     last: float = field(default_factory=monotonic)

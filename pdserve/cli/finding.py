@@ -8,7 +8,7 @@ from enum import StrEnum
 
 class Verdict(StrEnum):
     OK = "ok"
-    WARNING = "warning"  # a cluster serves, but slower or with less
+    WARNING = "warning"  # the cluster serves, but slower or without a feature
     FAILED = "failed"
 
 

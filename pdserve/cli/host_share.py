@@ -24,7 +24,7 @@ class NodeShare:
 
     engine: EngineConfig
     environment: dict[str, str] = field(default_factory=dict)
-    lends_cores: bool = False  # its cores are its own, and no --share-cores says otherwise
+    lends_cores: bool = False  # it has cores of its own, and --share-cores is not given
 
     @property
     def num_threads(self) -> int:

@@ -44,18 +44,18 @@ COMMANDS = {
         ),
         "prefill": ("pdserve.prefill_node.__main__:main", "node that computes prompts"),
         "decode": ("pdserve.decode_node.__main__:main", "node that generates tokens"),
-        "both": ("pdserve.decode_node.both:main", "node that does both, without a KV transfer"),
+        "both": ("pdserve.decode_node.both:main", "node that does both, without KV transfers"),
     },
     "Tools": {
         "doctor": ("pdserve.cli.doctor:main", "check this host, and name the fixes"),
-        "plan": ("pdserve.cli.plan:main", "compute the memory a model needs on which GPUs"),
+        "plan": ("pdserve.cli.plan:main", "compute the GPU memory that a model needs"),
         "calibrate": (
             "pdserve.simulate.calibrate:main",
-            "measure on this hardware how long steps and transfers take",
+            "measure the durations of steps and transfers on this host",
         ),
         "simulate": (
             "pdserve.simulate.main:main",
-            "replay a trace on nodes of a layout, by the times that calibrate measured",
+            "replay a trace on a layout of nodes, with the durations of calibrate",
         ),
         "cluster-check": (
             "pdserve.cli.cluster_check:main",

@@ -1,5 +1,5 @@
-"""`pdserve models`: which decoders are served, by which path, and why others are not. The list is
-what `tests/models/sweep.py` found with transformers' classes."""
+"""`pdserve models`: lists which decoders are served, by which path, and why others are not. The
+list is the result of `tests/models/sweep.py` over transformers' classes."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pdserve.cli.child import Child, ChildSpec, Write
 from pdserve.common.obs.process import read_ports
 
-# What a command says in place of what only its host knows.
+# Placeholders in commands for values that only the process's host knows.
 HOST, FOLDER = "{host}", "{folder}"
 PORTS_FILE = f"{FOLDER}/ports.json"
-MAX_LINES = 10_000  # of output that nobody has taken yet; older ones are dropped
-PROBE = 0.1  # seconds between two looks for the file with the ports
+MAX_LINES = 10_000  # lines of output that are buffered; older ones are dropped
+PROBE = 0.1  # seconds between two checks for the ports file
 
 Bundle = tuple[PlacementGroup, int]
 
@@ -44,7 +44,7 @@ class Seat:
     async def run(
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> AsyncIterator[list[str] | int]:
-        """Yields what the process prints, some lines at a time, and last its exit code."""
+        """Yields the process's output, some lines at a time, and at last its exit code."""
         lines: deque[str] = deque(maxlen=MAX_LINES)
         news = asyncio.Event()
 
@@ -73,7 +73,7 @@ class Seat:
         return argument.replace(HOST, here).replace(FOLDER, self._folder.name)
 
     async def ports(self) -> tuple[str, dict[str, int]]:
-        """Waits for the ports of a router; returns its host, too."""
+        """Waits for a router's ports; returns (host, ports)."""
         while (found := read_ports(Path(self._filled(PORTS_FILE)))) is None:
             await asyncio.sleep(PROBE)
         return ray.util.get_node_ip_address(), found
@@ -84,8 +84,8 @@ class Seat:
 
 
 class RayChild(Child):
-    """Like `Child`, where a bundle is. `reserve` returns the bundle of each start, and `leave`
-    takes it back."""
+    """Like `Child`, for a process in a bundle. `reserve` returns the bundle for each start, and
+    `leave` takes it back."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RayChild(Child):
         leave: Callable[[Bundle], Awaitable[None]],
         share: Mapping[str, float],
     ) -> None:
-        """`share`: what the actor takes of the bundle, as Ray's options."""
+        """`share`: the actor's resources within the bundle, as Ray's options."""
         super().__init__(spec, write)
         self._reserve = reserve
         self._leave = leave
@@ -108,7 +108,7 @@ class RayChild(Child):
         return self._run is not None and not self._run.done()
 
     async def start(self) -> None:
-        """Raises ConfigError: no host has room."""
+        """Starts the process; raises ConfigError if no host has room."""
         bundle = await self._reserve()
         group, index = bundle
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -117,7 +117,7 @@ class RayChild(Child):
         self._run = asyncio.create_task(self._follow(bundle))
 
     async def _follow(self, bundle: Bundle) -> int:
-        """Shows what the process prints; returns its exit code."""
+        """Forwards the process's output; returns its exit code."""
         spec, code = self.spec, -int(signal.SIGKILL)
         run = self._actor.run.options(num_returns="streaming")
         try:
@@ -140,7 +140,7 @@ class RayChild(Child):
         return 0 if self._run is None else await asyncio.shield(self._run)
 
     async def address(self) -> tuple[str, dict[str, int]]:
-        """Returns host and ports of a router that starts."""
+        """Waits for a starting router; returns (host, ports)."""
         host, ports = await self._actor.ports.remote()
         return host, ports
 

@@ -1,9 +1,9 @@
-"""`pdserve up --on ray`: a cluster whose processes Ray has placed, and what `pdserve scale` asks
-of it.
+"""`pdserve up --on ray`: a cluster whose processes run on hosts that Ray chooses, and the requests
+of `pdserve scale`.
 
-Each node has a placement group of one bundle with room for all its ranks, so they share a host. The
-routers have one group with a bundle each, spread over hosts. What dies is started again as on one
-host: a node wherever Ray finds room, a router at its host, since nodes know its address.
+Each node has a placement group with one bundle for all its ranks, so its ranks share a host. The
+routers have one group with a bundle each, spread over hosts. A process that dies is restarted as on
+a single host: a node wherever Ray finds room, a router on its host, since nodes know its address.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
 from pdserve.common.distributed.ray_executor import connect, hosts_of, release, reserve
 from pdserve.common.obs.process import write_ports
 
-NAMESPACE = "pdserve"  # of desks, which have the names of their clusters' models
-POLL = 0.3  # seconds between two looks at new nodes
+NAMESPACE = "pdserve"  # of desks; a desk has the name of its cluster's model
+POLL = 0.3  # seconds between two checks for new nodes
 
 
 class Desk:
-    """The actor at which `pdserve scale` leaves what it wants, and waits for the answer."""
+    """The actor to which `pdserve scale` sends its request, and which returns the answer."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -44,7 +44,7 @@ class Desk:
         self._answers: dict[int, asyncio.Future[str]] = {}
 
     async def ask(self, sizes: dict[str, int]) -> str:
-        """Returns why it could not be done; nothing: it is done."""
+        """Waits until the cluster has these sizes; returns "" or the reason why it could not."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._asked.put((number, sizes))
@@ -58,19 +58,19 @@ class Desk:
 
 
 def open_desk(name: str) -> Any:
-    """Raises ConfigError: there is one of this name."""
+    """Creates the desk; raises ConfigError if there is one of this name."""
     kind: Any = ray.remote(Desk)
     try:
         return kind.options(name=name, namespace=NAMESPACE, num_cpus=0).remote()
     except ValueError:
         raise ConfigError(
             f"a cluster that serves {name} runs on this Ray cluster already: scale it with "
-            "`pdserve scale`, or give this one another --served-model-name"
+            "`pdserve scale`, or give this cluster another --served-model-name"
         ) from None
 
 
 def find_desk(name: str | None) -> Any:
-    """The desk of the cluster that serves a model, or of the only one.
+    """Returns the desk of the cluster that serves the model `name`; None: of the only cluster.
 
     Raises:
         ConfigError: there is no such cluster, or there are several.
@@ -80,7 +80,7 @@ def find_desk(name: str | None) -> Any:
     if name is None and len(names) == 1:
         name = names[0]
     if name not in names:
-        running = f"those that run serve {', '.join(names)}" if names else "none runs"
+        running = f"clusters serve {', '.join(names)}" if names else "no cluster runs"
         raise ConfigError(
             f"--served-model-name {name or 'is needed'}: {running} on this Ray cluster, by "
             "`pdserve up --on ray`"
@@ -90,7 +90,7 @@ def find_desk(name: str | None) -> Any:
 
 
 class RayCluster(Cluster):
-    """The constructor joins the Ray cluster."""
+    """A cluster on the hosts of a Ray cluster, which the constructor joins."""
 
     def __init__(
         self,
@@ -98,21 +98,21 @@ class RayCluster(Cluster):
         write: Write,
         programs: Mapping[str, Sequence[str]] = PROGRAMS,
     ) -> None:
-        """Raises ConfigError: there is no Ray cluster, or it serves this model already."""
+        """Raises ConfigError if there is no Ray cluster, or if it serves this model already."""
         connect(config.engine.parallel.ray_address)
         self._desk = open_desk(config.engine.model.served_name)
         device = config.engine.parallel.device
         gpus = device == "auto" and ray.cluster_resources().get("GPU", 0)
         self._unit = "GPU" if gpus or device == "cuda" else "CPU"
         self._sizes = role_sizes(config)
-        self._hosts: dict[str, str] = {}  # of the routers
+        self._hosts: dict[str, str] = {}  # router name → host
         self._routers_group: PlacementGroup | None = None
         self._at_desk: asyncio.Task[None] | None = None
         shares = [self._share(config, role_of(name)) for name in node_names(config)]
         super().__init__(config, shares, write, programs)
 
     def _share(self, config: ClusterConfig, role: str) -> NodeShare:
-        """The engine of a node that has its host, as far as its bundle goes, to itself."""
+        """Returns a node's share of its host: all of its bundle."""
         parallel = self._sizes[role]
         several = parallel.world_size_across_dp > 1
         device = "cuda" if self._unit == "GPU" else "cpu"
@@ -148,14 +148,14 @@ class RayCluster(Cluster):
             await self._desk.answer.remote(number, answer)
 
     async def scale(self, sizes: Mapping[str, int]) -> None:
-        """Starts nodes until each of these roles has so many, or drains the newest that are too
-        many; returns when the new ones are ready and the others have ended.
+        """Starts nodes until each of these roles has that many, or drains the newest extra ones;
+        returns when the new nodes are ready and the extra ones have ended.
 
         Raises:
             ConfigError: such a cluster could not serve, or Ray has no room for it.
         """
         changes: dict[str, Any] = {**sizes}
-        config = replace(self.config, **changes)  # which checks them
+        config = replace(self.config, **changes)  # which checks the sizes
         for role, size in sizes.items():
             self.write("up", f"{role}: {len(self._of(role))} → {size} nodes")
             while len(self._of(role)) < size:
@@ -171,7 +171,7 @@ class RayCluster(Cluster):
         return [node for node in self._nodes if role_of(node.name) == role]
 
     async def _drop(self, nodes: Sequence[Child]) -> None:
-        """Drains them, and waits."""
+        """Drains the nodes and waits for their end."""
         self._leaving |= {*nodes}
         for node in nodes:
             self._nodes.remove(node)
@@ -184,7 +184,7 @@ class RayCluster(Cluster):
             self.write("up", f"{node.name} has left")
 
     async def _until(self, url: str, sizes: Mapping[str, int]) -> None:
-        """Until the router has as many nodes that are ready. Raises NodeError: some have ended."""
+        """Waits until the router has that many ready nodes. Raises NodeError if some have ended."""
         async with own_session(self.config.server, timeout=5) as session:
             while all(len(self._of(role)) == size for role, size in sizes.items()):
                 with suppress(aiohttp.ClientError, TimeoutError):
@@ -194,7 +194,7 @@ class RayCluster(Cluster):
                         if all(ready.count(role) == size for role, size in sizes.items()):
                             return
                 await asyncio.sleep(POLL)
-        raise NodeError("new nodes did not start, or left; the log of `pdserve up` says why")
+        raise NodeError("new nodes did not start, or ended; see the log of `pdserve up`")
 
     async def stop(self) -> None:
         if self._at_desk is not None:
@@ -211,7 +211,7 @@ class RayCluster(Cluster):
         return RayChild(spec, self.write, partial(self._place_of, index), self._stays, share)
 
     async def _place_of(self, index: int) -> Bundle:
-        """Returns the bundle of the router of this number. Raises ConfigError: its host is lost."""
+        """Returns the bundle of router number `index`; raises ConfigError if its host is lost."""
         assert self._routers_group is not None
         host = (await asyncio.to_thread(hosts_of, self._routers_group))[index]
         first = self._hosts.setdefault(str(index), host)
@@ -220,7 +220,7 @@ class RayCluster(Cluster):
         return self._routers_group, index
 
     async def _stays(self, bundle: Bundle) -> None:
-        """A router's bundle waits for it."""
+        """Keeps the bundle for the router's restart."""
 
     def _node(self, spec: ChildSpec) -> Child:
         parallel = self.shares[spec.name].engine.parallel

@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ConfigError: a size is none."""
+    """Parses the arguments; raises ConfigError for an invalid ROLE=N."""
     parser = argparse.ArgumentParser(
         prog="pdserve scale",
         description="Change how many nodes a cluster of `pdserve up --on ray` has. Returns when "
-        "new nodes are ready, and those that are too many have drained.",
+        "the new nodes are ready and the removed ones have drained.",
     )
     parser.add_argument(
         "sizes", nargs="+", metavar="ROLE=N", help=f"nodes of a role ({', '.join(ROLES)})"

@@ -111,7 +111,7 @@ def _read(found: Any, server: Server) -> ClusterState:
     try:
         return msgspec.convert(found, ClusterState)
     except msgspec.ValidationError as error:
-        raise NodeError(f"{server.url} is no router of this version: {error}") from error
+        raise NodeError(f"{server.url} is not a router of this version: {error}") from error
 
 
 def table(state: ClusterState) -> Table:

@@ -1,5 +1,5 @@
-"""`pdserve trace`: shows the stages of a request, running or finished, and their times; without an
-id the requests that are served, and what they wait for."""
+"""`pdserve trace`: shows the stages and times of a request, running or finished; without an id it
+lists the running requests and what they wait for."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pdserve.common.core.request import PromptPath, Timeline
 T = TypeVar("T")
 
 COLOURS = {"finished": "green", "running": "yellow", "failed": "red"}
-SHOWN = 50  # requests that are served; those that stand longest
+SHOWN = 50  # running requests; the ones without progress for longest
 
 
 class Standing(msgspec.Struct):
-    """Why a request that is served does not get further."""
+    """The reason why a running request makes no progress."""
 
     waits_for: str
     node: dict[str, Any] | None
@@ -49,7 +49,7 @@ class Traced(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     timeline: Timeline
-    standing: Standing | None = None  # None: it is over
+    standing: Standing | None = None  # None: it has ended
 
 
 class Found(msgspec.Struct):
@@ -85,17 +85,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve trace",
-        description="Show the stages of a request and their times, and what it waits for; without "
-        "an id the requests that are served, those first that stand longest. The router keeps the "
-        "timelines of the last requests (--kept-timelines); they have more detail when the request "
-        "asked for its timeline.",
+        description="Show the stages of a request, their times, and what it waits for; without an "
+        "id list the running requests, those without progress for longest first. The router keeps "
+        "the timelines of the last requests (--kept-timelines); they have more detail if the "
+        "request asked for its timeline.",
     )
     add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
         "request_id",
         metavar="REQUEST_ID",
         nargs="?",
-        help="its X-Request-Id, or the id of its answer (default: all that are served)",
+        help="its X-Request-Id, or the id of its answer (default: all running requests)",
     )
     parser.add_argument("--json", action="store_true", help="print the server's JSON")
     return parser
@@ -137,7 +137,7 @@ def _title(traced: Traced) -> Text:
         how = f" by {', '.join(line.kv_connectors)}" if line.kv_connectors else ""
         parts.append(f"{line.transfer_bytes / 2**20:.2f} MiB of KV transferred{how}")
     if line.path == PromptPath.STAND_IN:
-        parts.append("computed by the decode node, for want of a prefill node")
+        parts.append("computed by the decode node, for lack of a prefill node")
     if line.recomputed_tokens:
         parts.append(f"{line.recomputed_tokens} tokens computed twice")
     if line.migrations:
@@ -148,11 +148,11 @@ def _title(traced: Traced) -> Text:
 
 
 def _why(standing: Standing | None) -> Iterator[str]:
-    """Yields lines that say why it does not get further."""
+    """Yields lines about what the request waits for."""
     if standing is None:
         return
     yield (
-        f"  it got further {standing.seconds:.1f} s ago and waits for {standing.waits_for}; "
+        f"  no progress for {standing.seconds:.1f} s; it waits for {standing.waits_for}; "
         f"{_end(standing)}"
     )
     if standing.node is not None:
@@ -164,8 +164,8 @@ def _why(standing: Standing | None) -> Iterator[str]:
 
 def _end(standing: Standing) -> str:
     if standing.gives_up_in is None:
-        return "nothing bounds that"
-    return f"unless it does, it fails in {max(0.0, standing.gives_up_in):.1f} s"
+        return "without a time limit"
+    return f"without progress it fails in {max(0.0, standing.gives_up_in):.1f} s"
 
 
 def _served(requests: Sequence[Served]) -> Table:

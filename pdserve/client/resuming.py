@@ -4,10 +4,10 @@
     for chunk in client.stream("/v1/completions", {"model": "m", "prompt": "Once"}):
         print(chunk["choices"][0]["text"], end="")
 
-The chunks are those of one stream that nothing happened to. The stream's events have ids; when it
-breaks off, the client sends the same body with the ids that it has got to the next router, which
-streams what follows (`router/requests/event_ids.py`). An answer that is not streamed has an
-Idempotency-Key, by which the next router finds what has been computed of it.
+The chunks are those of one uninterrupted stream. Stream events have ids. When a stream breaks off,
+the client sends the same body, with the ids that it has received, to the next router, which streams
+the rest (`router/requests/event_ids.py`). A request that is not streamed has an Idempotency-Key, by
+which the next router finds what has been computed of its answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pdserve.common.core.printable import printable
 
 Chunk = dict[str, Any]
 
-PATIENCE = 30.0  # seconds of tries without a new event after which a stream is given up
+PATIENCE = 30.0  # seconds without a new event after which a stream fails
 PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two tries
 SILENCE = 60.0  # seconds without a byte after which a router counts as dead
 KEY_HEADER = "Idempotency-Key"
@@ -46,7 +46,7 @@ LONGEST = 600.0  # seconds that a whole answer may take
 
 
 class Progress:
-    """Keeps what has come of one stream, and what to ask for next; without I/O."""
+    """Tracks the received part of one stream and builds the next request; without I/O."""
 
     def __init__(self, body: Mapping[str, Any], patience: float) -> None:
         self._body = {**body, "stream": True, "resumable": True}
@@ -57,14 +57,14 @@ class Progress:
         self.begin()
 
     def begin(self) -> bytes:
-        """Returns the body of the next request; what came without an id is dropped."""
+        """Returns the body of the next request; drops events that came without an id."""
         self._held: list[Chunk] = []
         self._chunk: Chunk | None = None
         self._id: str | None = None
         return encode({**self._body, "resume": self._ids} if self._ids else self._body)
 
     def take(self, line: bytes) -> list[Chunk]:
-        """Takes a line of the stream; returns the chunks that cannot come again.
+        """Takes a line of the stream; returns the chunks that are final.
 
         Raises:
             PdserveError: the router says that the stream has failed.
@@ -108,7 +108,7 @@ class Progress:
 
 
 class Tries:
-    """The tries at one whole answer; without I/O."""
+    """Tracks the tries for one answer that is not streamed; without I/O."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -118,7 +118,7 @@ class Tries:
         self._begun = time.monotonic()
 
     def failed(self, error: Exception) -> float:
-        """Decides like `Progress.failed`; a router that had the request for long was serving it."""
+        """Like `Progress.failed`; a long try counts as progress: the router was serving it."""
         now = time.monotonic()
         if now - self._begun > self._patience:
             self._since = now
@@ -128,13 +128,13 @@ class Tries:
 
 
 class ResumingClient:
-    """For threads; each stream has connections of its own."""
+    """A client for threads; each stream has its own connections."""
 
     def __init__(
         self, urls: Sequence[str], api_key: str | None = None, patience: float = PATIENCE
     ) -> None:
-        """`urls`: of the routers, without /v1. A stream fails when its tries have brought no
-        new event for `patience` seconds."""
+        """`urls`: of the routers, without /v1. A stream fails when tries have brought no new event
+        for `patience` seconds."""
         self._urls = _checked(urls)
         self._headers = dict(JSON)
         if api_key:
@@ -145,8 +145,8 @@ class ResumingClient:
     def stream(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> Iterator[Chunk]:
-        """Yields the chunks of `/v1/completions` or `/v1/chat/completions`. `headers`: more of
-        them, for each try, such as X-Request-Id.
+        """Yields the chunks of `/v1/completions` or `/v1/chat/completions`. `headers`: additional
+        ones for each try, such as X-Request-Id.
 
         Raises:
             PdserveError: a router refuses the request, or says that it has failed.
@@ -160,7 +160,7 @@ class ResumingClient:
                 yield from self._once(url, path, progress, headers or {})
             except (OSError, HTTPException, PdserveError) as error:
                 pause = progress.failed(error)
-                if self._turn == turn:  # else another stream has met this router's death
+                if self._turn == turn:  # else another stream has already switched routers
                     self._turn += 1
                 time.sleep(pause)
 
@@ -171,8 +171,8 @@ class ResumingClient:
         idempotency_key: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Returns the whole answer of `/v1/completions` or `/v1/chat/completions`, whose work is
-        not done twice when its router dies. `headers` and what it raises: as in `stream`."""
+        """Returns the whole answer of `/v1/completions` or `/v1/chat/completions`. If its router
+        dies, the next one continues the work. Arguments and errors are those of `stream`."""
         key = idempotency_key or uuid4().hex
         headers = {**(headers or {}), **self._headers, KEY_HEADER: key}
         tries = Tries(self._patience)
@@ -202,7 +202,7 @@ class ResumingClient:
 
 
 class AsyncResumingClient:
-    """For an event loop. Use as a context manager."""
+    """A client for an event loop. Use it as an async context manager."""
 
     def __init__(
         self, urls: Sequence[str], api_key: str | None = None, patience: float = PATIENCE
@@ -282,7 +282,9 @@ class AsyncResumingClient:
         ) as response:
             await _check(response)
             rest = b""
-            async for piece in response.content.iter_any():  # its lines have a bound
+            async for (
+                piece
+            ) in response.content.iter_any():  # unlike lines, pieces have no size limit
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     for chunk in progress.take(line):
@@ -298,7 +300,7 @@ def _checked(urls: Sequence[str]) -> list[str]:
 
 
 def _opened(request: Request, timeout: float) -> HTTPResponse:
-    """Returns the response to a request that was not refused."""
+    """Returns the open response; raises PdserveError if the request was refused."""
     try:
         response: HTTPResponse = urlopen(request, timeout=timeout)
         return response
@@ -309,14 +311,14 @@ def _opened(request: Request, timeout: float) -> HTTPResponse:
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
-    """Raises PdserveError: the request was refused."""
+    """Raises PdserveError if the request was refused."""
     if response.status >= 400:
         after = response.headers.get("Retry-After")
         raise _refusal(response.status, await response.read(), after)
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another try may help."""
+    """Returns whether another try may help."""
     if isinstance(error, PdserveError):
         return isinstance(error, Overloaded | Unavailable | Conflict)
     return True
@@ -328,7 +330,7 @@ def _pause(error: Exception) -> float:
     return min(after or PAUSE, LONGEST_PAUSE)
 
 
-PROXYS_OWN = (502, 504)  # without JSON: its router died, or does not answer
+PROXYS_OWN = (502, 504)  # statuses of a proxy whose router died or does not answer; without JSON
 
 
 def _refusal(status: int, body: bytes, retry_after: str | None) -> PdserveError:
@@ -343,7 +345,7 @@ def _refusal(status: int, body: bytes, retry_after: str | None) -> PdserveError:
 
 
 def _error(event: Chunk) -> PdserveError:
-    """A router that stops may have a successor; what else it says is the request's end."""
+    """Returns the error of an event; retryable only if the router is stopping."""
     found: Any = event["error"]
     code = found.get("code") if isinstance(found, dict) else None
     return Answer(503 if code == "shutting_down" else 500, event, "").error()

@@ -5,8 +5,8 @@ them.
         for response in stub.generate(pb.GenerateRequest(text="Once")):
             print(response.text, end="")
 
-The responses are those of one stream that nothing happened to, as the clients of `resuming` have
-them over HTTP.
+The responses are those of one uninterrupted stream, like the chunks of the HTTP clients in
+`resuming`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.server import KEEPALIVE
 
-# A router that is gone, full, or about to stop (gRPC cancels what comes while a server stops):
-# another one may serve.
+# The router is gone, full, or about to stop (gRPC cancels calls that arrive while a server stops):
+# another one may serve the request.
 ELSEWHERE = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -35,7 +35,7 @@ ELSEWHERE = {
 
 
 class Progress:
-    """Keeps what to ask for next of one stream, and how long that has been in vain; without I/O."""
+    """Tracks the received part of one stream and how long tries have failed; without I/O."""
 
     def __init__(self, request: pb.GenerateRequest, patience: float) -> None:
         self.asked = pb.GenerateRequest()
@@ -46,11 +46,11 @@ class Progress:
         self.begin()
 
     def begin(self) -> None:
-        """Drops what came without an id."""
+        """Drops responses that came without an id."""
         self._held: list[pb.GenerateResponse] = []
 
     def take(self, response: pb.GenerateResponse) -> list[pb.GenerateResponse]:
-        """Takes a response; returns those that cannot come again."""
+        """Takes a response; returns the responses that are final."""
         self._held.append(response)
         if not response.event_id:
             return []
@@ -59,13 +59,13 @@ class Progress:
         return self.rest()
 
     def rest(self) -> list[pb.GenerateResponse]:
-        """Returns what is held."""
+        """Returns the held responses."""
         held, self._held = self._held, []
         return held
 
     def failed(self, error: grpc.RpcError, tries: int) -> float:
-        """Returns the seconds to wait before the next try; `tries` is how many routers have been
-        left since this one was asked.
+        """Returns the seconds to wait before the next try. `tries`: how many routers have failed
+        since this one was asked.
 
         Raises:
             grpc.RpcError: `error`, because another try would not help, or too much time has passed.
@@ -79,7 +79,7 @@ class Progress:
 
 
 class _Routers:
-    """Holds a channel to each router, and whose turn it is."""
+    """A channel to each router, and the index of the current one."""
 
     _kind: ClassVar[Any]  # `grpc` or `grpc.aio`
 
@@ -112,7 +112,7 @@ class _Routers:
 
 
 class ResumingStub(_Routers):
-    """For threads. Use as a context manager."""
+    """A client for threads. Use it as a context manager."""
 
     _kind: ClassVar[Any] = grpc
 
@@ -137,7 +137,7 @@ class ResumingStub(_Routers):
                 yield from self._once(turn, progress)
                 return
             except grpc.RpcError as error:
-                if self._turn == turn:  # else another stream has met this router's death
+                if self._turn == turn:  # else another stream has already switched routers
                     self._turn += 1
                 time.sleep(progress.failed(error, self._turn - turn))
 
@@ -152,7 +152,7 @@ class ResumingStub(_Routers):
 
 
 class AsyncResumingStub(_Routers):
-    """For an event loop. Use as a context manager."""
+    """A client for an event loop. Use it as an async context manager."""
 
     _kind: ClassVar[Any] = grpc.aio
 

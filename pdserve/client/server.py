@@ -75,7 +75,7 @@ class Answer:
 
 
 class Server:
-    """The server at `url` (without /v1); `session` is the caller's."""
+    """The server at `url` (without /v1). The caller owns `session`."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         """Raises ConfigError if `url` is not an http(s) URL."""

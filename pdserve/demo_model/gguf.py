@@ -95,7 +95,7 @@ def _config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _generation_config(metadata: Metadata) -> dict[str, Any]:
-    """Both end tokens: a chat answer ends with <|im_end|>, a plain completion with the other."""
+    """Returns both end tokens: chat answers end with <|im_end|>, completions with the other."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return {"eos_token_id": [tokens.index(IM_END), tokens.index(END_OF_TEXT)]}
 

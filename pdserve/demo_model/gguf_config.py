@@ -1,4 +1,4 @@
-"""Translates what a GGUF file says of a model to transformers' `config.json`.
+"""Translates a GGUF file's metadata to transformers' `config.json`.
 
 Keys are llama.cpp's: `qwen3.block_count`, `qwen3.attention.head_count` …
 """
@@ -30,14 +30,14 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-# How Llama 3.1 and later stretch rotations; a file has only the factors that follow.
+# Rope scaling of Llama 3.1 and later; a file has only the factors that result from it.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_CONTROL = 3  # the type of a token that is no text
-# Tokens that end an answer, whichever of them the file names.
+_CONTROL = 3  # type of tokens that are not text
+# Tokens that end an answer, even if the file names only one of them.
 _ENDS = frozenset(
     {
         "<|eot_id|>",
@@ -88,7 +88,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "num_key_value_heads": file.metadata.get(f"{prefix}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.require(f"{prefix}.context_length"),
-        # It is 32 bits wide: 1e-5 is 9.999999747e-6.
+        # A float32 in the file: 1e-5 reads as 9.999999747e-6.
         "rms_norm_eps": round(file.require(f"{prefix}.attention.layer_norm_rms_epsilon"), 10),
         "rope_parameters": _rope(file, head_dim),
         "vocab_size": file.shape_of("token_embd.weight")[0],
@@ -109,7 +109,7 @@ def _hidden(file: GGUFFile) -> int:
 
 
 def _check(file: GGUFFile, head_dim: int) -> None:
-    """Raises ConfigError for what native code does not compute."""
+    """Raises ConfigError for settings that native code does not support."""
     prefix, metadata = file.architecture, file.metadata
     expected = {
         "rope.dimension_count": head_dim,
@@ -128,7 +128,7 @@ def _check(file: GGUFFile, head_dim: int) -> None:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Returns what the matrices are stored in; bfloat16 if some are quantized."""
+    """Returns the dtype of the matrices; bfloat16 if some are quantized."""
     kinds = file.kinds(name for name, each in file.tensors.items() if len(each.shape) > 1)
     return {("F32",): "float32", ("F16",): "float16", ("F16", "F32"): "float16"}.get(
         tuple(kinds), "bfloat16"
@@ -145,7 +145,7 @@ def _experts(file: GGUFFile, architecture: str) -> dict[str, Any]:
         count: file.require(f"{prefix}.expert_count"),
         "num_experts_per_tok": file.require(f"{prefix}.expert_used_count"),
         "moe_intermediate_size": inner,
-        # Not in the file: llama.cpp's code of each architecture has it.
+        # Not in the file: llama.cpp has it in the code of each architecture.
         "norm_topk_prob": architecture != "Qwen2MoeForCausalLM",
     }
     if architecture == "MixtralForCausalLM":
@@ -182,7 +182,7 @@ def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Returns the settings that make the file's factors, `[head_dim / 2]`."""
+    """Returns the rope settings that give the file's factors, `[head_dim / 2]`."""
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
         raise ConfigError(f"{file.path}: {ROPE_FACTORS} is {tensor.kind} {tensor.shape}")
@@ -194,8 +194,8 @@ def _llama3(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _factors(settings: Mapping[str, Any], theta: float, head_dim: int) -> Any:
-    """Returns by how much each rotation is slower (Llama 3.1, arXiv:2407.21783): the long waves by
-    `factor`, the short ones not, and those between by a mix of both."""
+    """Returns the factor by which each frequency is divided (Llama 3.1, arXiv:2407.21783): `factor`
+    for long wavelengths, 1 for short ones, interpolated in between."""
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     turns = settings["original_max_position_embeddings"] / waves

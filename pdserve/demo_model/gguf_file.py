@@ -16,7 +16,7 @@ _MAGIC = b"GGUF"
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor of the file: quantized blocks of neighbours along the last dimension."""
+    """A tensor of the file, quantized in blocks along the last dimension."""
 
     kind: str  # ggml's name of the type: "F32", "Q4_K" …
     shape: tuple[int, ...]  # in torch's order
@@ -32,7 +32,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Reads all but the weights.
+        """Reads everything except the weights.
 
         Raises:
             ConfigError: it is not a GGUF file, is truncated or damaged, or one part of several.
@@ -50,7 +50,7 @@ class GGUFFile:
                 )
                 for each in reader.tensors
             }
-        # Whatever the reader meets where the file ends too soon or has other bytes than it should.
+        # The reader's errors about a file that ends too early or is damaged.
         except (ArithmeticError, LookupError, TypeError, ValueError, MemoryError) as error:
             reason = printable(str(error) or type(error).__name__, 200)
             raise ConfigError(f"{path} is truncated or damaged: {reason}") from error
@@ -68,11 +68,11 @@ class GGUFFile:
     def require(self, key: str) -> Any:
         """Returns a value of the metadata; raises ConfigError if there is none."""
         if key not in self.metadata:
-            raise ConfigError(f"{self.path} is not complete: its metadata lack {key}")
+            raise ConfigError(f"{self.path} is not complete: its metadata lacks {key}")
         return self.metadata[key]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape; raises ConfigError if there is none of this name."""
+        """Returns a tensor's shape; raises ConfigError if the file has no such tensor."""
         if name not in self.tensors:
             raise ConfigError(f"{self.path} is not complete: it lacks the tensor {name}")
         return self.tensors[name].shape
@@ -87,7 +87,7 @@ def _reader(path: Path) -> Any:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc]
-        """Slices a plain array: numpy's maps take several times as long, for each token anew."""
+        """Slices a plain array: slicing numpy's memory map takes several times as long."""
 
         @property
         def data(self) -> Any:

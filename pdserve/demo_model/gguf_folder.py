@@ -1,5 +1,5 @@
-"""Makes a checkpoint folder of a GGUF file, in the cache: config, tokenizer, a link to the file,
-and `gguf.json`, which says where each tensor lies. The weights stay in the file."""
+"""Makes a checkpoint folder for a GGUF file in the cache: config, tokenizer, a link to the file,
+and `gguf.json`, the index of its tensors. The weights stay in the file."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def resolve_gguf(config: ModelConfig) -> ModelConfig:
 
 
 def _folder_of(path: Path, with_tokenizer: bool) -> Path:
-    """Returns a folder whose name is another when the file is."""
+    """Returns the folder for this version of the file: its name depends on the file's state."""
     try:
         status = path.stat()
     except OSError as error:
@@ -117,7 +117,7 @@ def index_of(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, IndexEntry]
     """Returns the tensors by their names in a checkpoint.
 
     Raises:
-        ConfigError: a tensor has a name or a type that is not known.
+        ConfigError: a tensor has an unknown name or type.
     """
     architecture = architecture_of(file)
     moe = FAMILIES[architecture].moe
@@ -148,7 +148,7 @@ def _kind(name: str) -> str:
 def _parts(
     name: str, tensor: GGUFTensor, moe: MoEFamily | None
 ) -> Iterator[tuple[str | None, GGUFTensor]]:
-    """Yields (name in a checkpoint or None, tensor); of stacked experts one by one."""
+    """Yields (name in a checkpoint or None, tensor); stacked experts one by one."""
     kind, suffix = _kind(name), name.rpartition(".")[2]
     if not kind:
         outer = _OUTER.get(name.removesuffix(".weight"))
@@ -196,15 +196,15 @@ def _experts(
 
 
 def _with_packed(index: dict[str, IndexEntry]) -> dict[str, IndexEntry]:
-    """Marks the matrices that stay packed in memory: those of the type that most bytes are of."""
+    """Marks the matrices that stay packed in memory: those of the type with the most bytes."""
     found = [list(_packable(index, kind)) for kind in PACKED_BITS]
     most = max(found, key=lambda names: sum(index[name].numbers for name in names))
     return index | {name: replace(index[name], packed=True) for name in most}
 
 
 def _packable(index: Mapping[str, IndexEntry], kind: str) -> Iterator[str]:
-    """Yields the linear layers of a type, without head and experts, whose fused neighbours are of
-    it too."""
+    """Yields the linear layers of the type `kind`, without head and experts, if all matrices that
+    are fused with them have it too."""
     for name, entry in index.items():
         if ".experts." in name or not name.startswith("model.layers.") or len(entry.shape) != 2:
             continue
@@ -218,7 +218,7 @@ def _packable(index: Mapping[str, IndexEntry], kind: str) -> Iterator[str]:
 
 
 def _quantization(index: Mapping[str, IndexEntry]) -> dict[str, Any]:
-    """Returns `quantization_config`: which modules stay packed, and what types are dequantized."""
+    """Returns `quantization_config`: the packed modules, and the types to dequantize."""
     packed = {name: entry.kind for name, entry in index.items() if entry.packed}
     others = {entry.kind for entry in index.values() if not entry.packed}
     return {

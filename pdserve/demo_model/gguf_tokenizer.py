@@ -1,5 +1,5 @@
-"""Makes a GGUF file's tokenizer the files that a checkpoint has. transformers converts most of it;
-this adds what the reader of `tokenizer.json` finds there and transformers leaves out."""
+"""Writes a GGUF file's tokenizer as a checkpoint's files. transformers converts most of it; this
+module adds what it leaves out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS = {
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's, ours
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 _GPT2, _SMOLLM = "gpt-2", "smollm"
-# Whole words of these vocabularies are tokens even where no merges lead to them.
+# In these vocabularies, whole words are tokens even if no merges lead to them.
 _IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "tekken")
 _BEGINS = ("llama3", "llama-v3", "llama-bpe")  # begin with BOS unless the file says otherwise
 
@@ -36,7 +36,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> dict[str, Any]:
     kind, pre = _kind_of(file)
     try:
         backend = _converted(file, pre)
-    except Exception as error:  # whatever damaged vocabularies and merges make of it
+    except Exception as error:  # damaged vocabularies and merges raise errors of any type
         reason = printable(str(error) or type(error).__name__, 200)
         raise ConfigError(f"{file.path}: its tokenizer cannot be read: {reason}") from error
     special = _special_tokens(file)

@@ -26,9 +26,9 @@ def is_name(model: str) -> bool:
 
 
 def download_model(config: ModelConfig, weights: bool) -> ModelConfig:
-    """Returns the config with `model` as a folder; downloads it, its weights too if they are
-    wanted, unless the cache has it, with a progress bar in a terminal. By default clients use the
-    model's name.
+    """Returns the config with `model` as a folder. Downloads the model, with `weights` or without,
+    unless the cache has it, with a progress bar in a terminal. By default clients use the model's
+    name.
 
     Raises:
         ConfigError: the Hub cannot be reached, or lacks the model or refuses access to it.

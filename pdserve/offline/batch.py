@@ -156,7 +156,7 @@ async def _line(server: Server, item: Item) -> dict[str, object]:
 
 
 def _forbids_line(answer: Answer) -> bool:
-    """Returns whether the line's path alone is not for this key, such as one for operators."""
+    """Returns whether the key lacks permission only for this line's path, e.g. an operator's."""
     error = answer.body.get("error") if isinstance(answer.body, dict) else None
     return isinstance(error, dict) and error.get("code") == "permission_denied"
 

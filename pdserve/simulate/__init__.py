@@ -1,2 +1,2 @@
-"""Replays request traces through the production placement, admission and scheduling, by a virtual
-clock: `pdserve simulate`, and `pdserve calibrate`, which measures how long things take."""
+"""Replays request traces through the production placement, admission and scheduling code on a
+virtual clock: `pdserve simulate`. `pdserve calibrate` measures the durations that it needs."""

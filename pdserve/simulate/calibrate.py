@@ -37,7 +37,7 @@ ONE_OF_EACH: dict[str, Any] = {
     "log_level": "warning",
     "peak_tflops": 1.0,  # not measured, since only metrics need it
     "peak_bandwidth": 1.0,
-    "share_cores": "off",  # an idle peer's cores would be there only while one node computes
+    "share_cores": "off",  # no idle peer's cores, which a busy cluster would not have
 }
 SHORT, LONG = 5, 21  # tokens of answers; the difference of their times is that of 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         CalibrateConfig,
         prog="pdserve calibrate",
         description="Start a prefill and a decode node here, measure how long their steps and the "
-        "hand-off take, and write it to --output for pdserve simulate. Nothing else should run "
-        "here meanwhile.",
+        "hand-off take, and write the durations to --output for pdserve simulate. Nothing else "
+        "should run on this host meanwhile.",
         argv=argv,
     )
     if config.output is None or not Path(config.output).resolve().parent.is_dir():
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Points:
-    """Says what is measured: lists of counts, checked."""
+    """The points to measure: checked lists of counts."""
 
     def __init__(self, config: CalibrateConfig) -> None:
         self.batch = _counts("--batch", config.batch)
@@ -188,12 +188,12 @@ def _decoded(output: RequestOutput) -> float:
 
 
 class _Asks:
-    """Asks for prompts of random tokens, whose first ones may have come before."""
+    """Sends prompts of random tokens; their prefixes may be cached."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._chance = random.Random(0)
-        self._known: dict[int, list[int]] = {}  # prompts that are cached, by length
+        self._known: dict[int, list[int]] = {}  # length → cached prompt
 
     def __call__(
         self, tokens: int, cached: int, choices: int = 1, max_tokens: int = 2
@@ -217,8 +217,8 @@ class _Asks:
 
 
 def _line(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns two points of the line through all of them (Theil and Sen: the median of slopes),
-    which does not fall: the hand-off's jitter is larger than what a few bytes take."""
+    """Returns two points of a non-decreasing line through all points (Theil-Sen: the median of
+    slopes): the hand-off's jitter exceeds the time for a few bytes."""
     slopes = [
         (two[1] - one[1]) / (two[0] - one[0])
         for one, two in product(points, points)

@@ -1,12 +1,12 @@
-"""How long steps and transfers take on some hardware: tables that `pdserve calibrate` measures.
+"""The durations of steps and transfers on some hardware: tables that `pdserve calibrate` measures.
 
-    prefill[tokens, cached]     a step that computes so many prompt tokens behind so many cached
-    decode[sequences, context]  a step that computes a token of so many sequences of this length
+    prefill[tokens, cached]     a step that computes `tokens` prompt tokens after `cached` ones
+    decode[sequences, context]  a step that decodes `sequences` sequences of `context` tokens
     transfer[bytes]             from the last KV computed to the decode node's first step
 
-Between the points of a table it is linear in each direction, and beyond them as between the last
-two. A step that does both takes as long as prefill of all its tokens, and what reading the context
-of the sequences adds.
+Values are interpolated linearly in each direction, and extrapolated from the last two points. A
+step with prompt chunks and decoding sequences takes as long as prefill of all its tokens, plus the
+time to read the sequences' context.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgspec
 
 from pdserve.common.core.errors import ConfigError
 
-LEAST = 1e-6  # seconds of a step
+LEAST = 1e-6  # seconds; no step is shorter
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file's content. Tables are rows of their arguments and seconds."""
+    """The file's content. A table's rows have its arguments and the seconds."""
 
     model: str
     device: str
@@ -46,7 +46,7 @@ _decoder = msgspec.json.Decoder(Calibration)
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises ConfigError: the file is missing, or not what `pdserve calibrate` writes."""
+    """Reads the file; raises ConfigError if `pdserve calibrate` did not write it."""
     try:
         found = _decoder.decode(path.read_bytes())
         Times(found)
@@ -58,8 +58,8 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def linear(tokens_per_s: float, step_s: float = 0.02) -> Calibration:
-    """Returns the times of a node that computes so many prompt tokens a second, whose decode steps
-    all take the same, and that hands over in no time."""
+    """Returns a calibration of a node that prefills `tokens_per_s`, whose decode steps all take
+    `step_s` seconds, and whose hand-off takes no time."""
     return Calibration(
         model="linear",
         device="none",
@@ -71,7 +71,7 @@ def linear(tokens_per_s: float, step_s: float = 0.02) -> Calibration:
 
 
 class Line:
-    """A function of one number, linear between points."""
+    """A function of one argument, linear between points."""
 
     def __init__(self, points: dict[float, float]) -> None:
         self.xs = sorted(points)
@@ -87,7 +87,7 @@ class Line:
 
 
 class Grid:
-    """A function of two numbers: a `Line` of the second one for each point of the first."""
+    """A function of two arguments: a `Line` over the second for each point of the first."""
 
     def __init__(self, rows: Sequence[tuple[float, float, float]]) -> None:
         points: dict[float, dict[float, float]] = {}
@@ -113,20 +113,20 @@ class Work:
     """The work of one step."""
 
     chunk_tokens: int = 0  # prompt tokens computed
-    chunk_cached: int = 0  # of their sequences, before them; weighted by tokens
-    sequences: int = 0  # that decode
-    context: int = 0  # their tokens
+    chunk_cached: int = 0  # cached tokens before them, averaged with the tokens as weights
+    sequences: int = 0  # decoding sequences
+    context: int = 0  # their tokens in total
 
 
 class Times:
-    """Says how long things take, by a calibration."""
+    """Computes durations from a calibration."""
 
     def __init__(self, calibration: Calibration, speed: float = 1.0) -> None:
         """`speed`: how many times as fast this node computes. Raises ValueError: a table is empty,
         or a number cannot be."""
         rows = (*calibration.prefill, *calibration.decode, *calibration.transfer)
         if any(not (0 <= number < float("inf")) for row in rows for number in row):
-            raise ValueError("a table has a negative number, or one that is none")
+            raise ValueError("a table has a negative or non-finite number")
         if not calibration.transfer:
             raise ValueError("a table is empty")
         own = (calibration.prefill_beside, calibration.decode_beside)
@@ -142,7 +142,7 @@ class Times:
         self._bytes_per_token = calibration.kv_bytes_per_token
 
     def step(self, work: Work) -> float:
-        """Returns seconds."""
+        """Returns the seconds that a step takes."""
         seconds = 0.0
         if work.sequences:
             mean = work.context / work.sequences
@@ -160,9 +160,9 @@ class Times:
 
     @property
     def hand_over(self) -> float:
-        """The seconds that a transfer takes besides moving bytes."""
+        """The seconds of a transfer besides moving bytes."""
         return self._transfer(0)
 
     def move(self, num_tokens: int) -> float:
-        """Returns the seconds in which the KV of so many tokens is moved."""
+        """Returns the seconds to move the KV of `num_tokens` tokens."""
         return max(0.0, self._transfer(num_tokens * self._bytes_per_token) - self._transfer(0))

@@ -1,7 +1,7 @@
 """An event loop whose time jumps to the next timer instead of waiting for it.
 
-Production code that reads the loop's clock, or is given it, runs unchanged, and as fast as it can.
-Nothing on such a loop may wait for another thread, process or socket.
+Production code that reads the loop's clock, or gets it as an argument, runs unchanged and without
+waiting. Nothing on such a loop may wait for another thread, process or socket.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class _Jump(selectors.SelectSelector):
-    """Waits by moving the clock."""
+    """A selector that advances the clock instead of waiting."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("the simulation waits for something that never comes")
+            raise RuntimeError("the simulation waits for an event that never happens")
         self.now += timeout
         return []
 
@@ -38,7 +38,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
-    """Runs the coroutine to its end on a loop of its own."""
+    """Runs the coroutine to its end on a new VirtualLoop."""
 
     async def call() -> T:
         return await main()

@@ -1,10 +1,10 @@
-"""A router and its nodes under a virtual clock.
+"""A router and its nodes on a virtual clock.
 
     arrival ─▶ Admission.slot ─▶ NodeSelector.decode ─▶ blocks reserved ─▶ NodeSelector.prefill
-            ─▶ prefill steps; what they compute is moved meanwhile ─▶ landed ─▶ decode steps
+            ─▶ prefill steps; their KV is moved meanwhile ─▶ KV complete ─▶ decode steps
 
-What places, admits and schedules is production code. Nodes do not fail, and heartbeats come on
-time.
+Placement, admission and scheduling are production code. Nodes do not fail, and heartbeats arrive
+on time.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from pdserve.simulate.workloads import BLOCK, Arrival
 ROLES: dict[str, int] = {"P": pb.ROLE_PREFILL, "D": pb.ROLE_DECODE, "B": pb.ROLE_BOTH}
 _LAYOUT = re.compile(r"(\d+)([PDB])(?:@(\d+(?:\.\d+)?))?\+?")
 MOST_NODES = 512
-_GROUP = KVGroup((0,), 1, 1)  # the shape of the KV does not matter
+_GROUP = KVGroup((0,), 1, 1)  # the KV's shape does not matter here
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Describes what is simulated."""
+    """The settings of a simulation."""
 
-    layout: str  # as `read_layout`
+    layout: str  # parsed by `read_layout`
     calibration: Calibration
     policies: Mapping[int, Policy]  # by role
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    num_blocks: int = 10_000  # of a node
+    num_blocks: int = 10_000  # per node
     block_size: int = BLOCK
     event_delay: float = 0.0  # seconds until the router hears what a node has cached
     host_cores: float = 0.0  # of the one host that all nodes are on; 0: each has cores of its own
@@ -70,23 +70,27 @@ class Setup:
 
 
 def read_layout(text: str) -> list[tuple[int, float]]:
-    """Reads `2P3D`, `1P+1P@0.5+2D` or `4B`: how many nodes of which role, and how many times as
-    fast as the calibration they are. Returns a role and a speed for each node.
+    """Parses `2P3D`, `1P+1P@0.5+2D` or `4B`: counts of nodes by role, and after @ their speed
+    relative to the calibration. Returns (role, speed) per node.
 
     Raises:
-        ConfigError: it is not of that form, or cannot serve.
+        ConfigError: the text has another form, or the layout cannot serve.
     """
     nodes = _read_nodes(text)
     roles = {role for role, _ in nodes}
     if pb.ROLE_BOTH not in roles and not {pb.ROLE_PREFILL, pb.ROLE_DECODE} <= roles:
-        raise ConfigError(f"--layout {text}: it takes prefill and decode nodes, or ones of both")
+        raise ConfigError(
+            f"--layout {text}: it needs prefill and decode nodes, or nodes of both roles"
+        )
     return nodes
 
 
 def _read_nodes(text: str) -> list[tuple[int, float]]:
     found = list(_LAYOUT.finditer(text))
     if not found or "".join(each[0] for each in found) != text or text.endswith("+"):
-        raise ConfigError(f"--layout {text}: write nodes and roles, as 2P3D, 1P+1P@0.5+2D or 4B")
+        raise ConfigError(
+            f"--layout {text}: write counts and roles, such as 2P3D, 1P+1P@0.5+2D or 4B"
+        )
     parts = [(int(each[1]), ROLES[each[2]], float(each[3] or 1)) for each in found]
     if sum(part[0] for part in parts) > MOST_NODES or any(part[2] == 0 for part in parts):
         raise ConfigError(f"--layout {text}: at most {MOST_NODES} nodes, and none of speed 0")
@@ -103,11 +107,11 @@ def _host(setup: Setup) -> Host | None:
 
 
 def _ignore(num_tokens: int) -> None:
-    """Takes no notice of what is computed."""
+    """Ignores computed tokens."""
 
 
 class Cluster:
-    """Serves arrivals. It is made on the loop whose clock it runs by."""
+    """Serves arrivals. Create it on the loop whose clock it uses."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -177,7 +181,7 @@ class Cluster:
     # ---- requests ---------------------------------------------------------------------------
 
     async def serve(self, arrivals: Iterable[Arrival]) -> Outcome:
-        """Serves all arrivals, each at its time; returns when the last one is answered."""
+        """Serves each arrival at its time; returns when the last one is answered."""
         beating = self._loop.create_task(self._heartbeats())
         joining = self._loop.create_task(self._join())
         began = self.now()
@@ -210,7 +214,7 @@ class Cluster:
             self._answered.append(answered)
 
     async def _answer(self, placement: PlacementRequest, arrival: Arrival, ask: Ask) -> Answered:
-        """Returns the figures of a request that has a slot (`router.requests.attempt`)."""
+        """Serves a request that has a slot, like `router.requests.attempt`; returns its figures."""
         node, path = await self._selector.decode(placement)
         if path is PromptPath.TRANSFERRED:
             first, ended = await self._apart(placement, arrival, ask, node)
@@ -226,7 +230,7 @@ class Cluster:
     async def _apart(
         self, placement: PlacementRequest, arrival: Arrival, ask: Ask, decode: Node
     ) -> tuple[float, float]:
-        """Returns when the first token came and when the last."""
+        """Returns the times of the first and the last token."""
         engine = self._nodes[decode].engine
         with self._in_flight(placement, decode, False):
             job = self._job(arrival, decode, remote=True)
@@ -247,7 +251,7 @@ class Cluster:
         remote: Job,
         decode: Node,
     ) -> float:
-        """Returns when the first token came, once the decode node has the KV."""
+        """Returns the time of the first token, once the decode node has all KV."""
         prefill = await self._selector.prefill(placement, decode)
         assert prefill is not None, "all pairs fit"
         source = self._nodes[prefill]
@@ -274,12 +278,12 @@ class Cluster:
         remote: bool = False,
         on_computed: Callable[[int], None] | None = None,
     ) -> Job:
-        """Begins the request's work on a node."""
+        """Starts the request's job on a node."""
         prefills, seq_id = node.info.role == pb.ROLE_PREFILL, next(self._seq_ids)
         sequence = EngineSequence(
             seq_id,
             SamplingParams(max_tokens=1 if prefills else arrival.output_tokens, ignore_eos=True),
-            [seq_id] * arrival.num_tokens,  # no other's, where the trace has no hashes
+            [seq_id] * arrival.num_tokens,  # unique tokens if the trace has no hashes
             arrival.num_tokens,
             client=arrival.client,
             remote=remote,

@@ -1,10 +1,10 @@
-"""A node's engine under a virtual clock: the production scheduler and KV pool, steps that take as
-long as a calibration says, and tokens that are all alike.
+"""A node's engine on a virtual clock: the production scheduler and KV pool, steps that take as long
+as a calibration says, and dummy tokens.
 
-    admit → schedule → (time passes) → computed, sampled          as `common.engine.core`
+    admit → schedule → (time passes) → computed, sampled          as in `common.engine.core`
 
-Where all that runs decodes and nothing waits, the next steps are alike until a sequence ends. They
-are computed as one, which whatever comes meanwhile cuts short at the end of a step.
+While all running sequences decode and none waits, consecutive steps are equal until a sequence
+ends. They are simulated as one run; an arrival ends the run after the current step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pdserve.simulate.calibration import Times, Work
 from pdserve.simulate.host import Host, Turn
 
 _FIRST = SampledToken(0)
-MOST_TOKENS = 2**31  # a trace's prompts all fit their model
-MOST_STEPS = 64  # computed as one, since each sequence takes the blocks for them first
+MOST_TOKENS = 2**31  # larger than any prompt of a trace
+MOST_STEPS = 64  # steps per run, because their blocks are allocated first
 
 
 def _future() -> asyncio.Future[Any]:
@@ -34,19 +34,19 @@ def _future() -> asyncio.Future[Any]:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A sequence on an engine, and what is told of it."""
+    """A sequence on an engine, and its progress."""
 
     sequence: Sequence
     on_computed: Callable[[int], None]
     admitted: asyncio.Future[None] = field(default_factory=_future)
-    first: asyncio.Future[float] = field(default_factory=_future)  # when
-    ended: asyncio.Future[float] = field(default_factory=_future)  # when
-    last: float = 0.0  # when it had its last token; the caller sets it if that was elsewhere
+    first: asyncio.Future[float] = field(default_factory=_future)  # time of the first token
+    ended: asyncio.Future[float] = field(default_factory=_future)  # time of the last token
+    last: float = 0.0  # time of its latest token; set by the caller for another node's
 
 
 @dataclass(slots=True)
 class _Run:
-    """Steps in flight that are alike."""
+    """A run of equal steps in flight."""
 
     batch: StepDelta
     begun: float
@@ -56,7 +56,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Computes jobs."""
+    """Computes jobs in virtual time."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SimulatedEngine:
         host: Host,
         on_gap: Callable[[float, int], None],
     ) -> None:
-        """`on_gap` hears that so many tokens came so many seconds after the one before."""
+        """`on_gap(seconds, count)`: `count` tokens came `seconds` after the token before."""
         self.scheduler = scheduler
         self._host = host
         self.computed_tokens = 0  # of prompts
@@ -83,13 +83,13 @@ class SimulatedEngine:
             self._changed()
 
     def activate(self, job: Job) -> None:
-        """Starts decoding a remote sequence whose KV has come, after its first token."""
+        """Starts decoding a remote sequence whose KV has arrived, after its first token."""
         self.scheduler.activate(job.sequence, _FIRST)
         self._check(job, self._loop.time())
         self._changed()
 
     def release(self, job: Job) -> None:
-        """Frees the blocks of a job that has ended, or is remote."""
+        """Frees the blocks of a job that has ended or is remote."""
         del self._jobs[job.sequence.seq_id]
         self.scheduler.release(job.sequence)
         if self._admit():
@@ -102,13 +102,13 @@ class SimulatedEngine:
         found = self.scheduler.admit()
         for sequence in found:
             job = self._jobs[sequence.seq_id]
-            if not job.admitted.done():  # it was not preempted
+            if not job.admitted.done():  # admitted for the first time
                 job.admitted.set_result(None)
             job.on_computed(sequence.num_computed)
         return not all(each.remote for each in found)
 
     def _changed(self) -> None:
-        """Begins a step, or has the steps in flight end with the present one."""
+        """Starts a step, or ends the run in flight after its current step."""
         run = self._run
         if run is None:
             self._begin()
@@ -134,7 +134,7 @@ class SimulatedEngine:
         self._run = _Run(batch, self._loop.time(), seconds, steps, turn)
 
     def _steps_alike(self, work: Work) -> int:
-        """Returns how many steps are like this one, and takes the blocks for them."""
+        """Returns how many steps equal this one, and allocates their blocks."""
         running = self.scheduler.running
         if work.sequences < len(running):
             return 1

@@ -26,14 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         SimulateConfig,
         prog="pdserve simulate",
         description="Replay a trace of requests through the production admission, placement and "
-        "scheduling on nodes of a layout, by a virtual clock and the times that pdserve calibrate "
-        "has measured. An hour takes seconds. Prints a table.",
+        "scheduling code on a layout of nodes, on a virtual clock, with the durations that pdserve "
+        "calibrate has measured. An hour takes seconds. Prints a table.",
         argv=argv,
     )
     if config.trace is None or config.calibration is None:
-        raise ConfigError(
-            "--trace and --calibration are needed: the requests, and how long they take"
-        )
+        raise ConfigError("--trace (the requests) and --calibration (the durations) are required")
     if config.json and not Path(config.json).resolve().parent.is_dir():
         raise ConfigError(f"--json {config.json}: its folder does not exist")
     row = run(config)
@@ -47,7 +45,7 @@ def run(config: SimulateConfig) -> dict[str, Any]:
     """Returns the figures of the run, by name.
 
     Raises:
-        ConfigError: a file is not what it must be, or an option's value cannot be.
+        ConfigError: a file cannot be read, or an option's value is invalid.
     """
     assert config.trace is not None and config.calibration is not None
     read_layout(config.layout)

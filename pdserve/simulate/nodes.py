@@ -1,4 +1,4 @@
-"""A node under a virtual clock, as the router sees it, and what moves from one to another."""
+"""Nodes on a virtual clock as the router sees them, and the KV transfers between them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class HashedBlocks:
 
 
 class SimulatedNode:
-    """A node's engine; it tells the router's index what it caches (`CacheListener`)."""
+    """A node's engine, which reports its KV events to the router's index (`CacheListener`)."""
 
     def __init__(
         self, node: Node, engine: SimulatedEngine, index: PrefixIndex, event_delay: float
     ) -> None:
         self.node = node
         self.engine = engine
-        self.link_free = 0.0  # when what it sends is sent
+        self.link_free = 0.0  # time at which its outgoing link is free
         self._index, self._place = index, (node, 0)
         self._delay = event_delay
         self._untold = deque[tuple[Callable[[Hashable, Iterable[int]], object], list[int]]]()
@@ -58,12 +58,12 @@ class SimulatedNode:
             self._tell()
 
     def _tell(self) -> None:
-        """Tells the router of the oldest event."""
+        """Reports the oldest pending event to the router."""
         change, hashes = self._untold.popleft()
         change(self._place, hashes)
 
     def load(self) -> pb.NodeLoad:
-        """Makes its report, as `common.node.load` does."""
+        """Builds the load report, like `common.node.load`."""
         scheduler = self.engine.scheduler
         free = scheduler.pool.num_blocks - scheduler.pool.num_held
         return pb.NodeLoad(
@@ -80,22 +80,22 @@ class SimulatedNode:
 
 
 class Stream:
-    """A prompt's KV on its way: what each step computes is moved while the next one computes."""
+    """The transfer of a prompt's KV: each step's KV moves while the next step computes."""
 
     def __init__(
         self, source: SimulatedNode, times: Times, num_cached: int, now: Callable[[], float]
     ) -> None:
-        """`num_cached`: tokens that the decode node has."""
+        """`num_cached`: tokens in the decode node's prefix cache."""
         self._source, self._times, self._now = source, times, now
         self._moved = num_cached
 
     def computed(self, num_tokens: int) -> None:
-        """Notes that so many of the prompt's tokens have their KV."""
+        """Records that the KV of the first `num_tokens` tokens is computed."""
         source, new = self._source, max(0, num_tokens - self._moved)
         source.link_free = max(source.link_free, self._now()) + self._times.move(new)
         self._moved += new
 
     @property
     def landing(self) -> float:
-        """When the decode node can begin."""
+        """The time at which the decode node has all KV."""
         return self._source.link_free + self._times.hand_over

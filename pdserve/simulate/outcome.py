@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that was answered; moments in seconds."""
+    """An answered request; times in seconds."""
 
     arrived: float
-    first: float  # its first token
-    ended: float  # its last token
-    num_tokens: int  # of its answer
+    first: float  # time of the first token
+    ended: float  # time of the last token
+    num_tokens: int  # generated tokens
 
     @property
     def ttft(self) -> float:
@@ -23,7 +23,7 @@ class Answered:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first."""
+        """Seconds per token after the first."""
         return (self.ended - self.first) / max(1, self.num_tokens - 1)
 
 
@@ -33,24 +33,24 @@ class Outcome:
 
     answered: tuple[Answered, ...]
     refused: dict[str, int]  # by code
-    gaps: tuple[tuple[float, int], ...]  # seconds between two tokens, and how many such; ascending
-    hit_ratio: float  # of all prompt tokens those that were cached where they were computed
+    gaps: tuple[tuple[float, int], ...]  # (seconds between two tokens, count), ascending
+    hit_ratio: float  # share of prompt tokens found in the prefix cache
     imbalance: float  # prompt tokens computed by the busiest node, over the mean
 
     @property
     def ttft(self) -> list[float]:
-        """Ascending."""
+        """The TTFTs in seconds, ascending."""
         return sorted(each.ttft for each in self.answered)
 
     def good(self, slo_ttft: float, slo_itl: float) -> int:
-        """Returns how many answers kept both; a limit of 0 is none."""
+        """Returns how many answers met both limits (0: no limit)."""
         return sum(
             (not slo_ttft or each.ttft <= slo_ttft) and (not slo_itl or each.tpot <= slo_itl)
             for each in self.answered
         )
 
     def row(self, slo_ttft: float = 0.0, slo_itl: float = 0.0) -> dict[str, Any]:
-        """Returns the figures by name; None: there is no such figure."""
+        """Returns name → figure, None if it does not exist."""
         ttft, answered = self.ttft, self.answered
         begun = min((each.arrived for each in answered), default=0.0)
         lasted = max((each.ended for each in answered), default=0.0) - begun

@@ -1,10 +1,10 @@
 """Reads request traces.
 
-.jsonl      Mooncake's (timestamp in ms, input_length, output_length, hash_ids), or of
-            {"time": s, "input_length": n, "output_length": m} and, if you like, hash_ids,
-            session, client, priority
+.jsonl      Mooncake's (timestamp in ms, input_length, output_length, hash_ids), or
+            {"time": s, "input_length": n, "output_length": m} with optional hash_ids, session,
+            client and priority
 .csv.gz     ours: Mooncake's, with runs of hash ids like `0-13 40`
-.csv        Azure's (TIMESTAMP, ContextTokens, GeneratedTokens), whose prompts share nothing
+.csv        Azure's (TIMESTAMP, ContextTokens, GeneratedTokens), whose prompts share no prefixes
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from pdserve.common.core.errors import ConfigError
 from pdserve.simulate.workloads import BLOCK, Arrival, hash_of
 
-MOST_TOKENS = 10_000_000  # of a prompt
+MOST_TOKENS = 10_000_000  # per prompt
 
 
 class Line(msgspec.Struct):
@@ -42,11 +42,11 @@ _decoder = msgspec.json.Decoder(Line)
 
 
 def read_trace(path: Path, most: int | None = None, block_size: int = BLOCK) -> list[Arrival]:
-    """Reads up to `most` arrivals, in the order of time. Those of one timestamp, which is coarse in
-    Mooncake's traces, are spread over the time until the next.
+    """Reads up to `most` arrivals, ordered by time. Arrivals with equal timestamps, which are
+    coarse in Mooncake's traces, are spread over the time until the next timestamp.
 
     Raises:
-        ConfigError: the file is missing, or a line is not what it must be.
+        ConfigError: the file is missing, or a line is invalid.
     """
     read = next((READERS[end] for end in READERS if path.name.endswith(end)), None)
     if read is None:
@@ -79,9 +79,9 @@ def _spread(arrivals: list[Arrival]) -> list[Arrival]:
 def _arrival(time: float, line: Line, block_size: int) -> Arrival:
     tokens, output = line.input_length, line.output_length
     if not (0 < tokens <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
-        raise ValueError(f"{tokens} tokens in and {output} out cannot be")
+        raise ValueError(f"input_length {tokens} or output_length {output} is out of range")
     if not abs(time) < 1e12:
-        raise ValueError(f"a time of {time} s cannot be")
+        raise ValueError(f"the time {time} s is out of range")
     blocks = [hash_of(each) for each in line.hash_ids[: tokens // block_size]]
     return Arrival(
         time, tokens, blocks, max(1, output), line.session, line.client, line.priority

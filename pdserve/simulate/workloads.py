@@ -1,4 +1,4 @@
-"""Workloads: prompts with their times, and made ones of some kinds."""
+"""Workloads: prompts with arrival times, and synthetic ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import count
 from pdserve.common.core.block_hash import BlockHash
 
 BLOCK = 512  # tokens of a block in Mooncake's traces
-_SPREAD = 0x9E3779B97F4A7C15  # odd: block numbers become hashes that fill 64 bits
+_SPREAD = 0x9E3779B97F4A7C15  # an odd factor, which spreads block numbers over 64 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and when it comes."""
+    """A request and its arrival time."""
 
     time: float  # seconds
-    num_tokens: int  # of its prompt
+    num_tokens: int  # prompt tokens
     blocks: Sequence[BlockHash]  # hashes of the prompt's full blocks
     output_tokens: int = 1
     session: str = ""
@@ -27,7 +27,7 @@ class Arrival:
 
 
 def hash_of(block: int) -> BlockHash:
-    """Returns a hash for a block of a number."""
+    """Returns the hash of block number `block`."""
     return ((block + 1) * _SPREAD & (1 << 64) - 1).to_bytes(16, "big")
 
 
@@ -38,8 +38,8 @@ def _hashes(blocks: Iterable[int]) -> list[BlockHash]:
 def shared_prompt(
     requests: int, per_s: float, shared: int = 8, own_tokens: int = 1024, seed: int = 0
 ) -> list[Arrival]:
-    """Makes prompts that all begin with the same `shared` blocks and go on with tokens of their
-    own, `own_tokens` on the average."""
+    """Makes prompts that share their first `shared` blocks, followed by `own_tokens` unique tokens
+    on average."""
     rng, fresh, time = random.Random(seed), count(1_000_000), 0.0
     arrivals = []
     for _ in range(requests):
@@ -53,7 +53,7 @@ def shared_prompt(
 def conversations(
     requests: int, per_s: float, turns: int = 6, turn_tokens: int = 1024, seed: int = 0
 ) -> list[Arrival]:
-    """Makes conversations: each prompt is an earlier one and another turn, or a new one."""
+    """Makes conversations: each prompt extends an earlier one by a turn, or is new."""
     rng, fresh, time = random.Random(seed), count(1_000_000), 0.0
     open_ones: list[list[int]] = []
     arrivals = []
@@ -71,7 +71,7 @@ def conversations(
 
 
 def burst(requests: int, shared: int = 1, own_tokens: int = 1024) -> list[Arrival]:
-    """Makes one prompt, and long after it many at once that begin with its `shared` blocks."""
+    """Makes one prompt and, much later, a burst of prompts that share its first blocks."""
     prefix = _hashes(range(shared))
     first = Arrival(0.0, shared * BLOCK, prefix)
     many = [Arrival(1000.0, shared * BLOCK + own_tokens, prefix) for _ in range(requests)]

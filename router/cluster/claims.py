@@ -2,11 +2,11 @@
 
     two routers, one key ─▶ the same COPIES nodes, by rendezvous hash, in the same order
         granted by all ─▶ this router makes the answer, and says where it is kept
-        in line at one ─▶ it waits there until it hears where the answer is kept, and joins it
+        in line at one ─▶ it waits there until it learns where the answer is kept, and joins it
 
-A claim lasts as long as its calls, so that of a router which dies falls to the next in line. A node
-that does not answer is passed over. So one node may come, go, or be unknown to one of the routers,
-and they still meet at another one; if they do not, each computes the same answer.
+A claim lasts as long as its calls, so the claim of a router that dies falls to the next in line. A
+node that does not answer is passed over. So one node may come, go, or be unknown to one of the
+routers, and they still meet at another node; if they do not, each computes the same answer.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def rank(key: bytes, node: Node) -> bytes:
 
 
 class Claim:
-    """One request's. `elsewhere` says what to do next, as often as it is asked."""
+    """One request's claim. Call `elsewhere` repeatedly; it returns what to do next."""
 
     def __init__(self, claims: Claims, key: AnswerKey, client: str) -> None:
         self._claims = claims
@@ -188,7 +188,7 @@ class Claim:
         await call.wait(min(left, PAUSE) if unknown else left)
 
     async def _no_node(self, until: float) -> bool:
-        """Waits for a node; whether there will be none."""
+        """Waits for a node; returns whether none will come."""
         try:
             async with asyncio.timeout(until - monotonic()):
                 await self._claims.wait_for_change()
@@ -198,12 +198,12 @@ class Claim:
 
 
 class ClaimCall:
-    """One node's word on a claim."""
+    """The claim's call to one node."""
 
     def __init__(self, channel: grpc.aio.Channel, node: Node, first: pb.ClaimRequest) -> None:
         self.node = node
         self.granted = False
-        self.news: pb.KeptAt | None = None  # where the job is kept, until that was tried
+        self.news: pb.KeptAt | None = None  # where the job is kept; None again once that was tried
         self.ended = False
         self._has_answered = False
         self._refusal: PdserveError | None = None
@@ -227,14 +227,14 @@ class ClaimCall:
             await self._stub.TellKept(request, timeout=TELL_TIMEOUT)
 
     async def answered(self) -> bool:
-        """Whether the node answers soon; else the call ends."""
+        """Returns whether the node answers in time; otherwise ends the call."""
         await self.wait(ANSWER_TIMEOUT)
         if not self._has_answered:
             self._end()
         return not self.ended
 
     async def wait(self, timeout: float) -> None:
-        """Until something has changed."""
+        """Waits for a change."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._changed.wait()

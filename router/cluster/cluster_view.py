@@ -39,7 +39,7 @@ class ClusterView:
         return Candidates(self._kinds.of_role(role), self.is_usable)
 
     def is_usable(self, node: Node) -> bool:
-        """Whether a node may get a request now."""
+        """Returns whether a node may get a request now."""
         return self.registry.is_alive(node) and node.load.healthy and node.breaker.allows()
 
     def pairs(self) -> Iterator[tuple[Node, Node]]:
@@ -86,7 +86,7 @@ class ClusterView:
         return bool(heard) and self.registry.now() - max(heard) >= STAND_IN_AFTER
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a new request could be served now, and the reason if not, or a remark."""
+        """Returns whether a new request could be served now, and a reason or a remark."""
         decodes = self.candidates(pb.ROLE_DECODE)
         if self.supplied(decodes, self.candidates(pb.ROLE_PREFILL)):
             return True, "ok"
@@ -158,7 +158,7 @@ class ClusterView:
         return f"{what} ({'; '.join(why)})" if why else what
 
     def _usable(self, role: int) -> Iterator[Node]:
-        """Yields the nodes of a role that may get a request now, in the order of their coming."""
+        """Yields the nodes of a role that may get a request now, in order of arrival."""
         return filter(self.is_usable, self._nodes(role))
 
     def _nodes(self, *roles: int) -> list[Node]:
@@ -184,7 +184,7 @@ class ClusterView:
         }
 
     def glance(self, node_id: str) -> dict[str, Any]:
-        """The node's state and load in short, as heard last; its id alone if it is not there."""
+        """The node's last reported state and load in short; only its id if it is not registered."""
         node = next((node for node in self.registry.nodes() if node.id == node_id), None)
         if node is None:
             return {"node_id": node_id, "state": "gone"}

@@ -43,7 +43,7 @@ class Cost(Policy):
 
     uses_prefixes = True
 
-    FADING = 60.0  # seconds in which what was given fades to a third
+    FADING = 60.0  # seconds in which given work fades to 1/e
     MOST_BUSY = 0.95
     ANSWER = 128  # tokens of an answer, where it has to be compared with a transfer
 
@@ -124,22 +124,22 @@ class NodeRates:
     MOST_NODES = 4096
 
     def __init__(self) -> None:
-        self._told: list[Rates] = []  # rates of the last `of`, as reported
+        self._reported: list[Rates] = []  # rates of the last `of`, as reported
         self._usual = self.UNKNOWN  # the (lower) median of each rate over those that measured it
-        self._taken: list[Rates] = []  # the credible rates of `_told`
+        self._rates: list[Rates] = []  # the credible rates of `_reported`
         self._turn = 0
         self._turns: dict[str, int] = {}  # by node, of its last prompt
 
     def of(self, nodes: Sequence[NodeState]) -> list[Rates]:
         """Returns the credible rates of each node, compared with the median of these nodes."""
-        told = [node.rates for node in nodes]
-        if told != self._told:  # else no node has reported since
-            self._told, self._usual = told, self._usual_of(told)
-            self._taken = list(map(self._credible, told))
+        reported = [node.rates for node in nodes]
+        if reported != self._reported:  # else no node has reported since
+            self._reported, self._usual = reported, self._usual_of(reported)
+            self._rates = list(map(self._credible, reported))
         turn, turns, since = self._turn, self._turns, self._turn - self.LONG
         return [
-            self._usual if turns.setdefault(node.id, turn) < since else taken
-            for node, taken in zip(nodes, self._taken, strict=True)
+            self._usual if turns.setdefault(node.id, turn) < since else rates
+            for node, rates in zip(nodes, self._rates, strict=True)
         ]
 
     def one(self, node: NodeState) -> Rates:
@@ -174,7 +174,7 @@ def _measured_or(rate: float, other: float) -> float:
 
 
 class Sessions:
-    """Which node had a session's last prompt."""
+    """Remembers which node had a session's last prompt."""
 
     MOST = 65_536  # sessions, the latest ones
 

@@ -53,7 +53,7 @@ class AwakeClock:
             await asyncio.sleep(TICK)
 
     def stood_still(self) -> bool:
-        """Whether a standstill has just ended. Peers may have given this process up, and its timers
+        """Whether a standstill has just ended. Peers may have dropped this process, and its timers
         have expired, though only the process itself was late. This needs `run`."""
         return self() - self._woke < AFTER_STANDSTILL
 
@@ -84,7 +84,7 @@ class CircuitBreaker:
         return BreakerState.HALF_OPEN if self._trial else BreakerState.OPEN
 
     def allows(self) -> bool:
-        """Whether a request may be sent to the node now."""
+        """Returns whether a request may be sent to the node now."""
         if self._opened_at is None:
             return True
         return not self._trial and self._now() - self._opened_at >= self._cooldown
@@ -130,12 +130,12 @@ class LinkBreakers:
         self._suspects: set[str] = set()  # the decode nodes of `_broken`
 
     def allows(self, prefill: str, decode: str) -> bool:
-        """Whether a request may be given to this pair now."""
+        """Returns whether a request may use this pair now."""
         link = self._broken.get((prefill, decode))
         return link is None or self._now() >= link.until
 
     def allows_all(self, decode: str) -> bool:
-        """Whether no link to this decode node has failed of late."""
+        """Returns whether no link to this decode node has failed lately."""
         return decode not in self._suspects
 
     def begun(self, prefill: str, decode: str) -> None:
@@ -194,8 +194,8 @@ OLDER = "other reasons, of which the text is no longer kept"
 
 class Refusals:
     """Counts refusals of nodes, by the last `MAX_REFUSALS` reasons; older ones are counted
-    together. Anyone who reaches the registry's port can add some, so a reason is only text for
-    people."""
+    together. Anyone who reaches the registry's port can add reasons, so they are only text for
+    humans."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -20,7 +20,7 @@ LOST_CODES = frozenset(
         "ENGINE_STALLED",
     }
 )
-# A transfer's errors that are the link's between two nodes, and neither node's.
+# Transfer errors caused by the link between two nodes, not by either node.
 LINK_CODES = frozenset({"PEER_LOST", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR"})
 # The node can serve other requests after these errors.
 SOUND_CODES = frozenset({"SEQUENCE_FAILED", "ADAPTER_NOT_LOADED"})

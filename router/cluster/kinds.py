@@ -1,8 +1,8 @@
-"""Nodes in order, so that placement looks at a few of them and not at all.
+"""Nodes sorted by load and by id, so that placement looks at a few of them instead of all.
 
 Nodes of one *kind* have the same role, KV layout and connectors, so they pair with the same
-others. Within a kind the nodes that are up are kept sorted by load and by id. Whoever changes a
-node's load, or whether it is up, calls `Kinds.changed`.
+others. Within a kind the nodes that are up are kept sorted by load and by id. Code that changes
+a node's load, or whether it is up, must call `Kinds.changed`.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class Kind:
         return (node for _, node in entries)
 
     def __contains__(self, node: Node) -> bool:
-        """Whether the node is one of them and up."""
+        """Returns whether the node is of this kind and up."""
         return self._ranks.get(node) is not None
 
     def fits(self, other: Kind) -> bool:
-        """Whether a node of this kind and one of the other can pair: they have the same KV layout
-        and a connector in common."""
+        """Returns whether nodes of the two kinds can pair: they have the same KV layout and a
+        connector in common."""
         same_kv = self.fingerprint == other.fingerprint
         return same_kv and not self._connectors.isdisjoint(other._connectors)
 
@@ -185,7 +185,7 @@ class Candidates:
         return _merged(turns, lambda node: (node.id <= after, node.id))
 
     def where(self, fits: Callable[[Node], bool]) -> Candidates:
-        """Returns the nodes for which it is so."""
+        """Returns the nodes for which the condition holds."""
         return Candidates(self.kinds, lambda node: self.fits(node) and fits(node))
 
     def of_kinds(self, kinds: Iterable[Kind]) -> Candidates:

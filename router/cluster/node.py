@@ -1,4 +1,4 @@
-"""One node as this router sees it, and which two of them fit."""
+"""One node as this router sees it, and the check whether two nodes pair."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Node:
     # ---- when and whether it is asked for its health; `probe_nodes` writes these
     look_at: float = 0.0
     probing: bool = False
-    missed: int = 0  # answers in a row that did not come
-    # ---- what it read of a report; `rates` writes it
+    missed: int = 0  # consecutive missing answers
+    # ---- the parsed rates of the last report; `rates` writes them
     told: tuple[pb.NodeLoad | None, Rates] = (None, NOT_MEASURED)
     id: str = field(init=False)  # it stays when the node describes itself anew
     # ---- `info` as JSON; `ClusterView` writes it
@@ -90,7 +90,7 @@ class Node:
 
     @property
     def rates(self) -> Rates:
-        """How fast a replica is, by its report; what cannot be counts as not measured."""
+        """The rates of a replica, by its report; impossible values count as not measured."""
         if self.told[0] is not self.load:
             self.told = self.load, _credible(self.load.rates)
         return self.told[1]
@@ -102,18 +102,18 @@ class Node:
 
     @property
     def last_heard(self) -> float:
-        """The time when it last served: its heartbeats may come though it does not answer."""
+        """The time of its last answer. (Heartbeats may arrive although it does not answer.)"""
         return min(self.last_seen, self.last_answer) if self.unreachable else self.last_seen
 
     @property
     def is_up(self) -> bool:
-        """Whether it may get requests as far as events say. `ClusterView.is_usable` also asks the
+        """Whether events allow it to get requests. `ClusterView.is_usable` also asks the
         clock and the breaker."""
         return not (self.lost or self.silent or self.unreachable) and self.load.healthy
 
     @property
     def clock_off(self) -> str:
-        """Its clock's difference, and what to do; empty if the clock is right."""
+        """The difference of its clock, and the fix; empty if the clock is right."""
         if not self.skew:
             return ""
         way = "ahead of" if self.skew > 0 else "behind"

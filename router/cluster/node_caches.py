@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY, LAST_RETRY = 0.5, 30.0  # seconds between two subscriptions, doubled each time
 SETTLED = 60.0  # seconds after which the next retry is a first one
-PERIOD = 1.0  # seconds between two looks at which nodes there are
+PERIOD = 1.0  # seconds between two checks for registered nodes
 
 
 class Doubtful(Exception):
-    """A node's events cannot be right. Its text is the reason, as metrics have it."""
+    """A node's events are inconsistent. The text is the reason, as a metric's label."""
 
 
 class NodeCaches:
@@ -80,7 +80,7 @@ class NodeCaches:
 
     @property
     def wanted(self) -> bool:
-        """Whether there are roles to follow."""
+        """Whether some role's policy uses the caches."""
         return bool(self._roles)
 
     async def run(self) -> None:

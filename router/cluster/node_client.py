@@ -62,8 +62,8 @@ class NodeClient:
         return ticket
 
     async def finish_choice(self, choice: int) -> None:
-        """Tells a decode node that no more of a choice is wanted. One that does not get this does
-        no harm."""
+        """Tells a decode node that a choice has ended. Without this message the node only does
+        unnecessary work."""
         stub = pb_grpc.DecodeStub(self._channel)
         request = pb.FinishChoiceRequest(request_id=self._request_id, choice=choice)
         try:
@@ -93,7 +93,7 @@ class NodeCall:
         self._cancel()
 
     def fail(self, error: Exception) -> None:
-        """It is of no use any more: whoever waits for it gets this error. The first one counts."""
+        """Ends the call: its waiters get this error. Only the first error counts."""
         raise NotImplementedError
 
     def _cancel(self) -> None:
@@ -158,7 +158,7 @@ class PrefillCall(NodeCall):
             if self._lost is not None:
                 raise self._lost from None
             raise
-        if event is None:  # gRPC's word for bytes that do not parse
+        if event is None:  # gRPC's value for bytes that do not parse
             raise protocol_error(self._node.role, "a reply does not parse")
         self.connected = True
         return None if event is EOF else event
@@ -185,7 +185,7 @@ class DecodeCall(NodeCall):
             self.fail(error)
 
     def finish(self) -> None:
-        """Every choice has finished."""
+        """Notes that every choice has finished."""
         if not self._outcome.done():
             self._outcome.set_result(None)
 
@@ -229,29 +229,29 @@ class DecodeCall(NodeCall):
             self._failing.cancel()
 
     def _run_ended(self, _: object) -> None:
-        """Before the job: most likely it has failed."""
+        """`Run` ended before the job's `Ended` event, so it most likely failed."""
         if not self._outcome.done():
             self._failing = asyncio.create_task(self._learn())
 
     async def _learn(self) -> None:
-        """Learns how `Run` has ended. That it ended well says nothing: the job's end comes on the
+        """Waits for the outcome of `Run`. Success decides nothing: the job's end comes on the
         stream."""
         try:
             with self._typed_errors():
                 response = await self._call
-            if response is None:  # gRPC's word for bytes that do not parse
+            if response is None:  # gRPC's value for bytes that do not parse
                 raise protocol_error(self._node.role, "a reply does not parse")
         except PdserveError as error:
             self.fail(error)
 
 
 def is_connected(channel: grpc.aio.Channel) -> bool:
-    """Whether the channel is connected; if not it begins to connect."""
+    """Returns whether the channel is connected; if not, it starts to connect."""
     return channel.get_state(True) is grpc.ChannelConnectivity.READY
 
 
 def call_error(error: grpc.aio.AioRpcError, node: Node, connected: bool) -> PdserveError:
-    """The typed error behind a call that failed; `connected`: the node was there."""
+    """Returns the typed error of a failed call; `connected`: the node had been reached."""
     known = from_rpc_error(error, Blame(node.role))
     if known.code == "PEER_LOST" and not connected:
         known = NodeError(known.message, code="UNREACHABLE", blame=Blame(node.role))

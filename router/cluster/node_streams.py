@@ -38,7 +38,7 @@ class Receiver(Protocol):
     def take(self, event: StepEvent) -> None: ...
 
     def fail(self, error: PdserveError) -> None:
-        """Nothing more comes."""
+        """Notes that no more events will come."""
 
 
 class NodeStreams:
@@ -71,7 +71,7 @@ class NodeStreams:
 
 
 class NodeStream:
-    """One node's, from its opening to its end."""
+    """One node's event stream, from its opening to its end."""
 
     def __init__(self, channels: Channels, node: Node) -> None:
         self.name = secrets.token_hex(16)
@@ -79,10 +79,10 @@ class NodeStream:
         self._jobs: dict[int, Receiver] = {}
         self._numbers = itertools.count(1)
         channel = channels.get(node.info.address)
-        self.connected = is_connected(channel)  # or has been
+        self.connected = is_connected(channel)  # or has been connected
         self._call = pb_grpc.DecodeStub(channel).Events(pb.EventsRequest(stream=self.name))
         self.ended = False
-        # It is no part of the request that comes first.
+        # An empty context: the task does not belong to the first request.
         self.reading = asyncio.create_task(self._read(), context=Context())
 
     @contextmanager
@@ -95,7 +95,7 @@ class NodeStream:
             self._jobs.pop(number, None)
 
     async def _read(self) -> None:
-        """Until the stream ends, for whatever reason, which every job on it hears."""
+        """Reads until the stream ends, and reports the reason to every job on it."""
         error: PdserveError = self._lost("stopped")
         try:
             await self._deliver_all()
@@ -122,7 +122,7 @@ class NodeStream:
             message = await self._call.read()
             if message is EOF:
                 return
-            if message is None:  # gRPC's word for bytes that do not parse
+            if message is None:  # gRPC's value for bytes that do not parse
                 raise self._nonsense("a message of the stream does not parse")
             if message.number != number:
                 raise self._nonsense(f"message {message.number} came as {number}")

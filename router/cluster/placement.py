@@ -48,10 +48,10 @@ class PlacementRequest:
     avoid: Collection[str]  # ids of nodes that have failed it
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
-    session: str = ""  # of its client's; "": none is known
+    session: str = ""  # the client's session; "": unknown
     waiting: Callable[[str], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
-    # `RolePolicy` writes these: who has its blocks, once somebody has asked; and views by role.
+    # `RolePolicy` writes these: the nodes that have its blocks, once looked up; and views by role.
     matched: list[Mapping[Node, int]] = field(default_factory=list)
     views: dict[int, PolicyRequest] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ def load_policies(config: RoutingConfig) -> dict[int, Policy]:
 
 
 class RolePolicy:
-    """The policy for the nodes of one role. Whatever it does, a node that fits is found."""
+    """The policy for the nodes of one role. If the policy fails, load decides."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class NodeSelector:
         }
 
     async def decode(self, request: PlacementRequest) -> tuple[Node, PromptPath]:
-        """A decode node or one of both roles, and how it gets the prompt's KV. Waits for one as
+        """Returns a decode node or one of both roles, and how it gets the prompt's KV. Waits as
         long as the request's deadline allows.
 
         Raises:
@@ -181,7 +181,7 @@ class NodeSelector:
         return node, path
 
     async def prefill(self, request: PlacementRequest, decode: Node) -> Node | None:
-        """A prefill node for blocks that `decode` has reserved; waits as `decode` does. None:
+        """Returns a prefill node for blocks that `decode` has reserved; waits as `decode`. None:
         another attempt is better, because only other decode nodes have a prefill node left, or the
         KV should not travel.
 
@@ -266,8 +266,8 @@ class NodeSelector:
         return node, path
 
     def _has_most(self, request: PlacementRequest, decode: Node) -> bool:
-        """Whether a decode node should compute the uncached tokens itself, as in the next turn of a
-        chat: it has computed the answer that comes back with the prompt."""
+        """Returns whether the decode node should compute the uncached tokens itself, as in the next
+        turn of a chat: it has computed the answer that comes back with the prompt."""
         return self.missing(request, decode) < self._config.local_prefill_threshold
 
     def _choose(

@@ -83,7 +83,7 @@ class PrefixAware(Policy):
     uses_prefixes = True
 
     QUEUED, RECENT = 0.1, 0.05
-    FADING = 60.0  # seconds in which what was given fades to a third
+    FADING = 60.0  # seconds in which given tokens fade to 1/e
     SPREAD = 1.25
 
     def __init__(self) -> None:

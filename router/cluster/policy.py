@@ -16,12 +16,12 @@ from typing import ClassVar, NamedTuple, Protocol
 
 
 class Rates(NamedTuple):
-    """Seconds that things take, as `common.engine.rates` measures them; 0: not measured yet."""
+    """Durations in seconds, measured by `common.engine.rates`; 0: not measured yet."""
 
-    prefill: float = 0.0  # a prompt token
-    step: float = 0.0  # a step that only decodes, besides what each sequence adds
-    sequence: float = 0.0  # what a sequence adds to it
-    transfer: float = 0.0  # that a token's KV was waited for after it was computed elsewhere
+    prefill: float = 0.0  # per prompt token
+    step: float = 0.0  # fixed part of a step without prompt tokens
+    sequence: float = 0.0  # per sequence of such a step
+    transfer: float = 0.0  # per token: waiting for KV computed elsewhere
 
 
 NOT_MEASURED = Rates()
@@ -34,7 +34,7 @@ class NodeState(Protocol):
     def id(self) -> str: ...
     @property
     def replicas(self) -> int:
-        """The replicas that share the rest."""
+        """The node's replicas, which share the load below."""
 
     @property
     def num_requests(self) -> int:
@@ -50,21 +50,21 @@ class NodeState(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that no sequence holds on the replica that has most, by its last report."""
+        """The free KV blocks of the replica with the most, by its last report."""
 
     @property
     def rates(self) -> Rates:
-        """How fast a replica is, by its last report."""
+        """The rates of a replica, by its last report."""
 
 
 class NodeSet(Protocol):
     """The nodes that fit a request. Sets may have hundreds, so look at a few of them."""
 
     def by_load(self) -> Iterator[NodeState]:
-        """Yields them, the least loaded first."""
+        """Yields the nodes, the least loaded first."""
 
     def by_id(self, after: str) -> Iterator[NodeState]:
-        """Yields them in the order of their ids, beginning behind `after`, once around."""
+        """Yields the nodes in the order of their ids, beginning behind `after`, once around."""
 
     def __contains__(self, node: object) -> bool: ...
 
@@ -89,8 +89,8 @@ class PolicyRequest:
 
     @property
     def cached(self) -> Mapping[NodeState, int]:
-        """How many of its tokens a node has cached; nodes with none, or that do not fit, may be
-        left out. Empty for a policy without `uses_prefixes`."""
+        """The number of the prompt's tokens that each node has cached; nodes with none, or that do
+        not fit, may be left out. Empty for a policy without `uses_prefixes`."""
         if self._cached is None:
             self._cached = self._match()
         return self._cached
@@ -105,7 +105,7 @@ class Policy(ABC):
     return within microseconds."""
 
     uses_prefixes: ClassVar[bool] = False
-    """Whether it reads `PolicyRequest.cached`. Then the router follows the nodes' KV events."""
+    """Whether the policy reads `PolicyRequest.cached`; then the router follows KV events."""
 
     @abstractmethod
     def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:

@@ -1,4 +1,4 @@
-"""Which nodes have which prefixes cached: pure, bounded, and fast to ask.
+"""An index of the prefixes that nodes have cached: pure, bounded, with fast look-ups.
 
     block hash ──▶ set of places, as a bit mask           place: a replica of a node
 
@@ -54,7 +54,7 @@ class PromptBlocks:
         return len(self._digests) // DIGEST
 
     def __getitem__(self, index: int) -> int:
-        """Returns the hash of block `index`, as KV events name it."""
+        """Returns the hash of block `index`, as in KV events."""
         end = DIGEST * (index + 1)
         if end > len(self._digests):
             self._hash_up_to(index + 1)
@@ -90,11 +90,11 @@ class PrefixIndex:
         return sum(map(len, self._shards))
 
     def num_blocks(self, place: Hashable) -> int:
-        """Returns how many blocks of the place are known."""
+        """Returns the number of known blocks of the place."""
         bit = self._bits.get(place)
         return 0 if bit is None else self._counts[bit]
 
-    # ---- what places say --------------------------------------------------------------------
+    # ---- updates from KV events -------------------------------------------------------------
 
     def store(self, place: Hashable, hashes: Iterable[int]) -> None:
         """Notes that the place has these blocks."""
@@ -112,8 +112,8 @@ class PrefixIndex:
             self._counts[bit] += 1
 
     def remove(self, place: Hashable, hashes: Iterable[int]) -> int:
-        """Notes that the place has these blocks no more; returns how many of them were not known
-        to be there."""
+        """Notes that the place has dropped these blocks; returns how many of them were not known to
+        be there."""
         bit, unknown = self._bits.get(place, 0), 0
         for block_hash in hashes:
             key = block_hash & _KEY

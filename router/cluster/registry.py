@@ -239,7 +239,7 @@ class Registry:
         for on_lost in list(node.on_lost):
             on_lost(error)
 
-    # ---- who is there ------------------------------------------------------------------------
+    # ---- registered nodes --------------------------------------------------------------------
 
     @property
     def num_nodes(self) -> int:

@@ -264,7 +264,7 @@ class OpenAIWriter:
         return b""
 
     def takes_long(self, batch: Updates) -> bool:
-        """There may be hundreds of thousands of the prompt's log-probabilities."""
+        """A prompt may have hundreds of thousands of log-probabilities."""
         for _, update in batch:
             if isinstance(update, PromptLogprobs):
                 return True

@@ -81,7 +81,7 @@ class Together:
         return sorted(found, key=lambda each: -each["standing"]["seconds"])[:limit]
 
     async def reset_prefix_cache(self) -> None:
-        """All workers switch to one new epoch, so that they share prefixes."""
+        """Switches all workers to one new epoch, so that they share prefixes."""
         await self._siblings.gather("cache epoch", self._state.cache_epoch.reset().encode())
 
     def _take_epoch(self, since: bytes) -> bytes:
@@ -89,7 +89,7 @@ class Together:
         return b""
 
     def _cluster(self) -> dict[str, Any]:
-        """With this process's id, by which operators tell workers apart."""
+        """The cluster's state, with this process's id, by which operators tell workers apart."""
         return {**self._state.pipeline.cluster(), "pid": os.getpid()}
 
 

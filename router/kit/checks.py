@@ -62,7 +62,7 @@ def _request(role: str, num_tokens: int, now: float, cached: Mapping[Any, int]) 
 
 
 def chooses_one_of_the_nodes(make: MakePolicy) -> None:
-    """It chooses one of the nodes that fit, and None only if there is none."""
+    """The policy chooses one of the nodes that fit, and None only if there is none."""
     policy = make()
     for request, nodes in _worlds():
         node = policy.choose(request, nodes)

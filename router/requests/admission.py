@@ -24,7 +24,7 @@ from pdserve.router.requests.queue_bounds import Batch, QueueBound
 from pdserve.router.requests.slo import NO_SLO, SLO
 from pdserve.router.requests.virtual_time import VirtualTime
 
-MIN_PATIENCE = 0.1  # seconds from one look at whether a body proceeds to the next, at least
+MIN_PATIENCE = 0.1  # shortest time in seconds between two checks of a body's progress
 RESERVED = 1 / 8  # of the slots, for clients that hold none
 MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 
@@ -34,17 +34,17 @@ class Ask(Waiter):
     """One prompt, which waits for a place and then holds it."""
 
     batch: Batch = field(default_factory=Batch)
-    prompt_tokens: int = 0  # `tokens` are the uncached ones
+    prompt_tokens: int = 0  # all; `tokens` has the uncached ones
     slo: SLO = NO_SLO
     arrived: float = 0.0
-    predicted: float | None = None  # seconds from then to the first token, as was thought then
-    deadline: float = math.inf  # the seconds that were promised
+    predicted: float | None = None  # TTFT in seconds, predicted on arrival
+    deadline: float = math.inf  # promised TTFT in seconds
     granted: float | None = None
-    work: float = 0.0  # tokens until its first one, when it had its place
-    ttft: float | None = None  # seconds from its arrival to its first token, as they were
-    crowd: float = 0.0  # choices of a decode replica then
+    work: float = 0.0  # tokens to compute before its first one, when granted
+    ttft: float | None = None  # measured TTFT in seconds
+    crowd: float = 0.0  # choices per decode replica at its first token
     waits: bool = False
-    # ---- whoever holds the place writes these before it leaves
+    # ---- the holder of the place sets these before it leaves
     generated: int = 0  # tokens, of all its choices
     itl: float | None = None  # mean seconds between tokens
 
@@ -109,7 +109,7 @@ class Admission:
 
     @property
     def places(self) -> int:
-        """The choices that may run through this router now."""
+        """The number of choices that may run through this router now."""
         return self._slots.available
 
     def placed_by_others(self, choices: int, routers: int) -> None:
@@ -121,16 +121,16 @@ class Admission:
         self._bound()
 
     def cluster(self, prefill_replicas: int, decode_replicas: int, others_tokens: int) -> None:
-        """So many replicas compute prompts and answers; other routers' prompts that they have yet
-        to compute have so many tokens."""
+        """Sets the numbers of replicas that compute prompts and answers, and the prompt tokens of
+        other routers that these replicas still have to compute."""
         self.forecast.backlog.replicas = max(1, prefill_replicas)
         self.forecast.backlog.others = others_tokens
         self.forecast.decode_replicas = max(1, decode_replicas)
         self._slots.grant()
 
     def newcomer_ttft(self) -> float | None:
-        """Returns the seconds to the first token of a client's first prompt that came now and had
-        as many tokens as the latest; None: that is not known yet."""
+        """Returns the predicted TTFT in seconds of a client's first prompt that came now and was as
+        long as recent ones; None: there is no measurement yet."""
         ask = Ask(tokens=max(1, round(self.forecast.backlog.line.usual)))
         return self._predict(ask)
 
@@ -157,13 +157,13 @@ class Admission:
             self._make_room(batch, ask.amount)
             batch.admitted = True
         ask.last_word = partial(self._last_word, ask)
-        ask.tell = partial(self._told, ask, ask.tell)
+        ask.tell = partial(self._decided, ask, ask.tell)
         ask.group, ask.waits = batch, True
         self._count(batch, 1, ask.prompt_tokens)
         self._slots.enter(batch.client, ask)
 
     def first_token(self, ask: Ask, learn: bool = True) -> None:
-        """Notes that its first token is here. `learn`: it took as long as it takes."""
+        """Notes the arrival of the first token. `learn`: its TTFT is a valid sample."""
         if ask.granted is None or not self.forecast.backlog.end(ask):
             return
         now = self._clock()
@@ -176,7 +176,7 @@ class Admission:
         self._slots.grant()
 
     def leave(self, ask: Ask) -> None:
-        """It waits no more, or gives its place back."""
+        """Removes the prompt from the queue, or releases its place."""
         batch, client = ask.batch, ask.batch.client
         if ask.waits:
             ask.waits = False
@@ -220,7 +220,7 @@ class Admission:
     # ---- promises ------------------------------------------------------------------------------
 
     def _promise(self, ask: Ask) -> None:
-        """Raises Overloaded: its SLO could not be kept."""
+        """Raises Overloaded if the SLO could not be kept."""
         ask.predicted = predicted = self._predict(ask)
         if predicted is None or ask.slo.ttft is None:
             return
@@ -237,7 +237,7 @@ class Admission:
         return self.forecast.ttft(ask.tokens, ahead, lacking, self._slots.held)
 
     def _last_word(self, ask: Ask) -> Overloaded | None:
-        """Returns why it is refused at its turn."""
+        """Returns the error if the SLO cannot be kept any more at the prompt's turn."""
         if ask.batch.begun:
             return None
         line, slo = self.forecast.backlog.line, ask.slo
@@ -255,7 +255,7 @@ class Admission:
         return None
 
     def _may_try(self, ask: Ask) -> bool:
-        """Whether it is to show how long prompts of its size take: one at a time."""
+        """Returns whether the prompt may run as the sample of its size: one at a time."""
         if self._trial is None and not self.forecast.backlog.line.knows(ask.tokens):
             self._trial = ask
         return self._trial is ask
@@ -271,10 +271,10 @@ class Admission:
 
     # ---- the queue -----------------------------------------------------------------------------
 
-    def _told(
+    def _decided(
         self, ask: Ask, tell: Callable[[Overloaded | None], None], error: Overloaded | None
     ) -> None:
-        """It has its place, or is refused."""
+        """Called when the prompt gets its place, or is refused."""
         ask.waits = False
         self._count(ask.batch, -1, -ask.prompt_tokens)
         if error is None:
@@ -306,7 +306,7 @@ class Admission:
         self._slots.refuse(batch.client, batch, error)
 
     def _count(self, batch: Batch, prompts: int, tokens: int) -> None:
-        """So many more of the batch's wait."""
+        """Adds to the batch's and the client's waiting prompts and tokens."""
         client = batch.client
         batch.waiting += prompts
         batch.waiting_tokens += tokens
@@ -322,7 +322,7 @@ class Admission:
                 del self._waiting[client]
 
     async def _wait(self, ask: Ask, future: asyncio.Future[None]) -> None:
-        """Until it has its place. It may wait until its deadline, or as long as its batch does."""
+        """Waits for the place: until the prompt's deadline, or as long as its batch proceeds."""
         if future.done():
             return future.result()
         batch, now = ask.batch, self._clock

@@ -30,11 +30,11 @@ MAX_REASON = 500  # characters of an error that are kept
 GONE = "ORPHAN_GONE"  # the code of a node that does not keep the job of a key
 
 KeptAt = Callable[[Node, PromptPath], None]
-"""Hears that a node keeps the job of a key, and how its prompt's KV comes there."""
+"""Called when a node keeps the job of a key; gets the node and the path of the prompt's KV."""
 
 
 class AttemptFailed(Exception):
-    """The decode node is given up. Why has been noted; another attempt follows."""
+    """The attempt on this decode node failed. The reason is noted; another attempt follows."""
 
 
 class Attempt:
@@ -81,13 +81,13 @@ class Attempt:
         self._role, self._version = decode.role, decode.info.fingerprint
         self._local_prefill = path is not PromptPath.TRANSFERRED
         state.placed(path, decode.id)
-        # What the decode node says next; then tokens.
+        # The decode node's next event before tokens.
         self._awaited = "landed" if join else "reserved"
         if self._local_prefill:
             self._awaited = "prefilled"
         self._prefill: Node | None = None  # the one at work
         self._first: pb.TokenEvent | None = None
-        self._prompt_known = False  # what the prefill node at work says of it has come
+        self._prompt_known = False  # the present prefill node has described it
         self._ticket: asyncio.Future[pb.Ticket] = asyncio.get_running_loop().create_future()
         self._stopped = asyncio.Event()  # a stop string has ended some choice
         self._call: DecodeCall
@@ -124,7 +124,7 @@ class Attempt:
                     raise
 
     async def _decoded(self) -> None:
-        """Until every choice has finished."""
+        """Waits until every choice has finished."""
         try:
             await self._call.ended()
         except PdserveError as error:
@@ -146,7 +146,7 @@ class Attempt:
             self._stopped.clear()
             await self._stopped.wait()
 
-    # ---- what the decode node says, as a `Receiver` -------------------------------------------
+    # ---- events of the decode node, as a `Receiver` -------------------------------------------
 
     def take(self, event: StepEvent) -> None:
         if self._call.over():  # what follows a token that cannot be may fit by accident
@@ -192,7 +192,7 @@ class Attempt:
             self._landed(event.landed)
 
     def _ended(self, ended: pb.Ended) -> PdserveError:
-        """Every choice had its last token before that, or it is a failure."""
+        """Returns the error if the job ended before every choice had its last token."""
         if ended.HasField("failure"):
             return self._decode.excused(failure_from_pb(ended.failure, Blame(self._role)))
         return protocol_error(self._role, "the job ended before every choice did")
@@ -249,7 +249,7 @@ class Attempt:
     # ---- the hand-off -------------------------------------------------------------------------
 
     async def _hand_off(self, ticket: pb.Ticket | None) -> None:
-        """Until the decode node has the KV: from one prefill node, or else from the next."""
+        """Tries prefill nodes until one has handed the KV over to the decode node."""
         state = self._state
         while ticket is not None:
             self._prefill = await self._placement.prefill(state.placement, self._decode)
@@ -262,7 +262,7 @@ class Attempt:
             ticket = await self._retarget(ticket)
 
     async def _run_prefill(self, prefill: Node, ticket: pb.Ticket) -> bool:
-        """Whether the prefill node has handed the KV over; why not has been noted."""
+        """Returns whether the prefill node has handed the KV over; a failure is noted."""
         request = pb.PrefillRequest(job=self._job, ticket=ticket, first_token=self._first)
         client = NodeClient(self._channels, prefill, self._state.request_id)
         links, link = self._registry.links, (prefill.id, self._decode.id)
@@ -291,7 +291,7 @@ class Attempt:
         return True
 
     async def _retarget(self, ticket: pb.Ticket) -> pb.Ticket | None:
-        """A ticket for another prefill node; None when all KV has landed after all."""
+        """Returns a ticket for another prefill node; None if all KV has landed after all."""
         try:
             return await self._decode_client.retarget(ticket.transfer_id)
         except PdserveError as error:
@@ -301,7 +301,7 @@ class Attempt:
             raise AttemptFailed from error
 
     def _take_first(self, first: pb.FirstToken) -> None:
-        """Takes the prefill node's word of the prompt, and its token: from it, or with the KV."""
+        """Takes the prompt's counts and first token, sent by the prefill node or with the KV."""
         state = self._state
         if not self._prompt_known:
             state.prefilled(first, "prefill")
@@ -324,7 +324,7 @@ class Attempt:
         return InFlightLoad(self._registry, node, tokens, last_chance)
 
     def _note_failure(self, error: PdserveError, node: Node, computing: bool) -> None:
-        """Notes it. A node that tells of a transfer, or of its peer, has not failed itself.
+        """Notes the failure. A node that reports a failed transfer or peer has not failed itself.
 
         Raises:
             PdserveError: `error`, or that the request is poison: another attempt would not help.

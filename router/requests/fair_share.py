@@ -19,20 +19,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """One waiting piece of work. It is told once: when it has its capacity, or by an error."""
+    """One waiting piece of work. `tell` is called once: with None (granted), or an error."""
 
     tell: Callable[[Overloaded | None], None] = lambda _: None
-    has_left: Callable[[], bool] = lambda: False  # it waits no more, and has not said so yet
-    last_word: Callable[[], Overloaded | None] = lambda: None  # at its turn: why it is refused
+    has_left: Callable[[], bool] = lambda: False  # has stopped waiting without calling `leave` yet
+    last_word: Callable[[], Overloaded | None] = lambda: None  # at its turn: the refusal, if any
     amount: int = 1
     tokens: int = 1
     priority: int = 0  # lower ones come first
-    group: object = None  # those of one group are refused together
-    overtaken: int = 0  # tokens of the shorter ones that came later and were put before it
+    group: object = None  # pieces of one group are refused together
+    overtaken: int = 0  # tokens of shorter, later pieces put before it
 
     def lets_pass(self, other: Waiter) -> bool:
-        """Whether `other`, which has come later, comes first: by priority, or because it is
-        shorter and not more than this one's own tokens have passed it so far."""
+        """Returns whether `other`, which came later, goes first: by priority, or because it is
+        shorter and the tokens that have passed this piece do not exceed its own."""
         if self.priority != other.priority:
             return self.priority > other.priority
         return other.tokens < self.tokens and self.overtaken + other.tokens <= self.tokens
@@ -89,16 +89,16 @@ class FairShare:
         self._most = float(capacity)
         self._has_room = has_room
         self._held_by: Counter[str] = Counter()
-        self._queues: dict[str, list[Waiter]] = {}  # the client served last is the last one
+        self._queues: dict[str, list[Waiter]] = {}  # the client served last comes last
         self._lengths: Counter[str] = Counter()  # of the queues
 
     @property
     def waiting(self) -> int:
-        """Calls of `acquire` that wait."""
+        """The number of calls of `acquire` that wait."""
         return self._lengths.total()
 
     def has_room(self, client: str, amount: int = 1) -> bool:
-        """Whether `acquire` would return at once."""
+        """Returns whether `acquire` would return without waiting."""
         return not self._queues.get(client) and self._fits(client, amount) and self._has_room()
 
     @property
@@ -117,8 +117,8 @@ class FairShare:
         self.grant()
 
     def ahead(self, client: str, waiter: Waiter) -> Ahead:
-        """Returns what would be served before it: what comes before it in the client's queue, and
-        of others what starts until then."""
+        """Returns the work served before a new piece: the pieces before it in the client's queue,
+        and those of other clients that start until then."""
         own = self._queues.get(client, [])
         own = own[: self._place(own, waiter)]
         before = sum(each.tokens for each in own)
@@ -137,8 +137,8 @@ class FairShare:
         return Ahead(tokens, amount)
 
     def make_room(self, client: str, most: int, what: str) -> None:
-        """Lets one more of the client's wait, though at most so many do: the client that has most
-        waiting gives way, and its newest one is refused.
+        """Makes room for one more waiting piece of the client, within the limit of all: the newest
+        piece of the client with the longest queue is refused.
 
         Raises:
             Overloaded: no client has more than this one would have.
@@ -161,10 +161,10 @@ class FairShare:
         self.grant()
 
     def leave(self, client: str, waiter: Waiter) -> None:
-        """It waits no more."""
+        """Removes a piece from the queue."""
         if waiter in self._queues.get(client, ()):
             self._remove(client, waiter)
-        self.grant()  # it may have stood before others
+        self.grant()  # it may have blocked others
 
     async def acquire(
         self,
@@ -323,4 +323,4 @@ class FairExecutor:
         self._work.discard(task)
         self._free.release(client)
         if not task.cancelled():
-            task.exception()  # whoever asked may be gone
+            task.exception()  # retrieved here: the caller may have left

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pdserve.router.requests.fair_share import Ahead
 
 LEAST = 5  # samples before anything is predicted
-FADING = 0.98  # what a sample counts for after the next one
-FORGETTING = 0.999  # what the largest x counts for after the next sample
-BEYOND = 2.0  # times the largest x that was seen lately: nothing is known of larger ones
-MOST_DOUBT = 0.25  # more would refuse what can be kept: traces of very unequal prompts
-IN_HAND = 2  # prompts that a replica always has: one is computed, the next one is there
+FADING = 0.98  # weight of a sample after each later one
+FORGETTING = 0.999  # weight of the largest x after each later sample
+BEYOND = 2.0  # x up to this many times the largest recent one is predicted
+MOST_DOUBT = 0.25  # more would refuse prompts needlessly in traces of very unequal prompts
+IN_HAND = 2  # prompts per replica at least: one running, one queued
 
 
 class Line:
@@ -18,14 +18,14 @@ class Line:
 
     def __init__(self) -> None:
         self.fixed = self.slope = 0.0
-        self.doubt = 0.0  # how far off the latest samples were, as a share, on the average
+        self.doubt = 0.0  # mean relative error of the latest samples
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._count = 0
         self._largest = 0.0
 
     @property
     def usual(self) -> float:
-        """The latest x on the average."""
+        """The mean of the latest x."""
         return self._x / self._n if self._n else 0.0
 
     @property
@@ -33,7 +33,7 @@ class Line:
         return self._count >= LEAST
 
     def knows(self, x: float) -> bool:
-        """Whether samples of about that size were seen lately."""
+        """Returns whether there are recent samples of about this size."""
         return self.known and x <= BEYOND * self._largest
 
     def at(self, x: float) -> float:
@@ -54,7 +54,7 @@ class Line:
     def _fit(self) -> None:
         x, y = self.usual, self._y / self._n
         variance = self._xx / self._n - x * x
-        if variance > 0.01 * x * x:  # else they are all alike, and say nothing of a slope
+        if variance > 0.01 * x * x:  # else all x are alike and determine no slope
             self.slope = max(0.0, (self._xy / self._n - x * y) / variance)
             self.fixed = y - self.slope * x
         if variance <= 0.01 * x * x or self.fixed < 0:
@@ -70,10 +70,10 @@ class Backlog:
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        """`seconds`: of work that nodes may have; None: any."""
+        """`seconds`: limit of the work queued on nodes; None: no limit."""
         self.line = Line()  # tokens → seconds
-        self.replicas = 1  # that compute prompts
-        self.others = 0  # tokens, of other routers
+        self.replicas = 1  # replicas that compute prompts
+        self.others = 0  # queued tokens of other routers
         self._seconds = seconds
         self._in_hand: dict[object, int] = {}
         self._tokens = 0
@@ -92,46 +92,46 @@ class Backlog:
         return tokens is not None
 
     def has_room(self) -> bool:
-        """Whether the nodes should get another prompt now."""
+        """Returns whether the nodes should get another prompt now."""
         if self._seconds is None or len(self._in_hand) < IN_HAND * self.replicas:
             return True
         work = (self._tokens + self.others) / self.replicas
         return not self.line.known or self.line.slope * work < self._seconds
 
     def work(self, tokens: int, ahead: int = 0) -> float:
-        """Returns the tokens computed until a prompt's first one; `ahead` of them are of waiting
-        prompts."""
+        """Returns the tokens computed until a prompt's first token; `ahead` of them belong to
+        prompts in the router's queue."""
         before = sum(min(each, tokens) for each in self._in_hand.values())
         return tokens + (before + self.others + ahead) / self.replicas
 
 
 class Turnover:
-    """How fast places come free."""
+    """Predicts when places come free."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0  # that a place is held, on the average of the latest
+        self._seconds = 0.0  # mean time that recent requests held a place
 
     def ended(self, seconds: float) -> None:
         self._seconds += (seconds - self._seconds) / 16 if self._seconds else seconds
 
     def wait(self, places: float, held: int) -> float:
-        """Returns the seconds until so many of the held places are free."""
+        """Returns the seconds until `places` of the `held` ones are free."""
         return places * self._seconds / held if places > 0 and held else 0.0
 
 
 class Forecast:
-    """All that is predicted of one router's requests."""
+    """All predictions for one router's requests."""
 
     def __init__(self, prefill_backlog: float | None = None) -> None:
-        """`prefill_backlog`: as `Backlog` has it."""
+        """`prefill_backlog`: the `seconds` of `Backlog`."""
         self.backlog = Backlog(prefill_backlog)
         self.turnover = Turnover()
         self.itl = Line()  # choices of a decode replica → seconds between tokens
         self.decode_replicas = 1
 
     def ttft(self, tokens: int, ahead: Ahead, lacking: int, held: int) -> float | None:
-        """Returns the predicted TTFT in seconds, of a prompt behind the `ahead` ones in the queue,
-        when these together lack so many places. None: there is no measurement of such prompts."""
+        """Returns the predicted TTFT in seconds of a prompt behind the `ahead` ones in the queue,
+        when together they lack `places` places. None: there is no measurement of such prompts."""
         line = self.backlog.line
         work = self.backlog.work(tokens, ahead.tokens)
         if not line.known:
@@ -140,14 +140,14 @@ class Forecast:
         return max(line.at(work), queued)
 
     def most_choices(self, itl: float) -> float:
-        """Returns how many choices the decode nodes may have so that tokens come in time. Without
-        a reason against more, as many as may be."""
+        """Returns how many choices the decode nodes may serve within the ITL limit; without a
+        measurement against more, no limit applies."""
         if not self.itl.known or not self.itl.slope:
             return float("inf")
         most = (itl - self.itl.fixed) / self.itl.slope
         return max(1.0, most) * self.decode_replicas
 
     def itl_among(self, choices: int) -> float | None:
-        """Returns the seconds between tokens when the nodes have so many choices."""
+        """Returns the predicted ITL in seconds when the nodes serve `choices` choices."""
         crowd = choices / self.decode_replicas
         return self.itl.at(crowd) if self.itl.knows(crowd) else None

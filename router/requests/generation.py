@@ -23,13 +23,13 @@ from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.stages import Stages
 from pdserve.router.requests.unread import Unread
 
-MAX_BURST = 32  # generations that begin, or are given up, in one turn of the event loop
+MAX_BURST = 32  # generations that begin, or are cancelled, per turn of the event loop
 # Generations of one body that have begun and not ended: each is a hundred objects, and those that
 # wait for a place would make every look of the garbage collector long.
 MAX_BEGUN = 512
 # Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
 MAX_BEHIND = 16 * 1024
-COUNTED = 64  # updates of a queue that are counted at once among all that is not read
+COUNTED = 64  # updates of a queue that are added to `Unread` together
 UPDATE_NBYTES, TOP_NBYTES = 384, 128  # of a delta with its token, and of each alternative, about
 # Deltas that become one chunk of an answer, and characters of one that is long enough alone.
 MAX_JOINED, MAX_JOINED_TEXT = 64, 1024
@@ -108,15 +108,15 @@ is."""
 
 
 Updates = list[tuple[int, Update]]
-"""Updates that have come together: (the prompt's index, its update), in order."""
+"""Updates of one turn: (the prompt's index, its update), in order."""
 
 Put = Callable[[Update], None]
 Serve = Callable[[GenerationRequest, Put], Coroutine[Any, Any, GenerationStats]]
-"""Serves one prompt: puts its updates, and returns the last one."""
+"""Serves one prompt: puts its updates into the queue, and returns the last one."""
 
 
 Write = Callable[[Updates], bool]
-"""Writes updates to a client at once. False: it has not, and the client's own task is to."""
+"""Writes updates to a client; returns False if the client's own task must write them."""
 
 
 class Turn:
@@ -167,7 +167,7 @@ class UpdateQueue:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would return, or raise, at once."""
+        """Whether `take` would return or raise without waiting."""
         return bool(self._updates) or self._failure is not None
 
     def put(self, prompt: int, update: Update) -> None:
@@ -206,13 +206,13 @@ class UpdateQueue:
             self.fail(error)
 
     def give_way(self, error: Cancelled) -> None:
-        """Drops what is not read, and what comes."""
+        """Drops unread and later updates."""
         self._gave_way = error
         self._updates, self._is_counted = [], False
         self.fail(error)
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Ends the counting: the client reads no more updates."""
         self._taken()
 
     def _taken(self) -> Updates:
@@ -223,14 +223,14 @@ class UpdateQueue:
         return updates
 
     def _count(self) -> None:
-        """Counts the last ones."""
+        """Adds the newest updates to `Unread`."""
         if self._unread is not None:
             self._is_counted = True
             nbytes = sum(_nbytes(update) for _, update in self._updates[-COUNTED:])
             self._unread.grown(self._client, self, nbytes)
 
     def fail(self, error: Exception) -> None:
-        """A prompt has failed; of several failures the first one counts."""
+        """Notes that a prompt failed; the first of several failures counts."""
         self._failure = self._failure or error
         self._wake()
 
@@ -290,11 +290,11 @@ async def generate(
 
 
 async def _serve(serve: Serve, prompt: int, request: GenerationRequest, queue: UpdateQueue) -> None:
-    """One prompt's task; its outcome is in the queue."""
+    """One prompt's task; puts its outcome into the queue."""
     try:
         queue.put(prompt, await serve(request, partial(queue.put, prompt)))
     except asyncio.CancelledError:
-        # Perhaps its own: whoever waits for its updates must not wait for ever.
+        # Perhaps only this task is cancelled: the reader of the queue must not wait forever.
         queue.fail(PdserveError("the generation was cancelled"))
         raise
     except Exception as error:
@@ -337,7 +337,7 @@ def coalesced(updates: Updates) -> Updates:
 
 
 def join(deltas: Sequence[TextDelta]) -> TextDelta:
-    """All of one choice, in order, as one."""
+    """Joins consecutive deltas of one choice into one."""
     if len(deltas) == 1:
         return deltas[0]
     return TextDelta(

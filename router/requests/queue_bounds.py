@@ -16,7 +16,7 @@ from pdserve.router.requests.fair_share import longest
 class Batch:
     """The prompts of one body. They are admitted together, and each takes a slot of its own."""
 
-    client: str = ""  # the client: an API key's name, or an address
+    client: str = ""  # an API key's name, or an address
     num_tokens: int = 0  # of all prompts
     admitted: bool = False
     refused: bool = False  # after it was admitted, before it had a slot
@@ -40,7 +40,7 @@ Waiting = Mapping[str, dict[Batch, None]]
 
 
 class QueueBound:
-    """How much of one kind waits, by client, and how much may."""
+    """One bound of the queue, of prompts or of tokens: the waiting amount by client, and limits."""
 
     def __init__(self, what: str, limit: int, share: float, size: Callable[[Batch], int]) -> None:
         self.what = what
@@ -50,7 +50,7 @@ class QueueBound:
         self._size = size
 
     def check_own(self, client: str, new: int) -> None:
-        """Raises Overloaded: with `new` more the client would have more than its share."""
+        """Raises Overloaded if `new` more exceed the client's share."""
         own = self.counts[client]
         if own and own + new > self._client_limit:
             raise self.refusal(own, " of this client")
@@ -83,7 +83,7 @@ class QueueBound:
         return Overloaded(f"{count} {self.what}{whose} are waiting already", retry_after=1.0)
 
     def _total(self, counts: Counter[str]) -> int:
-        """A body may be larger than the client's share; of others it takes no more than that."""
+        """A body may exceed the client's share, but displaces others' only up to the share."""
         return sum(min(count, self._client_limit) for count in counts.values())
 
 

@@ -129,8 +129,8 @@ class RequestState:
 
     @property
     def key(self) -> AnswerKey | None:
-        """Under what the answer is kept; None from the first token on, since who joins it takes
-        all from there."""
+        """The key under which the answer is kept; None from the first token on, since a request
+        that joins the job takes all tokens from it."""
         return None if any(self._outputs.values()) else self.request.key
 
     @property
@@ -173,7 +173,7 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """How many are to be prefilled now."""
+        """The number of tokens to prefill now."""
         output = self._outputs[min(self._open)] if self._open else ()
         return len(self.request.prompt_token_ids) + len(output)
 
@@ -215,7 +215,7 @@ class RequestState:
         self.stages.told(Phase.PREFILL, prefill_queue=queue, prefill_compute=compute)
 
     def _computed(self, num_tokens: int) -> None:
-        """A node has computed so many tokens of the prompt: again, if another one had before."""
+        """Counts the prompt tokens that a node computed, again if another node had before."""
         if self._prompt_computed:
             self._add(recomputed_tokens=max(0, num_tokens))
         self._prompt_computed = True
@@ -233,7 +233,7 @@ class RequestState:
         self._sampling = replace(self._sampling, prompt_logprobs=None)
 
     def landed(self, landed: pb.Landed) -> None:
-        """The decode node has all KV."""
+        """Notes that the decode node has all KV."""
         self.mark("transferred")
         self.set(
             decode_cached_tokens=landed.cached_tokens,
@@ -251,7 +251,7 @@ class RequestState:
         )
 
     def handed_off(self, handed_off: pb.HandedOff) -> None:
-        """The prefill node is done with it."""
+        """Notes that the prefill node has finished the request."""
         self._add(transfer_seconds=handed_off.transfer_s)
 
     def _add(self, **amounts: float) -> None:

@@ -20,10 +20,10 @@ from pdserve.common.core.errors import (
 )
 from pdserve.router.cluster.node import Node
 
-TRANSFER_FAILURES = 2  # of one request, after which the decode node computes the prompt itself
-WAITING = 0.125  # what a death counts for of a node that did not compute the request just then
+TRANSFER_FAILURES = 2  # failed transfers after which the decode node prefills
+WAITING = 0.125  # weight of a death while the request only waited on the node
 DEATHS = frozenset({"PEER_LOST", "RANK_DIED", "ENGINE_STALLED", "NODE_FAILED"})
-# A request that fails so twice, on another node where there is one, would on any.
+# A request with two such failures, on two nodes if there are two, would fail on any.
 POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
 # Roles that do the same work; their deaths count together.
 ALIKE = {
@@ -33,7 +33,7 @@ ALIKE = {
 }
 # By the role that made a token: where the request cannot be poison any more, had it failed there.
 BEHIND = {**ALIKE, "prefill": ("prefill",)}
-SLACK = 1.0  # seconds, at most, that the bound of a request may be late
+SLACK = 1.0  # most seconds by which a request's time limit may be late
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
 
 
@@ -47,9 +47,9 @@ class Deadline:
     """
 
     def __init__(self, queue_timeout: float, request_timeout: float) -> None:
-        self._made = self.moved = monotonic()  # `moved`: when the request last got further
-        self.waits_for = ""  # what, if it is no node that works for it
-        self._until: float | None = None  # until when (monotonic) it does
+        self._made = self.moved = monotonic()  # `moved`: the time of the last progress
+        self.waits_for = ""  # what, while no node works on the request
+        self._until: float | None = None  # the end (monotonic) of that wait
         self._request_timeout = request_timeout or None
         self._patience = queue_timeout  # seconds it may still wait
         self._limit: asyncio.Timeout | None = None
@@ -80,20 +80,20 @@ class Deadline:
             self._limit = None
 
     def left(self) -> float | None:
-        """Returns the seconds until the request fails if it gets no further; None: there is no
-        bound."""
+        """Returns the seconds until the request fails without progress; None: there is no time
+        limit."""
         if self._until is not None:
             return self._until - monotonic() if self._until < math.inf else None
         when = None if self._limit is None else self._limit.when()
         return None if when is None else when - asyncio.get_running_loop().time()
 
     def queued(self, waits_for: str) -> None:
-        """It waits for this until it runs; others keep the bound."""
+        """Notes what the request waits for until it runs; the queue enforces the time limit."""
         self.waits_for, self._until = waits_for, monotonic() + self._patience
 
     def progress(self) -> None:
-        """It got further: blocks were reserved, KV has landed. A timer for each token would cost
-        more than the token: it is set a little late, and not again before it would be early."""
+        """Notes progress: blocks were reserved, KV has landed. To spare a timer per token, the
+        limit is moved a little late, and not again until it would be early."""
         limit, seconds = self._limit, self._request_timeout
         if limit is None or not seconds or (now := monotonic()) < self._late_enough:
             return
@@ -103,7 +103,7 @@ class Deadline:
             self._late_enough = now + slack
 
     def token(self, now: float) -> None:
-        """A token is on its way to the client; `now` is `monotonic`."""
+        """Notes a token for the client; `now` is `monotonic`."""
         self._patience = self._request_timeout or math.inf
         self.moved = now
         if now >= self._late_enough:
@@ -111,8 +111,8 @@ class Deadline:
 
     @contextmanager
     def waiting(self, waits_for: str = "a node") -> Iterator[float]:
-        """Waiting for a node, or for what `waits_for` says, rather than on one; yields until when
-        (`monotonic`)."""
+        """While the request waits for a node, or for what `waits_for` says: yields the end of the
+        wait (`monotonic`)."""
         since = monotonic()
         self._late_enough = 0.0
         if self._limit is not None and not self._limit.expired():
@@ -139,7 +139,7 @@ class Retries:
         self._limit = limit
         self._tries = 0  # failures since the last token
         self._deaths: dict[str, float] = {}  # by role, since that role's last token
-        # Where it failed poisonously, by code; until it gets further there, on whatever node.
+        # By code, the nodes of failures that suggest poison; cleared by progress of that role.
         self._alike: dict[str, list[Node]] = {}
         self._transfer_failures = 0
         self._last: PdserveError | None = None
@@ -152,12 +152,12 @@ class Retries:
 
     @property
     def local_prefill(self) -> bool:
-        """Whether the KV should not travel any more."""
+        """Whether the decode node should prefill, because transfers failed."""
         return self._transfer_failures >= TRANSFER_FAILURES
 
     def last_chance(self, role: str) -> bool:
-        """Whether one more death of a node of this role would be its end: whatever else was there
-        until now, the next time it shall be the only such request on its node."""
+        """Returns whether one more death of a node of this role would end the request. Then it must
+        be the only such request on its next node, whatever ran beside it before."""
         deaths = self._num_deaths(role)
         return deaths > 0 and deaths + 1 > self._limit
 
@@ -165,7 +165,7 @@ class Retries:
         return sum(self._deaths.get(each, 0.0) for each in ALIKE[role])
 
     def progress(self, role: str) -> None:
-        """A node of this role has made a token."""
+        """Notes a token of a node of this role."""
         if not self.failures:
             return
         self._tries = 0
@@ -206,7 +206,7 @@ class Retries:
         self._transfer_failures += isinstance(error, TransferError)
 
     def _note(self, error: PdserveError, node: Node) -> None:
-        # That the client left, only this router can know: a node's call was cut off.
+        # Only this router knows whether the client left; for a node the call just ends.
         curable = error.blame in (Blame.PREFILL, Blame.DECODE, Blame.BOTH, Blame.NETWORK)
         curable |= error.code == "CANCELLED"
         if not curable or isinstance(error, RequestError):
@@ -217,7 +217,7 @@ class Retries:
         self.avoid.add(node.id)
 
     async def backoff(self, deadline: Deadline) -> None:
-        """Before another try: longer after each failure, and never the same for all.
+        """Pauses before another try: longer after each failure, with random jitter.
 
         Raises:
             PdserveError: the last failure, when there is no time left.

@@ -1,4 +1,4 @@
-"""Where a request's time went: consecutive stages without gaps.
+"""The stages of a request, consecutive and without gaps.
 
 The router's monotonic clock cuts the request's time into *phases*, at the moments when it sends a
 call and when an answer is there:
@@ -54,7 +54,7 @@ SESSION_ID = "x-session-id"
 
 @dataclass(slots=True)
 class RequestArrival:
-    """How a request came to the router, in moments of the router's monotonic clock. The door that
+    """The arrival of a request, in times of the router's monotonic clock. The server that
     reads the request sets it."""
 
     received: float = field(default_factory=monotonic)  # the head was there
@@ -99,11 +99,11 @@ class Stages:
         return self.spans[-1].phase
 
     def enter(self, phase: Phase, node: str = ROUTER) -> None:
-        """From now on it is in this phase."""
+        """Starts a phase now."""
         self._enter(phase, node, monotonic())
 
     def leave(self, *phases: Phase, to: Phase, node: str = ROUTER) -> None:
-        """Enters a phase if it is in one of `phases`: two nodes tell of a hand-off in any order."""
+        """Enters a phase if it is in one of `phases`: two nodes report a hand-off in any order."""
         if self.phase in phases:
             self.enter(to, node)
 
@@ -115,7 +115,7 @@ class Stages:
                 return
 
     def failed(self) -> None:
-        """Gives up the current node: its last reported times stand, the rest is migration."""
+        """Leaves the current node: its last reported times stay, the rest is migration."""
         last = self.spans[-1]
         if last.phase is not Phase.MIGRATION:
             self._enter(Phase.MIGRATION, ROUTER, last.told_at or last.start)
@@ -148,5 +148,5 @@ class Stages:
             rest = _REST.get(span.phase, span.phase.value)
             node = span.node if span.phase is Phase.PREFILL else ROUTER
             if span.phase is Phase.DECODE and not self.timed:
-                rest, node = "decode", span.node  # its node does not say how it spent the time
+                rest, node = "decode", span.node  # its node does not report its times
             yield rest, node, at, max(until - at, 0.0)

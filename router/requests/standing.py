@@ -1,5 +1,5 @@
-"""Why a running request makes no progress: what it waits for, how long it may, when the router
-gives it up, and its previous failures."""
+"""Why a running request makes no progress: what it waits for, the time limit after which the
+router ends it, and its previous failures."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Look = Callable[[str], dict[str, Any]]
 class Standing:
     waits_for: str
     node: dict[str, Any] | None  # the state of the node that must act, if any
-    seconds: float  # since it got further
-    gives_up_in: float | None  # seconds until it fails if it gets no further; None: it never does
+    seconds: float  # since its last progress
+    gives_up_in: float | None  # seconds until it fails without progress; None: no time limit
     failures: int  # of nodes and transfers, so far
     last_error: str | None
 

@@ -24,8 +24,8 @@ MAX_MESSAGE = 500  # characters of a failure that are kept
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that is over, as it is kept, or one as it is now: no tokens, and of its error no
-    frames."""
+    """The kept record of an ended request, or the record of a running one as of now. It has no
+    tokens, and the error has no stack frames."""
 
     ids: tuple[str, ...]  # by which its client knows it
     client: str  # the client, from `APIKeys.client`
@@ -74,8 +74,8 @@ class Timelines:
         return [_summary(each) for each in islice(self._newest(client), limit)]
 
     def standing(self, limit: int, client: str | None = None) -> list[dict[str, Any]]:
-        """Returns the requests that are served now, as `recent` does, in the order of when they
-        last got further: whatever does not move comes first."""
+        """Returns the running requests, as `recent` does, in the order of their last progress: a
+        stalled request comes first."""
         of_client = (
             state for state in self._served if client in (None, state.request.batch.client)
         )
@@ -83,7 +83,7 @@ class Timelines:
         return [_summary(self._now(state)) for state in oldest]
 
     def longest_standing(self) -> float:
-        """Returns the seconds since the request that stands longest got further."""
+        """Returns the longest time, in seconds, that a running request has made no progress."""
         now = monotonic()
         return max((now - state.deadline.moved for state in self._served), default=0.0)
 

@@ -66,7 +66,7 @@ class RequestTrace:
         return bool(self._span.is_recording())
 
     def finished(self, stats: GenerationStats, reasons: Sequence[str]) -> None:
-        """Every choice has finished."""
+        """Notes that every choice has finished."""
         if self.recording:
             self._span.set_attributes(
                 {

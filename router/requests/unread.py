@@ -1,4 +1,4 @@
-"""Bounds what all clients together have not read yet: the client that has most gives way."""
+"""Bounds the unread updates of all clients: the client with the most loses its answers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Protocol
 from pdserve.common.core.errors import Cancelled
 
 MAX_UNREAD = 2**29  # bytes of objects, about, of one process
-_GAVE_WAY = "answers that nobody reads fill the router's memory, and this client has most of them"
+_GAVE_WAY = "unread answers fill the router's memory, and this client has the most of them"
 
 
 class Unreader(Protocol):
     def give_way(self, error: Cancelled) -> None:
-        """Drops what is not read, for good."""
+        """Drops unread and later updates."""
 
 
 class Unread:
-    """Counts what queues hold, by client. A queue says when it has grown by much, and when it is
-    empty again, so that those of clients that keep up cost nothing."""
+    """Counts the bytes in queues, by client. A queue reports when it has grown by much, and when it
+    is empty again, so that clients that keep up cost nothing."""
 
     def __init__(self, most: int = MAX_UNREAD) -> None:
         self._most = most
@@ -30,8 +30,8 @@ class Unread:
         return self._sums.total()
 
     def grown(self, client: str, queue: Unreader, nbytes: int) -> None:
-        """Counts so much more; while it is too much, the largest queue of the client that has most
-        gives way, which may be this one."""
+        """Counts `nbytes` more. While the total exceeds the limit, the largest queue of the client
+        with the most gives way, which may be this one."""
         self._of[client][queue] += nbytes
         self._sums[client] += nbytes
         while self.nbytes > self._most:

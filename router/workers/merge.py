@@ -128,7 +128,7 @@ def _pair(link: View) -> tuple[str, str]:
 
 
 def _nodes(views: Sequence[View]) -> list[View]:
-    """All that some worker knows. What other routers have on a node is what no worker has."""
+    """Merges the workers' views. Load that no worker has on a node belongs to other routers."""
     found: dict[str, View] = {}
     for node in _all(views, "nodes"):
         node_id = node["node_id"]

@@ -98,7 +98,7 @@ def test_top_shows_whose_log_to_read_on_a_usual_terminal(
     assert "(ok)" not in shown
     del said["nodes"][0]["node_id"]  # another version's
     assert main(["top", "--once"]) == 1
-    assert "is no router of this version" in capsys.readouterr().err
+    assert "is not a router of this version" in capsys.readouterr().err
 
 
 def test_an_interrupted_answer_to_a_pipe_is_no_success(

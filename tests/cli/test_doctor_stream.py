@@ -68,7 +68,7 @@ async def test_a_process_that_stood_still_accuses_no_proxy() -> None:
 
 async def test_another_router_that_does_not_know_the_stream_accuses_no_proxy() -> None:
     router = Router(*[ModelNotFound("HTTP 404: ")] * ASKED)
-    assert (await said(router)).startswith("warning: its router is not found")
+    assert (await said(router)).startswith("warning: no router knows the stream")
 
 
 async def test_of_two_routers_behind_one_address_the_one_that_streams_is_found() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cluster import node_metrics
 from warm import WarmCluster
 
 GREEDY, ANOTHER = "127.0.0.1", "127.0.0.2"
@@ -24,7 +25,7 @@ Ask = tuple[list[int], dict[str, Any]]  # a prompt, and what else a body has
 def cluster() -> Iterator[WarmCluster]:
     # So few tokens a step that a prompt takes 24.
     options = {"max_num_seqs": SEQS, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 2048}
-    router = {"queue_timeout": 120, "heartbeat_timeout": 30}
+    router = {"queue_timeout": 600, "heartbeat_timeout": 30}
     with WarmCluster("llama-gqa", 0, 0, router, **options) as cluster:
         cluster.start_held("prefill")
         cluster.start_held("decode")
@@ -34,7 +35,7 @@ def cluster() -> Iterator[WarmCluster]:
 
 def ask(cluster: WarmCluster, client: str, prompt: list[int], **body: Any) -> None:
     connection = http.client.HTTPConnection(
-        "127.0.0.1", cluster.ports["http"], timeout=120, source_address=(client, 0)
+        "127.0.0.1", cluster.ports["http"], timeout=600, source_address=(client, 0)
     )
     headers = {"Content-Type": "application/json", "X-Request-Id": client}
     try:
@@ -50,7 +51,8 @@ def ask(cluster: WarmCluster, client: str, prompt: list[int], **body: Any) -> No
 
 def order(cluster: WarmCluster, role: str, greedy: list[Ask], another: list[Ask]) -> list[str]:
     """Returns each request's client, in the order in which the router had its answer. Those of
-    the other client come once the greedy one's are on the node, and before one of these ends."""
+    the other client come once the greedy one's are on the node, and one of them has its seat there
+    before one of these ends."""
     begun = cluster.log().count(" finished: ")
     with ThreadPoolExecutor(len(greedy) + len(another)) as pool:
 
@@ -62,6 +64,7 @@ def order(cluster: WarmCluster, role: str, greedy: list[Ask], another: list[Ask]
 
         with cluster.standing_still(role):
             futures = submit(GREEDY, greedy) + submit(ANOTHER, another)
+            cluster.wait_for(lambda: has_seat(cluster, role))
         for future in futures:
             future.result()
     return re.findall(r"router +(\S+) \S+ finished: ", cluster.log())[begun:]
@@ -70,6 +73,15 @@ def order(cluster: WarmCluster, role: str, greedy: list[Ask], another: list[Ask]
 def in_flight(cluster: WarmCluster) -> int:
     (node,) = cluster.nodes("decode")
     return int(node["in_flight"])
+
+
+def has_seat(cluster: WarmCluster, role: str) -> bool:
+    """Whether the node could compute a request of the other client."""
+    if role == "prefill":
+        values = node_metrics(cluster.nodes("prefill")[0])
+        return values["pdserve_num_requests_running"] > SEQS
+    found = cluster.get(f"/v1/timelines/{ANOTHER}").json()["data"]
+    return any(each["timeline"]["transferred"] for each in found)
 
 
 def test_a_client_of_many_choices_does_not_starve_others_on_a_decode_node(cluster: WarmCluster):

@@ -1,5 +1,5 @@
-"""LoRA adapters of the tiny models, made of fixed random numbers, and models that they are merged
-into, which are the reference: W + scale · B · A."""
+"""LoRA adapters of the tiny models, with fixed random weights, and models with merged adapters as
+the reference: W + scale · B · A."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def make_adapter(
     size: float = 0.6,
     **config: Any,
 ) -> Path:
-    """An adapter of the model in `folder`. `size`: of what it adds, as a share of a typical weight;
-    `config` goes into adapter_config.json."""
+    """Writes an adapter of the model in `folder`. `size`: of the change it makes, relative to a
+    typical weight. `config`: goes into adapter_config.json."""
     folder.mkdir(parents=True)
     alpha = config.setdefault("lora_alpha", 8)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -52,11 +52,11 @@ def make_adapter(
 
 @cache
 def merged(adapter: Path, model: Path, target: Path) -> Path:
-    """A checkpoint in `target` of the model with the adapter in it, for `reference`."""
+    """Writes a checkpoint of the model with the adapter merged into it, for `reference`."""
     file = json.loads((adapter / "adapter_config.json").read_text())
     rank = file["r"]
     scale = file["lora_alpha"] / (math.sqrt(rank) if file.get("use_rslora") else rank)
-    base, tokenizer = reference.load.__wrapped__(model)  # a copy of its own: it is changed
+    base, tokenizer = reference.load.__wrapped__(model)  # an uncached copy, since it is changed
     tensors = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
         for name, module in base.named_modules():

@@ -1,4 +1,4 @@
-"""Policies that tests name as module:Class, each with a fault; and one that is right."""
+"""Policies that tests name as module:Class: each has a fault, except one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Raises(Policy):
 
 
 class Absent(Policy):
-    """Chooses a node that is none."""
+    """Chooses an object that is not a node."""
 
     def choose(self, request: Any, nodes: Any) -> Any:
         return SimpleNamespace(id="absent")
 
 
 class Dead(Policy):
-    """Remembers a node."""
+    """Returns a node that it remembered, which may have died."""
 
     def __init__(self) -> None:
         self.first: Any = None
@@ -35,7 +35,7 @@ class Dead(Policy):
 
 
 class Wordy(Policy):
-    """Names a node instead of returning it."""
+    """Returns a node's name instead of the node."""
 
     def choose(self, request: Any, nodes: Any) -> Any:
         return next(nodes.by_id("")).id
@@ -50,7 +50,7 @@ class NeedsMore(Policy):
 
 
 class Last(Policy):
-    """Takes the last one by id: it is right, and any test sees that it is at work."""
+    """Chooses the last node by id: correct, and recognizable in tests."""
 
     def choose(self, request: Any, nodes: Any) -> Any:
         return max(nodes.by_id(""), key=lambda node: node.id, default=None)

@@ -16,13 +16,13 @@ from paths import ROOT
 from warm import WarmCluster
 
 CONFIG = ROOT / "compose/haproxy.cfg"
-DOORS = {"8000": "http", "8001": "grpc"}  # a port in the configuration: which one of a router it is
+DOORS = {"8000": "http", "8001": "grpc"}  # port in the configuration → the router's port
 TEMPLATE = re.compile(r"server-template (\S+) \d+ router:(\d+)(.*)")
 
 
 @contextmanager
 def balanced(cluster: WarmCluster) -> Iterator[WarmCluster]:
-    """The cluster, asked through HAProxy; skips the test where there is none."""
+    """Yields the cluster behind HAProxy; skips the test if HAProxy is not installed."""
     program = shutil.which("haproxy")
     if program is None:
         pytest.skip("haproxy is not installed")
@@ -41,7 +41,7 @@ def balanced(cluster: WarmCluster) -> Iterator[WarmCluster]:
 
 
 def config(routers: Sequence[Mapping[str, int]], ports: Mapping[str, int]) -> str:
-    """The one of `compose/`, with the ports of these routers and its own."""
+    """Returns the configuration in `compose/`, with these routers' ports and HAProxy's own."""
 
     def servers(found: re.Match[str]) -> str:
         prefix, door, rest = found.groups()

@@ -1,7 +1,7 @@
 """Connectors that break one promise each, and the check of the conformance kit that must notice.
 
-They are the tcp connector, or the example, with a small mistake of the kind plugin authors make;
-whatever does not touch the mistake works, so each passes checks that are about something else.
+They are the tcp connector, or the example, with a small mistake that plugin authors could make.
+Everything else works, so each passes the checks that are about something else.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class WaitsForTheEndInQuiesce(Broken):
 
 
 class EndsTheConnectionOfTheSource(Broken):
-    """With the transfer that is given up: the others on it fail."""
+    """Closes the connection of an aborted transfer, so that other transfers on it fail."""
 
     caught_by = (
         "test_peers.py::"
@@ -311,7 +311,7 @@ class EndsTheConnectionOfTheSink(Broken):
 
 
 class BlocksInReady(Broken):
-    """Sends before it returns."""
+    """Sends before `ready` returns."""
 
     caught_by = "test_peers.py::test_a_stalled_sink_does_not_block_the_source"
 
@@ -416,7 +416,7 @@ class AcceptsAnyOption(Broken):
 
 
 class HashesOtherBytes(Broken):
-    """Leaves out the prefix: a digest fits any transfer."""
+    """Omits the prefix, so that a digest matches any transfer."""
 
     caught_by = "test_digests.py::test_a_sink_s_digests_are_of_its_blocks"
 
@@ -449,7 +449,7 @@ class BelievesOldDigests(Broken):
 
 
 class WritesLate(Broken):
-    """Says that the blocks are whole before it copies them there."""
+    """Reports `Landed` before it copies the blocks."""
 
     caught_by = "test_digests.py::test_nothing_is_written_after_landed"
 
@@ -493,7 +493,7 @@ class CutsTheSinkOtherwise(Broken):
         return replace(digest, run=BlockRun(digest.run.first, max(1, digest.run.count // 2)))
 
 
-# ---- what is left ----
+# ---- resources and keys ----
 
 
 class LeaksAThread(Broken):
@@ -536,7 +536,7 @@ class GoesOnAfterClose(Broken):
 
 
 class TrustsEverybody(Broken):
-    """Asks for no key."""
+    """Requires no key."""
 
     caught_by = "test_calls.py::test_another_key_is_refused[another]"
 
@@ -546,7 +546,7 @@ class TrustsEverybody(Broken):
 
 
 class RefusesWithoutACode(Broken):
-    """Tells who has another key that something went wrong, not what."""
+    """Rejects a peer with another key without the error's code."""
 
     caught_by = "test_calls.py::test_another_key_is_refused[none]"
 

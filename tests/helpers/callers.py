@@ -1,4 +1,4 @@
-"""Clients that hang up: a request that was sent and whose end nobody waits for."""
+"""Clients that disconnect without waiting for the answer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _numbers = itertools.count()
 
 class Caller(Protocol):
     def hang_up(self) -> None:
-        """Leaves without a word."""
+        """Disconnects."""
 
 
 def fresh_prompt(num_tokens: int) -> list[int]:
-    """A prompt that shares no block with any other."""
+    """Returns a prompt that shares no block with another one."""
     first, second = divmod(next(_numbers), 400)
     return [first + 3, second + 3, *(3 + i * i % 500 for i in range(num_tokens - 2))]
 
 
 class HTTPCaller:
-    """A raw socket, so that a hang-up is nothing but a closed connection."""
+    """Uses a raw socket, so that hanging up only closes the connection."""
 
     def __init__(self, cluster: Cluster, prompt: list[int], max_tokens: int, stream: bool) -> None:
         body = json.dumps(
@@ -71,12 +71,12 @@ def call(cluster: Cluster, kind: str, num_prompt_tokens: int, max_tokens: int) -
 
 
 def storm(cluster: Cluster, count: int) -> None:
-    """Calls of all kinds and lengths, each hung up at a moment that nobody chose."""
+    """Makes calls of all kinds and lengths, and disconnects each at a random time."""
     rng = random.Random(count)
     callers: list[Caller] = []
     for _ in range(count):
         callers.append(call(cluster, rng.choice(KINDS), rng.randint(2, 500), rng.randint(1, 100)))
-        time.sleep(rng.random() * 0.05)  # not to wait for something: to hit any moment
+        time.sleep(rng.random() * 0.05)  # a random moment, not a wait
         if rng.random() < 0.7:
             callers.pop(rng.randrange(len(callers))).hang_up()
     for caller in callers:

@@ -1,4 +1,4 @@
-"""The Helm chart, and what `helm` makes of it."""
+"""Renders the Helm chart, and reads the result."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CONFIGS: dict[str, type] = {
     "both": BothNodeConfig,
 }
 every_file = pytest.mark.parametrize("name", FILES)
-# Keys that are made are others each time.
+# Fields with generated keys, which differ each time.
 WITH_SECRETS = ("--set", "keys.secret=pdserve-keys")
 
 needs_helm = pytest.mark.skipif(not shutil.which("helm"), reason="needs helm: make test-helm")
 
 
 def run_helm(*arguments: str, fails: bool = False) -> str:
-    """Returns what it prints; of a failure, its error."""
+    """Runs helm; returns its output, or with `fails` its error."""
     done = subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done.stderr if fails else done.stdout
@@ -53,18 +53,18 @@ def _rendered(name: str | Path, settings: tuple[tuple[str, str], ...]) -> list[A
 
 
 def render(name: str | Path = "", **settings: str) -> list[Any]:
-    """The objects of a release with the values of an example, another file or the defaults;
-    `settings` are `--set`s."""
+    """Returns the objects of a release with the values of an example, another file, or the
+    defaults. `settings`: for `--set`."""
     return _rendered(name, tuple(settings.items()))
 
 
 def values(name: str) -> Any:
-    """The file of an example, or the defaults."""
+    """Returns the values of an example, or the defaults."""
     return yaml.safe_load((CHART / "values.yaml" if not name else EXAMPLES / name).read_text())
 
 
 def pods(name: str = "") -> dict[str, Any]:
-    """Templates of pods by component."""
+    """Returns component → pod template."""
     found = {}
     for made in render(name):
         template = made if made["kind"] == "Pod" else made.get("spec", {}).get("template")
@@ -76,12 +76,12 @@ def pods(name: str = "") -> dict[str, Any]:
 
 
 def ports_of(container: Any) -> dict[str, int]:
-    """By name."""
+    """Returns port name → number."""
     return {port["name"]: port["containerPort"] for port in container["ports"]}
 
 
 def config_of(component: str, pod: Any) -> Any:
-    """Returns what the role's own parser makes of the container's arguments and variables."""
+    """Parses the container's arguments and variables with the role's own parser."""
     (made,) = pod["spec"]["containers"]
     known = {"POD_IP": "10.1.2.3", "POD_NAME": "a-0", "NODE_NAME": "b"}
     environ = {}
@@ -105,7 +105,7 @@ def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def shown() -> list[Any]:
-    """The YAML of docs/kubernetes.md."""
+    """Returns the YAML documents in docs/kubernetes.md."""
     page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     return [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)]
 
@@ -117,7 +117,7 @@ def policies(name: str = "") -> dict[str, Any]:
 
 
 def allowed(name: str, source: str, target: str, port: int) -> bool:
-    """Whether the policies let a component, or "stranger", call a port of another one."""
+    """Returns whether the policies let `source` (or "stranger") call a port of `target`."""
     spec, labels = policies(name), {c: p["metadata"]["labels"] for c, p in pods(name).items()}
 
     def fits(rules: Sequence[Any], peers: str, other: str) -> bool:

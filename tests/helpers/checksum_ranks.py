@@ -1,5 +1,5 @@
-"""Ranks without a model: KV and tokens are checksums of all that came before, and a cache says what
-lies in each slot. So it shows at once when a sequence reads what is not its own."""
+"""Ranks without a model: KV and tokens are checksums of all earlier tokens, and a cache stores them
+per slot. So a sequence that reads another sequence's blocks gets a wrong checksum."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ VOCAB, BLOCK_SIZE, EOS, STOP = 64, 4, 0, 9
 Tables = Sequence[Sequence[int] | BlockIds]
 FULL = KVGroup((0,), 1, 1)
 
-State = int  # of the tokens up to one: its KV
-WRONG = -1  # KV that is nobody's
+State = int  # checksum of the tokens up to one: its KV
+WRONG = -1  # KV of no sequence
 
 
 def after(state: State, token: int) -> State:
@@ -45,7 +45,7 @@ def states(tokens: Iterable[int]) -> list[State]:
 
 
 def draw(state: State, last: int, seed: int, position: int, may_end: bool = True) -> int:
-    """Returns what follows `last`, mostly in a loop, of which n-grams know the next token."""
+    """Returns the token after `last`; tokens mostly repeat, so that n-gram drafts succeed."""
     chance = crc32(b"%d %d %d" % (state, seed, position))
     token = chance // 8 % VOCAB if chance % 8 == 0 else last % 5 + 1
     return token if may_end or token not in (EOS, STOP) else token + 1
@@ -54,7 +54,7 @@ def draw(state: State, last: int, seed: int, position: int, may_end: bool = True
 def generate(
     prompt: Sequence[int], params: SamplingParams, seed: int, window: int
 ) -> tuple[list[int], FinishReason]:
-    """Returns what a sequence alone draws."""
+    """Returns the tokens that a sequence gets when it runs alone."""
     tokens = list(prompt)
     output: list[int] = []
     while True:
@@ -68,8 +68,8 @@ def generate(
 
 
 class Cache:
-    """The state after the token of each slot, by block; with `one`, as of a recurrent layer, after
-    the last token that was written alone, and only where a sequence has a block."""
+    """The state of each slot's token, by block. With `one`, as for a recurrent layer: only the
+    state after the last token written, and only in blocks that a sequence has."""
 
     def __init__(self, one: bool = False) -> None:
         self.blocks: dict[int, list[State]] = {}
@@ -83,7 +83,7 @@ class Cache:
         self.blocks.setdefault(number, [WRONG] * BLOCK_SIZE)[position % BLOCK_SIZE] = state
 
     def read(self, table: Sequence[int] | BlockIds, start: int, end: int) -> list[State]:
-        """Returns what is at positions start … end-1."""
+        """Returns the states at positions start … end-1."""
         return [
             self.blocks[int(table[position // BLOCK_SIZE])][position % BLOCK_SIZE]
             for position in range(start, end)
@@ -91,7 +91,7 @@ class Cache:
 
 
 class GroupCaches:
-    """A cache for each KV group, with block tables of their own."""
+    """A cache per KV group, each with its own block tables."""
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self._groups = groups
@@ -104,8 +104,8 @@ class GroupCaches:
     def check(
         self, tables: Tables, known: Sequence[State], query: int | None = None, ahead: bool = False
     ) -> None:
-        """Checks what the query at `query`, behind the known tokens by default, reads of them.
-        `ahead`: steps in flight may have computed more, so that a recurrent state has gone on."""
+        """Checks what the query at `query` (default: after the known tokens) reads. `ahead`: steps
+        in flight may have computed more, so that a recurrent state may be newer."""
         query = len(known) if query is None else query
         for group, cache, table in zip(self._groups, self.caches, tables, strict=True):
             if group.state and ahead:
@@ -122,7 +122,7 @@ async def ticks(rng: random.Random, most: int) -> None:
 
 
 class StepsAlone(Executor):
-    """An executor's parts beside its steps, for which an engine without KV transfers has no use."""
+    """The parts of an executor that an engine without KV transfers does not use."""
 
     async def start(self) -> Sequence[bytes]:
         return []
@@ -134,14 +134,14 @@ class StepsAlone(Executor):
 
 
 class ChecksumRanks(StepsAlone):
-    """They compute steps in order, at any time between the call and its answer. A sequence with
-    bad words is deferred now and then."""
+    """Computes steps in order, at any time between the call and its answer. Now and then defers a
+    sequence that has bad words."""
 
     def __init__(self, rng: random.Random, groups: Sequence[KVGroup] = (FULL,)) -> None:
         self.rng = rng
         self.cache = GroupCaches(groups)
         self._defers = not any(group.state for group in groups)
-        self.sequences: dict[int, EngineSequence] = {}  # by seq_id: the engine's
+        self.sequences: dict[int, EngineSequence] = {}  # seq_id → the engine's sequence
         self.touched = Counter[int]()  # seq_ids of the steps in flight
         # seq_ids whose next token fails, with the KV of its step.
         self.broken: set[int] = set()
@@ -154,7 +154,7 @@ class ChecksumRanks(StepsAlone):
 
     @property
     def num_known(self) -> int:
-        """Sequences that a rank remembers."""
+        """The number of sequences that a rank remembers."""
         return len(self._batch)
 
     async def step(self, message: bytes) -> bytes:
@@ -170,7 +170,7 @@ class ChecksumRanks(StepsAlone):
         return msgspec.msgpack.encode(output)
 
     def _with_drafts(self, delta: StepDelta) -> StepDelta:
-        """Does as `Drafter.complete`; guesses are right more often than not."""
+        """Like `Drafter.complete`; most drafts are right."""
         batch = self._draft_batch.apply(StepDelta(delta.step, delta.drafting, delta.ended))
         wanted = {each.seq_id: each.num_drafts for each in delta.drafting}
         drafts = {each.seq_id: self._guess(each, wanted[each.seq_id]) for each in batch.sequences}
@@ -188,7 +188,7 @@ class ChecksumRanks(StepsAlone):
             right = draw(state, last, sequence.seed, position)
             last = right if self.rng.random() < 0.7 else self.rng.randrange(VOCAB)
             guesses.append(last)
-            if len(guesses) < count:  # nothing is computed of the last one
+            if len(guesses) < count:  # the last draft is not computed
                 state = after(state, last)
                 self._draft_cache.write(sequence.block_tables, position, state)
                 position += 1
@@ -203,7 +203,7 @@ class ChecksumRanks(StepsAlone):
         return replace(entry, token_ids=(self._last.get(entry.seq_id, 0),))
 
     def _forward(self, cache: GroupCaches, sequence: StepSequence) -> tuple[State, int]:
-        """Writes its tokens; the state after them, and their end."""
+        """Writes the sequence's tokens; returns (state after them, end position)."""
         start, position = sequence.start, sequence.start
         before = states(self.sequences[sequence.seq_id].token_ids[:start])
         if sequence.seq_id not in self._unknown:
@@ -222,7 +222,7 @@ class ChecksumRanks(StepsAlone):
             check_known(each, self.sequences[each.seq_id])
             state, end = self._forward(self.cache, each)
             if each.scored:
-                scores = array("I", each.scored).tobytes()  # each token's is itself
+                scores = array("I", each.scored).tobytes()  # a token's score is the token itself
                 found = PromptLogprobs(each.start + 1, 0, scores, scores, b"", b"")
                 prompts.append((each.seq_id, found))
             if each.sampling is None:
@@ -245,7 +245,7 @@ class ChecksumRanks(StepsAlone):
         )
 
     def _drawn(self, sequence: StepSequence, state: State, position: int) -> Iterable[int]:
-        """Tokens up to the first that is not the draft; the KV of those behind it is wrong."""
+        """Yields tokens up to the first that differs from its draft; later KV is wrong."""
         last = sequence.token_ids[-1]
         banned = (sequence.banned_token_ids, *sequence.drafts_banned)
         for index, guess in enumerate((*sequence.drafts, None)):

@@ -1,6 +1,6 @@
-"""Tells who closes a descriptor that is not open, or another library's eventfd. One who does the
-former closes another's a moment later: libzmq and gRPC wait for ever for a wake-up through an
-eventfd that somebody else closed."""
+"""Records closes of descriptors that are not open, or that are another library's eventfd. A double
+close may soon hit another owner's descriptor: libzmq and gRPC hang if their eventfd was closed by
+other code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HAS_COMPILER = bool(shutil.which("g++"))
 
 
 class CloseAudit:
-    """Audits the processes that run in `environment`. Without a compiler it hears of nothing."""
+    """Audits processes that run with `environment`. Without a compiler it records nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._told = folder / "told"
@@ -29,5 +29,5 @@ class CloseAudit:
             self.environment["CLOSE_AUDIT"] = str(self._told)
 
     def told(self) -> str:
-        """Process, descriptor and stack of every such close."""
+        """Returns process, descriptor and stack of every such close."""
         return self._told.read_text() if self._told.exists() else ""

@@ -1,4 +1,4 @@
-"""A whole cluster as a user starts it, at once or role by role, and what tests ask of it."""
+"""Starts a whole cluster as a user does, with `up` or role by role, and sends requests to it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from pdserve.common.obs.process import read_ports
 from processes import command
 
 START_TIMEOUT = 300.0
-ANSWER_TIMEOUT = 120.0  # seconds without a byte of it
+ANSWER_TIMEOUT = 120.0  # seconds without a byte of an answer
 STOP_TIMEOUT = 30.0
-PAUSES = 0.03, 0.1  # seconds between the first two looks, and the most
-IDLE_PAUSE = 0.2  # the most, where a look costs 10 ms of CPU, and what is seen stays
+PAUSES = 0.03, 0.1  # seconds between two checks: the first, the longest
+IDLE_PAUSE = 0.2  # the longest for checks that take 10 ms of CPU and stay true
 DEFAULTS = {
     "dtype": "float32",
     "num_gpu_blocks_override": 192,
@@ -38,25 +38,25 @@ DEFAULTS = {
     "max_num_seqs": 16,
     "cpu_threads": 1,
     "drain_timeout": 10,
-    "peak_tflops": 0.05,  # to measure them would take half of a node's start
+    "peak_tflops": 0.05,  # skips the measurement, which takes half of a node's start
     "peak_bandwidth": 10,
 }
-UP_DEFAULTS = {"queue_timeout": 20, "restart": "no"}  # a death must show
+UP_DEFAULTS = {"queue_timeout": 20, "restart": "no"}  # so that a death fails the test
 MODEL_NAME = re.compile(r'model_name="[^"]*"')
 METRIC = re.compile(r'([^#{ ]+)(?:\{(?:engine="(\d+)",?)?(.*)\})? (\S+)')
 
 
 class Home:
-    """A folder that is the temporary one of all processes started in it, by which those that
-    outlive their test, and the files they leave, are found."""
+    """A folder whose `tmp` is the TMPDIR of all processes started in it, by which processes and
+    files that outlive their test are found."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
         self.path = Path(self._folder.name)
         self.tmp = self.path / "tmp"
         self.tmp.mkdir()
-        # Where torch makes a folder as soon as transformers' models are imported: not among the
-        # files that are looked for.
+        # torch makes a folder here as soon as transformers' models are imported; it is not among
+        # the files that are checked.
         self.environment = {
             "TMPDIR": str(self.tmp),
             "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
@@ -69,7 +69,7 @@ class Home:
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Its own session, so that a test can signal all of it."""
+        """Starts a process in its own session, so that a test can signal all of it."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 command,
@@ -81,19 +81,19 @@ class Home:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Everything started here that still runs."""
+        """Returns the running processes that were started here."""
         return [each for each in psutil.process_iter() if self._owns(each)]
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
-            tmp = str(self.tmp)  # forked ones are in it
+            tmp = str(self.tmp)  # the working folder of forked processes
             ours = process.environ().get("TMPDIR") == tmp or process.cwd() == tmp
             return ours and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
     def close(self) -> list[str]:
-        """Ends whatever is left and says what it was: processes and temporary files."""
+        """Ends remaining processes; returns descriptions of them and of left temporary files."""
         running = self.processes()
         left = [f"process {each.pid}: {each.name()}" for each in running]
         for process in running:
@@ -105,17 +105,19 @@ class Home:
 
 
 class Service:
-    """A router with its nodes: what tests ask of it, and what they wait for. Use as a context
-    manager; leaving it also checks that nothing is left over."""
+    """A router with its nodes: sends requests and waits for states. Use as a context manager; on
+    exit it checks that no process or file is left over."""
 
     def __init__(self, model: str | Path) -> None:
         self.model = Path(model) if "/" in str(model) else MODELS / model
         self.home = Home()
         self.log_path = self.home.path / "log"
-        self.log_path.touch()  # it can be read before the first process writes to it
+        self.log_path.touch()  # readable before the first process writes to it
         self.ports: dict[str, int] = {}
         self.headers: dict[str, str] = {}  # of every request
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}  # those that must not end
+        self.processes: dict[
+            str, subprocess.Popen[bytes]
+        ] = {}  # processes that must not end by themselves
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.stop()
@@ -124,13 +126,13 @@ class Service:
         assert error or not left, f"left over: {left}\n{log}"
 
     def stop(self, number: int = signal.SIGTERM) -> dict[str, int]:
-        """Ends all processes; their exit codes by name."""
+        """Ends all processes; returns name → exit code."""
         processes, self.processes = self.processes, {}
         for process in processes.values():
             process.send_signal(number)
         return {name: ended(process) for name, process in processes.items()}
 
-    # ---- asking -----------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -154,14 +156,14 @@ class Service:
             )
 
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
-        """One whole completion, greedy unless told otherwise."""
+        """Returns a completion that is not streamed, greedy by default."""
         response = self.post("/v1/completions", **{"prompt": prompt, "temperature": 0, **body})
         assert response.status_code == 200, f"{response.text}\n{self.log()}"
         answer: dict[str, Any] = response.json()
         return answer
 
     def stream(self, prompt: Any, **body: Any) -> Iterator[dict[str, Any]]:
-        """The events of one streamed completion, errors included; it must end with [DONE]."""
+        """Yields the events of a streamed completion, errors included; it must end with [DONE]."""
         body = {"prompt": prompt, "temperature": 0, "stream": True, **body}
         url = f"{self.url}/v1/completions"
         with (
@@ -176,7 +178,7 @@ class Service:
         try:
             yield
         except (requests.ReadTimeout, requests.ConnectionError) as error:
-            if "timed out" not in str(error).lower():  # within a stream it is no ReadTimeout
+            if "timed out" not in str(error).lower():  # within a stream the error is no ReadTimeout
                 raise
             last_words = self._last_words()
             raise AssertionError(f"nothing in {ANSWER_TIMEOUT} s\n{last_words}") from error
@@ -193,12 +195,12 @@ class Service:
     def wait_for(
         self, condition: Callable[[], Any], timeout: float = 60.0, longest: float = PAUSES[1]
     ) -> Any:
-        """The condition's value once it is true; fails with the log when it stays false. `longest`
-        are the seconds, at most, between two looks."""
+        """Returns the condition's value once it is true; fails with the log if it stays false.
+        `longest`: most seconds between two checks."""
         deadline = time.monotonic() + timeout
         late, pause = False, PAUSES[0]
         while not late:
-            late = time.monotonic() >= deadline  # then it looks for the last time
+            late = time.monotonic() >= deadline  # then this check is the last
             try:
                 if value := condition():
                     return value
@@ -212,7 +214,7 @@ class Service:
         raise AssertionError(f"still not true after {timeout} s\n{self._last_words()}")
 
     def _last_words(self) -> str:
-        """The end of the log, and what every process is at: a hang must explain itself."""
+        """Returns the end of the log with the stacks of every process, to explain a hang."""
         log = self.log()
         for process in self.home.processes():
             with suppress(psutil.Error):
@@ -224,7 +226,7 @@ class Service:
         self.wait_for(lambda: self.get("/ready").status_code == 200, START_TIMEOUT)
 
     def wait_idle(self, timeout: float = 60.0) -> None:
-        """Every block of every node that lives is free again, by the nodes' own metrics."""
+        """Waits until all blocks of all running nodes are free, by the nodes' metrics."""
 
         def idle() -> bool:
             return all(is_idle(node) for node in self.nodes() if node["state"] != "lost")
@@ -266,13 +268,13 @@ class Cluster(Service):
         return self
 
     def node_process(self, role: str) -> psutil.Process | None:
-        """The first node of a role, if it runs (its ranks are this process's children)."""
+        """Returns the first node of a role, if it is running; its ranks are its children."""
         children = psutil.Process(self.processes["up"].pid).children()
         return next((child for child in children if f"pdserve.{role}_node" in command(child)), None)
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a process that was told to end; it is killed when it does not."""
+    """Waits for the end of a process, or kills it; returns its exit code."""
     try:
         return process.wait(STOP_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -281,7 +283,7 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON of server-sent events up to [DONE], which must be the last thing sent."""
+    """Yields the JSON of server-sent events up to [DONE], which must come last."""
     done = False
     for line in filter(None, lines):
         assert not done, f"{line!r} after [DONE]"
@@ -294,12 +296,12 @@ def events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def text_of(stream: Iterator[dict[str, Any]]) -> str:
-    """The text of a streamed completion; an error event fails the test."""
+    """Returns the text of a streamed completion; an error event fails the test."""
     return "".join(each["choices"][0]["text"] for each in stream if each["choices"])
 
 
 def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, float]:
-    """A node's metrics by name, labels included but for `model_name` and `engine`: those of one
+    """Returns a node's metrics by name with labels, but without `model_name` and `engine`: of one
     replica, or summed over all."""
     with urlopen(f"http://{node['metrics_address']}/metrics", timeout=60) as answer:
         text = answer.read().decode()
@@ -314,8 +316,8 @@ def node_metrics(node: dict[str, Any], engine: int | None = None) -> dict[str, f
 
 
 def ask_until_preempted(node: dict[str, Any], ask: Callable[[], object]) -> None:
-    """Until the node has taken back a sequence's blocks: those that are asked for at once are
-    computed one after the other now and then, where the machine stands still in between."""
+    """Repeats `ask` until the node has preempted a sequence: on a stalled machine, concurrent
+    requests are sometimes computed one after the other."""
 
     def preemptions() -> float:
         return node_metrics(node)["pdserve_num_preemptions_total"]

@@ -1,4 +1,4 @@
-"""Compiled code of ours, or what is done without it."""
+"""Chooses compiled code or its Python counterpart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.kv_transfer.native.code import block_code
 
 
 def use_compiled_code(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, for KV. Skips where it shall be used and cannot be built."""
+    """Switches this process's KV code; skips the test if compiled code cannot be built."""
     if compiled and block_code() is None:
         pytest.skip("no C++ compiler")
     for module in (blocks, sockets):

@@ -1,4 +1,4 @@
-"""A connector by itself: its rank's cache, and what it reports."""
+"""A connector on its own: with a rank's cache, and its events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SINK_IDS = (4, 9, 2, 7)
 
 
 def keys(words: str) -> tuple[bytes, ...]:
-    """Returns what ranks of a cluster with this key know."""
+    """Returns the keys of ranks in a cluster with this cluster key."""
     return ClusterKey(words).derive(KEY_PURPOSE) if words else ()
 
 
@@ -50,7 +50,7 @@ class Rank:
         self.connector: Any = kind(context, options or {})
 
     def expect(self, kind: type[Any], within: float = 30.0) -> Any:
-        """The next event that is not mere progress."""
+        """Returns the next event that is not only progress."""
         while isinstance(event := self.events.get(timeout=within), Progress):
             if kind is Progress:
                 return event
@@ -64,7 +64,7 @@ class Rank:
 
 @contextmanager
 def ranks() -> Iterator[Callable[..., Rank]]:
-    """Makes them, and closes them in the end."""
+    """Yields a function that makes ranks; closes them at the end."""
     made: list[Rank] = []
 
     def make(*args: Any, **options: Any) -> Rank:

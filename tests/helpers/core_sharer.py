@@ -1,5 +1,5 @@
-"""A process that owns a core of the table `FILE` and multiplies in a step that does not end, on
-others' cores too; it prints a line for each product.
+"""A process that owns a core of the table `FILE` and computes products in a step that does not end,
+also on others' cores; it prints a line per product.
 
     python core_sharer.py FILE
 """

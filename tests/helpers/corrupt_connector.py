@@ -1,4 +1,4 @@
-"""Connectors whose sink spoils what has landed, and keeps a ledger of it."""
+"""Connectors whose sink corrupts landed KV, and records it in a ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
     "state": lambda view, transfer: view.cache.shape[4] == 1,  # one slot a block
     "window": lambda view, transfer: transfer.first_block > 0,  # where no prefix is cached
 }
-"""Tells the KV of a group from that of others, in models that have one such group."""
+"""Recognizes the KV of a group, in models that have one such group."""
 
 
 class Spoiler(P2PConnector):

@@ -1,5 +1,5 @@
-"""Connectors that hash KV as it moves, on whose way it is spoilt: after it was sent and before the
-sink hashes it. A ledger is kept of it."""
+"""Connectors that hash KV while it moves, and corrupt it in transit: after it was sent and before
+the sink hashes it. A ledger records it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.pipe import KVPipe
 from pdserve.kv_transfer.rank import group_connector
 
-group_connector.SHORT_NBYTES = 0  # small models' runs, too, are hashed as they are sent
+group_connector.SHORT_NBYTES = 0  # hashes runs of small models too while they are sent
 
 
 class SpoiltOnTheWay(Spoiler):
@@ -38,7 +38,7 @@ class SpoiltOnTheWay(Spoiler):
         super().accept(transfer)
 
     def place(self, frame: Frame, block_ids: Sequence[int]) -> Place | None:
-        """Returns where a frame goes that shall be spoilt."""
+        """Returns the place of a frame that is to be corrupted, else None."""
         with self._lock:
             if (key := (frame.transfer_id, frame.epoch)) not in self._due:
                 return None
@@ -82,7 +82,7 @@ class SpoiltTCP(SpoiltOnTheWay, TCPConnector):
 
 
 class SpoilingCache(MappedCache):
-    """The loop that copies loads, and so stores and hashes, something else than is there."""
+    """The copy loop loads, and so stores and hashes, other bytes than the source has."""
 
     connector: SpoiltOnTheWay
     frame: Frame

@@ -25,7 +25,7 @@ from warm import WarmCluster
 
 PROMPT = tuple(range(5, 155))  # three chunks
 NUM_TOKENS = 24
-MORE_BLOCKS = 400  # than the others': least-load placement prefers the node that is to die
+MORE_BLOCKS = 400  # more than others have, so that least-load prefers the node that will die
 SINK, D = "pdserve.kv_transfer.control.sink:KVSink", "pdserve.decode_node.session:DecodeSession"
 RESERVATION = "pdserve.kv_transfer.control.recv_transfer:RecvTransfer"
 HANDOFF, P = (
@@ -34,11 +34,11 @@ HANDOFF, P = (
 )
 CLIENT = "pdserve.kv_transfer.control.sink_client:SinkClient"
 
-# ---- the clients: what they ask, and all they were told ----
+# ---- clients: each sends a request and returns everything it received ----
 
 
 def greedy(cluster: WarmCluster) -> Any:
-    """Streamed, with log-probabilities."""
+    """A stream with log-probabilities."""
     tokens: list[Any] = []
     text = ""
     for event in cluster.stream(list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2):
@@ -52,7 +52,7 @@ def greedy(cluster: WarmCluster) -> Any:
 
 
 def sampled(cluster: WarmCluster) -> Any:
-    """Whole, drawn with penalties; min_tokens bans the end."""
+    """A sampled answer with penalties and min_tokens, not streamed."""
     return cluster.complete(
         list(PROMPT), max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=7, min_tokens=20,
         frequency_penalty=0.4, presence_penalty=0.2, repetition_penalty=1.1,
@@ -60,7 +60,7 @@ def sampled(cluster: WarmCluster) -> Any:
 
 
 def constrained(cluster: WarmCluster) -> Any:
-    """Two choices, drawn without some words and ids."""
+    """Two sampled choices with bad words and banned ids."""
     return cluster.complete(
         list(PROMPT), max_tokens=NUM_TOKENS, temperature=1.0, seed=9, n=2, ignore_eos=True,
         bad_words=["the", "and", "mill", "dog", "was", "a"], allowed_token_ids=list(range(9, 500)),
@@ -98,7 +98,7 @@ def over_grpc(cluster: WarmCluster) -> Any:
 
 
 def structured(cluster: WarmCluster) -> Any:
-    """Two choices that keep to a grammar, whose matchers are made anew on another node."""
+    """Two choices with a grammar, whose matchers must be rebuilt on another node."""
     choices = cluster.complete(
         list(PROMPT), max_tokens=NUM_TOKENS, temperature=1.0, seed=4, n=2,
         structured_outputs={"regex": "([A-Z][a-z]{2,8} (likes|is) [0-9]{1,3}[.;] ){2,}"},
@@ -109,7 +109,7 @@ def structured(cluster: WarmCluster) -> Any:
 
 
 def scored(cluster: WarmCluster) -> Any:
-    """Two choices, and how likely the prompt is, which is told before the first token."""
+    """Two choices with prompt log-probabilities, which come before the first token."""
     choices = cluster.complete(
         list(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, n=2, prompt_logprobs=3
     )["choices"]
@@ -122,14 +122,14 @@ CLIENTS = (greedy, sampled, over_grpc, several, stopped, constrained, structured
 
 @cache
 def undisturbed(cluster: WarmCluster, client: Any) -> Any:
-    """The answer while no node fails."""
+    """Returns the answer when no node fails."""
     return client(cluster)
 
 
 def check(
     cluster: WarmCluster, client: Any, role: str, number: str, point: str, count: int
 ) -> None:
-    """The answer of a cluster whose preferred node dies is that of one where none does."""
+    """Checks that the answer is the same when the preferred node dies."""
     expected = undisturbed(cluster, client)
     mortal = cluster.start_node(
         role, ("mortal:arm", number, point, str(count)), num_gpu_blocks_override=MORE_BLOCKS
@@ -139,7 +139,7 @@ def check(
     try:
         ask_until(lambda: has_got(pid, number), client, cluster, expected)
         if number == "SIGSTOP":
-            os.kill(pid, signal.SIGCONT)  # a zombie now: it must do no harm
+            os.kill(pid, signal.SIGCONT)  # it wakes up after it was given up, and must do no harm
             cluster.wait_idle()
     finally:
         with suppress(ProcessLookupError):
@@ -148,8 +148,8 @@ def check(
 
 
 def ask_until(struck: Callable[[], bool], client: Any, cluster: WarmCluster, expected: Any) -> None:
-    """Until the node that is to fail has been asked: another one is, where the machine is so slow
-    that its heartbeats come late."""
+    """Repeats the request until the failing node got one: on a slow machine whose heartbeats come
+    late, the router may choose another node."""
     for _ in range(20):
         assert client(cluster) == expected
         deadline = time.monotonic() + 2
@@ -167,8 +167,8 @@ def has_got(pid: int, number: str) -> bool:
 
 
 def at_every_step(steps: Sequence[tuple[str, str, int]], every: int = 1) -> pytest.MarkDecorator:
-    """Returns the cases of a test that takes step (role, point, how many times it is passed),
-    client and number. `make test` has each `every`-th step once: a node dies there or, at the next,
+    """Returns the cases of a test with arguments (role, point, how many times it is passed), client
+    and signal. `make test` runs each `every`-th step once: there a node dies or, at the next step,
     freezes."""
     cases = [
         pytest.param(step, client, number, id="-".join(map(str, (*step, client.__name__, number))))

@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 class EchoExtension:
-    """Built as `kv_transfer`'s rank half is; reports what it was given."""
+    """Built like `kv_transfer`'s rank half; reports its arguments."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class EchoExtension:
         return self.announced
 
     def handle(self, message: bytes) -> bytes:
-        """Whether anything was written into the block of that number."""
+        """Returns whether the block of that number was written to."""
         return b"used" if self.cache[:, :, int(message)].any() else b"unused"
 
     def handle_at_once(self, message: bytes) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Ranks on hosts that have no model: what runs inside a node's process and those of its ranks."""
+"""Simulates ranks on hosts without the model, inside the processes of a node and its ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOWHERE = "/no/such/folder"
 
 
 def later_ranks() -> None:
-    """All ranks but the first are given paths that do not exist."""
+    """Gives all ranks but the first paths that do not exist."""
     build = worker.build_worker
 
     def elsewhere(spec: Any, emit: Any) -> Any:
@@ -36,13 +36,13 @@ class FullDisk(PosixPath):
 
 
 def full_disk() -> None:
-    """The other ranks cannot write the small files that they are sent."""
+    """Makes the other ranks fail to write the small files that they receive."""
     later_ranks()
     broadcast.Path = FullDisk  # type: ignore[misc]
 
 
 def dying_reader(count: str) -> None:
-    """And the first one is killed when it has read so many runs of rows."""
+    """Kills the first rank after it has read `count` runs of rows."""
     later_ranks()
     rows = broadcast._rows
 

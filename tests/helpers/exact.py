@@ -1,4 +1,4 @@
-"""Whether a cluster says what transformers says, asked in every way."""
+"""Checks that a cluster gives transformers' output, over every API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from story_grammar import make_corpus
 
-NUM_TOKENS = 17  # a block of 16 fills up in every answer, on the decode node
+NUM_TOKENS = 17  # so that every answer fills a block of 16 on the decode node
 
 
 def prompts(folder: Path) -> list[tuple[int, ...]]:
@@ -30,8 +30,8 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
 
 
 def check_prompt_logprobs(cluster: Service, prompt: tuple[int, ...], n: int = 1) -> None:
-    """Each token's log-probability and rank, and the three most likely, are transformers'; and it
-    goes on as it would have."""
+    """Checks each token's log-probability and rank, and the three most likely tokens, against
+    transformers; and that the continuation is unchanged."""
     expected = reference.prompt_logprobs(cluster.model, prompt)
     answer = cluster.complete(list(prompt), max_tokens=8, ignore_eos=True, prompt_logprobs=3, n=n)
     said = reference.decode(cluster.model, reference.greedy(cluster.model, prompt, 8))
@@ -50,7 +50,7 @@ def check_prompt_logprobs(cluster: Service, prompt: tuple[int, ...], n: int = 1)
 
 
 class Asker:
-    """Asks one cluster, each time for the same kind of answer in another way."""
+    """Sends requests to one cluster, rotating over its APIs."""
 
     def __init__(self, cluster: Service, num_tokens: int = NUM_TOKENS) -> None:
         self._cluster = cluster
@@ -69,7 +69,7 @@ class Asker:
         )
 
     def token_ids(self, prompt: tuple[int, ...]) -> str:
-        """Compared as ids, given as their text."""
+        """Compares token ids; returns their text."""
         ids = self.ids(prompt)
         assert tuple(ids) == reference.greedy(self._cluster.model, prompt, self._num_tokens)
         return reference.decode(self._cluster.model, ids)
@@ -94,17 +94,17 @@ def check_exact(
     at_once: int = 16,
     num_tokens: int = NUM_TOKENS,
 ) -> None:
-    """`caching`: the roles whose nodes find prefixes in their cache."""
+    """`caching`: the roles whose nodes have prefix caches."""
     folder, asker = cluster.model, Asker(cluster, num_tokens)
     expected = [
         reference.decode(folder, reference.greedy(folder, case, num_tokens)) for case in cases
     ]
-    # Many at once, with cold prefix caches.
+    # Many concurrent requests with cold prefix caches.
     numbers = [number % len(cases) for number in range(at_once)]
     with ThreadPoolExecutor(at_once) as pool:
         answers = pool.map(lambda number: asker.ask(number, cases[number]), numbers)
         assert list(answers) == [expected[number] for number in numbers], cluster.log()[-3000:]
-    # Some alone, with warm ones, each in another way than before.
+    # Some single requests with warm caches, over another API than before.
     for number in alone:
         answer = asker.ask(number + 1, cases[number])
         assert answer == expected[number], f"{len(cases[number])} tokens\n{cluster.log()[-3000:]}"

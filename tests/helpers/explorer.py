@@ -1,9 +1,9 @@
-"""Every order of the hand-off's events, up to so many that are out of turn.
+"""Explores the orders of the hand-off's events, with a limited number of out-of-turn choices.
 
-A run begins anew and takes the first option at every step: whatever was begun first. Each option
-that it did not take is the beginning of another run, which goes on from there in turn; what it was
-chosen before waits until nothing else is left. A run that comes where another has been ends there.
-So what is found has the fewest choices that lead to it.
+A run starts from the beginning and takes the first option, the oldest one, at every step. Each
+option not taken becomes the start of another run, which continues in turn from there; the events
+that it overtook wait until no others are left. A run that reaches a known state ends. So a
+violation is found with the fewest choices that lead to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Report:
 
 
 class Defects(logging.Handler):
-    """Keeps what a driver logs because it did not expect it."""
+    """Collects log records of unexpected errors in a driver."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -43,7 +43,7 @@ class Defects(logging.Handler):
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """No warning is printed; defects are in the list."""
+    """Suppresses warnings; yields the list of logged defects."""
     defects = Defects()
     DRIVERS.addHandler(defects)
     DRIVERS.propagate = False
@@ -57,16 +57,16 @@ def heard() -> Iterator[list[str]]:
 class Explorer:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._seen: dict[int, int] = {}  # state → choices that were left there
+        self._seen: dict[int, int] = {}  # state → most choices left when it was reached
         self._outcomes: set[str] = set()
         self._defects: list[str] = []
         self._runs = 0
 
     def run(self, choices: int, most_runs: int | None = None) -> Report:
-        """With at most so many `choices` in a run.
+        """Explores runs with at most `choices` choices each.
 
         Raises:
-            Violation: with the steps that lead to one.
+            Violation: a promise is broken; the message has the steps.
         """
         waiting: deque[tuple[int, ...]] = deque([()])
         with heard() as self._defects:
@@ -76,7 +76,7 @@ class Explorer:
         return Report(len(self._seen), self._runs, frozenset(self._outcomes))
 
     def _follow(self, path: tuple[int, ...], choices: int) -> list[tuple[int, ...]]:
-        """Runs along `path`, then in turn. Returns the paths that leave it behind `path`."""
+        """Runs along `path`, then in turn. Returns the paths that branch off after `path`."""
         left = choices - sum(map(bool, path))
         world, story, others = World(self._setting), [], []
         try:
@@ -114,6 +114,6 @@ class Explorer:
 
 
 def _forget(world: World) -> None:
-    """Its tasks end in silence."""
+    """Cancels the world's tasks without log lines."""
     for task in asyncio.all_tasks(world.loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]

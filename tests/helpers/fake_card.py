@@ -1,5 +1,5 @@
-"""A GPU's memory without a GPU: what several processes hold of one card, as CUDA, the driver and
-torch's allocator would tell one of them. It counts bytes and computes nothing."""
+"""Simulates a GPU's memory: the bytes that several processes hold on one GPU, as CUDA, the driver
+and torch's allocator report them to one process. It only counts bytes."""
 
 from __future__ import annotations
 

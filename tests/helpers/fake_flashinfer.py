@@ -1,6 +1,6 @@
-"""FlashInfer's two wrappers, computed page by page in plain torch: as its documentation has them,
-HND pages, queries aligned to the end of their context. With `use_cuda_graph` a wrapper reads what
-`plan` left in the buffers that it was given, whatever it was when it was called first."""
+"""FlashInfer's two wrappers in plain torch, page by page, by its documentation: HND pages, queries
+aligned to the end of their context. With `use_cuda_graph` a wrapper reads its arguments from the
+buffers that `plan` filled, whatever they were at the first call."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
         scores = torch.einsum("bhd,bhld->bhl", q, k) * self._scale
         weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
-        seen = v.masked_fill(hidden[:, None, :, None], 0)  # as the kernels do not load it
+        seen = v.masked_fill(hidden[:, None, :, None], 0)  # the kernels do not load hidden values
         return torch.einsum("bhl,bhld->bhd", weights, seen)

@@ -1,5 +1,5 @@
-"""Nodes without engines behind real gRPC, in this process: they make tokens that say their
-position, hand over nothing, and do to a request whatever a test tells them."""
+"""Nodes without engines behind real gRPC, in this process: their tokens state their position, they
+transfer no KV, and tests inject faults."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def event_at(position: int, job: pb.Job, choice: int = 0) -> pb.TokenEvent:
 
 
 class FakeNode:
-    """`on_run` happens to every job, and `on_token[k]` before its token k of this node, when the
-    router has heard all that was said of the job before."""
+    """`on_run`: a fault in every job. `on_token[k]`: a fault before a job's token k here, once the
+    router has taken the job's earlier events."""
 
     def __init__(self, cluster: FakeCluster, name: str) -> None:
         self.cluster = cluster
@@ -68,18 +68,18 @@ class FakeNode:
         self.on_token: dict[int, Fault] = {}
         self.on_retarget: Fault | None = None
         self.on_landed: Fault | None = None
-        self.token_offset = 0  # what it adds to every token it makes
-        self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # in place of an event
+        self.token_offset = 0  # added to every token
+        self.tells: Callable[[Any], Iterable[Any]] = lambda event: (event,)  # replaces an event
         self.jobs: list[pb.Job] = []
         self.local_prefills = 0
-        self.finished: list[int] = []  # choices of which no more is wanted
-        self.prompt_logprobs: pb.PromptLogprobs | None = None  # what it says of every prompt
-        self.open = 0  # jobs under way
-        self.said = Counter[tuple[str, int]]()  # events by stream and number of the job
+        self.finished: list[int] = []  # choices that the router has finished
+        self.prompt_logprobs: pb.PromptLogprobs | None = None  # sent for every prompt
+        self.open = 0  # running jobs
+        self.said = Counter[tuple[str, int]]()  # events by stream and job number
         self.committed: dict[bytes, asyncio.Future[pb.FirstToken]] = {}
         self.streams = RouterStreams()
-        self.times = (0.0, 0.0, 0.0)  # what its tokens say of timed jobs
-        self.position_offset = 0  # what it adds to the positions it streams
+        self.times = (0.0, 0.0, 0.0)  # times in the tokens of timed jobs
+        self.position_offset = 0  # added to the streamed positions
         # In place of a message of its stream.
         self.streams_message: Callable[[Any], Iterable[Any]] = lambda message: (message,)
         self.server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])
@@ -149,7 +149,7 @@ class FakeNode:
             yield event
 
     async def _run_decode(self, request: Any, context: Any) -> Any:
-        """A failure before a job is there ends the call; a later one is the job's end."""
+        """Runs a job. An error before it starts ends the call; a later one ends the job."""
         async with self._job(request.job, context):
             with self.streams.named(request.stream) as stream:
                 await stream.until_open()
@@ -161,9 +161,9 @@ class FakeNode:
         return pb.DecodeResponse()
 
     async def _say(self, writer: JobWriter, request: pb.DecodeRequest, context: Any) -> Any:
-        """All that the node has to say of a job; returns what the call does."""
+        """Writes all events of a job; returns the call's answer."""
         said = {each.index: len(each.output_token_ids) for each in request.job.choices}
-        said[request.job.choices[0].index] += not request.local_prefill  # the first one
+        said[request.job.choices[0].index] += not request.local_prefill  # the first token
         times = self.times if request.job.timed else None
         async for event in self._told(self._decode(request, context)):
             if isinstance(event, bytes):
@@ -216,7 +216,7 @@ class FakeNode:
             await self._before(1, context)
             decode = self.cluster.by_address(request.ticket.address)
             committed = decode.committed[request.ticket.transfer_id]
-            if not committed.done():  # by one that has been given up since
+            if not committed.done():  # by a call that was abandoned since
                 committed.set_result(first)
             await self._before(2, context)
             yield pb.PrefillEvent(handed_off=pb.HandedOff(transfer_s=0.001))
@@ -278,7 +278,7 @@ class FakeCluster:
         options = {**late, **load, **routing}
         self.config = RoutingConfig(**options)
         self.registry = Registry(self.config)
-        self.count_standstills(False)  # a slow machine has some
+        self.count_standstills(False)  # a slow machine has standstills
         self.channels = Channels()
         self.metrics = RouterMetrics()
         tokenizer = Tokenizer.from_folder(byte_level_folder(folder))
@@ -310,7 +310,7 @@ class FakeCluster:
             await self.nodes[name].start()
 
     def count_standstills(self, counted: bool = True) -> None:
-        """Whether the router believes its clock that it stood still."""
+        """Sets whether the router counts its own standstills."""
         clock = self.registry.clock
         real = type(clock).stood_still
         clock.stood_still = lambda: counted and real(clock)  # type: ignore[method-assign]
@@ -330,14 +330,14 @@ class FakeCluster:
         return GenerationRequest(f"r{self._number}", tuple(range(3, 3 + num_prompt)), sampling)
 
     async def updates(self, *requests: GenerationRequest) -> AsyncGenerator[Update, None]:
-        """Yields those of all of them, one by one."""
+        """Yields the updates of all requests, one request after the other."""
         async with aclosing(self.pipeline.generate(requests)) as batches:
             async for batch in batches:
                 for _, update in batch:
                     yield update
 
     async def ask(self, num_prompt: int = 5, max_tokens: int = 8) -> GenerationStats:
-        """One request, whose every token must be there once, in order."""
+        """Sends one request; each token must arrive once, in order."""
         seen: list[int] = []
         request = self.request(num_prompt, max_tokens)
         async for update in self.updates(request):
@@ -348,7 +348,7 @@ class FakeCluster:
         return update
 
     async def settled(self) -> None:
-        """Nothing is held or counted any more, here and on the nodes."""
+        """Waits until router and nodes hold and count nothing any more."""
         async with asyncio.timeout(60):
             while any(node.open for node in self.nodes.values()):
                 await asyncio.sleep(0.01)
@@ -384,11 +384,11 @@ def _bytes(message: Any) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-# ---- what may happen to a job ----
+# ---- faults of a job ----
 
 
 def fails(error: Exception, times: int = 10**9) -> Fault:
-    """With this error, so many times."""
+    """Fails with this error, `times` times."""
     left = [times]
 
     async def fault(context: Any) -> None:
@@ -400,7 +400,7 @@ def fails(error: Exception, times: int = 10**9) -> Fault:
 
 
 def says(status: grpc.StatusCode, **metadata: str) -> Fault:
-    """A status with pdserve's words in its metadata, or with none."""
+    """Fails with a status, with these fields of pdserve in its metadata."""
 
     async def fault(context: Any) -> None:
         words = tuple((f"pdserve-{key.replace('_', '-')}", each) for key, each in metadata.items())
@@ -410,7 +410,7 @@ def says(status: grpc.StatusCode, **metadata: str) -> Fault:
 
 
 def stand_still(seconds: float) -> None:
-    """Nothing else happens in this process, nodes and router, meanwhile."""
+    """Blocks this process, nodes and router included."""
     time.sleep(seconds)
 
 

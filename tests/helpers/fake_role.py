@@ -1,7 +1,7 @@
-"""A router or node that only keeps the promises `pdserve up` builds on. Standard library only,
+"""A router or node that only behaves as `pdserve up` requires. It uses the standard library only,
 so that it starts in milliseconds: `python fake_role.py ROLE --flag=value …`.
 
-FAKE_<ROLE> says how it misbehaves: `crash` (exit code 3), `crash-once` (the first time, by a
+FAKE_<ROLE> sets its misbehaviour: `crash` (exit code 3), `crash-once` (the first time, by a
 mark in FAKE_FOLDER), `misconfigured` (exit code 2), `leave` (exit code 0), `deaf` (ignores
 SIGTERM), `busy` (drains for half a second), `failing` (answers with an error).
 """

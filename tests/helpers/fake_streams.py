@@ -1,4 +1,4 @@
-"""CUDA streams without CUDA: on which of them operations that touch a cache are queued."""
+"""Fake CUDA streams, which record on which stream operations on a cache are queued."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class FakeStreams:
-    """Makes every `OwnStream` of a process. `queued`: what happened in order: "read" or "write" of
-    a watched cache, with the stream it was queued on (None: the model's), and "sync"."""
+    """Makes every `OwnStream` of a process. `queued`: in order, "read" or "write" of a watched
+    cache with the stream it was queued on (None: the model's), and "sync"."""
 
     def __init__(self) -> None:
         self.queued: list[tuple[str, FakeStream | None]] = []
@@ -27,8 +27,8 @@ class FakeStreams:
         return [what for what, _ in self.queued if what != "sync"]
 
     def check(self) -> None:
-        """Fails for a touch beside a connector's own stream, and for a write that nobody waits for:
-        the sequence that gets the blocks computes on the model's stream."""
+        """Fails for an access outside of a connector's own stream, and for a write without a later
+        synchronize: the sequence that gets the blocks computes on the model's stream."""
         for what, stream in self.queued:
             assert stream is not None, f"{what} on the model's stream"
         unseen: set[FakeStream | None] = set()
@@ -57,7 +57,7 @@ class FakeStream:
 
 
 class Watch(TorchDispatchMode):
-    """Tells `streams` of every operation on the memory of `caches`; views touch nothing."""
+    """Reports operations on the memory of `caches` to `streams`, except for views."""
 
     def __init__(self, streams: FakeStreams, *caches: torch.Tensor) -> None:
         super().__init__()

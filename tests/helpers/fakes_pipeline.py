@@ -1,4 +1,4 @@
-"""A generator that says what a test tells it to, and tiny tokenizers of both common kinds."""
+"""A fake generator with a given text, and tiny tokenizers of both common kinds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level_folder(folder: Path) -> Path:
-    """GPT-2's kind: every byte is a token, so a character may take four; no BOS."""
+    """Writes a tokenizer of GPT-2's kind: a token per byte, up to four per character; no BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w")]
@@ -48,8 +48,8 @@ def byte_level_folder(folder: Path) -> Path:
 
 
 def byte_fallback_folder(folder: Path) -> Path:
-    """Llama's kind: ▁ for a space, the first of which decoding drops; bytes for what is not in
-    the vocabulary; a BOS."""
+    """Writes a tokenizer of Llama's kind: ▁ for a space, of which decoding drops the first; byte
+    tokens for characters outside of the vocabulary; a BOS."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehlorw", "▁w"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     bpe = models.BPE(vocab=vocab, merges=[("▁", "w")], byte_fallback=True, unk_token="<unk>")
@@ -76,14 +76,14 @@ def _save(
 
 
 def served_model(tokenizer: ModelTokenizer, **options: Any) -> ServedModel:
-    """A model `tiny` with a window of 100 tokens."""
+    """Returns a model `tiny` with a context window of 100 tokens."""
     defaults = {"names": ("tiny",), "root": "/tiny", "max_model_len": 100, "created": 0}
     defaults |= {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer}
     return ServedModel(**{**defaults, **options})
 
 
 class FakeGenerator:
-    """Every choice says `text`, one token at a time, then EOS. Attributes may be changed
+    """Every choice generates `text`, one token at a time, then EOS. Tests may change attributes
     between requests."""
 
     def __init__(self, tokenizer: ModelTokenizer, text: str = "hello world") -> None:

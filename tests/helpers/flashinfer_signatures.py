@@ -3,7 +3,7 @@
     pip download --no-deps -d WHEELS flashinfer-python==VERSION     once for each version
     python tests/helpers/flashinfer_signatures.py WHEELS/*.whl
 
-writes `flashinfer_signatures.json` beside this file: by version, class and method the parameters of
+writes `flashinfer_signatures.json` beside this file: version → class → method → the parameters of
 each overload, as [name, kind, whether it has a default].
 """
 
@@ -41,8 +41,8 @@ def main(wheels: Sequence[str]) -> None:
 
 
 def methods(text: str, class_name: str) -> dict[str, list[Rows]]:
-    """Returns each method's overloads. Where `plan` passes its options on, they are those of
-    `_plan_impl`, except for its positional parameters."""
+    """Returns each method's overloads. If `plan` passes its options on, they are those of
+    `_plan_impl`, without its positional parameters."""
     (found,) = (
         each
         for each in ast.parse(text).body

@@ -1,4 +1,4 @@
-"""Ranks of executors in the test's own process, forked as clusters are."""
+"""Ranks for executors in a test's process, forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def find(*path: str) -> None:
 
 
 async def spawn(directory: Path, rank: int) -> ForkedRank:
-    """In the place of `pdserve.common.distributed.launch.spawn`."""
+    """Replaces `pdserve.common.distributed.launch.spawn`."""
     return ForkedRank(directory, rank)
 
 
 class ForkedRank:
-    """Has as much of `asyncio.subprocess.Process` as an executor uses."""
+    """The part of `asyncio.subprocess.Process` that an executor uses."""
 
-    stdin = None  # of no event loop: the rank's pipe is closed when it has ended
+    stdin = None  # no stream of an event loop: the pipe is closed after the rank's end
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._pipe: tuple[int, ...] = os.pipe()

@@ -1,5 +1,5 @@
-"""Writes GGUF files of checkpoints, and beside each the checkpoint that it stands for. Names and
-types are those of the package `gguf`; shares no code with what reads the files."""
+"""Writes GGUF files of checkpoints, and for each the checkpoint with the weights that it encodes.
+Names and types are those of the package `gguf`; shares no code with the reader."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from torch import Tensor
 from benchmarks.quantized_folder import load_weights
 from paths import MODELS
 
-Choose = Callable[[str], str]  # a checkpoint's name of a matrix → its type in the file
+Choose = Callable[[str], str]  # name of a matrix in the checkpoint → its type in the file
 
 ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 NORMAL, CONTROL = 1, 3
 
 
 def tiny_folder(folder: Path, config: Any, scale: float = 0.25) -> Path:
-    """A checkpoint of random weights, with the tokenizer of the tests' models."""
-    from transformers import AutoModelForCausalLM  # ranks that import this file need none of it
+    """Writes a checkpoint with random weights and the tokenizer of the tests' models."""
+    from transformers import AutoModelForCausalLM  # ranks that import this file do not need it
 
     torch.manual_seed(0)
     config.initializer_range = scale
     with torch.inference_mode(False), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # what starts as 0 or 1 must show
+            if parameter.ndim == 1:  # weights that start as 0 or 1 must have an effect
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -53,9 +53,9 @@ def write_gguf(
     without: str = "",
     more: Mapping[str, NDArray[Any]] = {},
 ) -> Path:
-    """Writes the checkpoint `source` to `file`, and to `dense` a checkpoint of the weights that the
-    file stands for. `metadata`: what is other than it should be, None leaves it out; `without`: a
-    tensor that is left out; `more`: others that are added."""
+    """Writes the checkpoint `source` to `file`, and to `dense` a checkpoint with the weights that
+    the file encodes. `metadata`: changed values, None removes one. `without`: a tensor to omit.
+    `more`: tensors to add."""
     config = json.loads((source / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, str(metadata.get("general.architecture", arch)))
@@ -97,14 +97,14 @@ def write_gguf(
 def _stored(
     matrix: NDArray[Any], kind: Kind, seed: int, heads: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Returns what a file has of a matrix, and the numbers that it stands for."""
+    """Returns (the stored form of a matrix, the values that it encodes)."""
     stored = _quantize(_interleaved(matrix, heads) if heads else matrix, kind, seed)
     values = gguf.dequantize(stored, kind).reshape(matrix.shape).astype(np.float32)
     return stored, _halved(values, heads) if heads else values
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """So that expert 10 comes after expert 9."""
+    """Returns a sort key by which expert 10 comes after expert 9."""
     return [(int(part) if part.isdigit() else -1, part) for part in name.split(".")]
 
 
@@ -124,8 +124,8 @@ def _halved(weights: NDArray[Any], heads: int) -> NDArray[Any]:
 
 
 def _quantize(weights: NDArray[Any], kind: Kind, seed: int) -> NDArray[Any]:
-    """Rounds; the package cannot make blocks of 256, of which any bytes are valid but scales that
-    are not finite."""
+    """Quantizes a matrix. The package cannot make blocks of 256: those get random bytes, which are
+    all valid except for non-finite scales."""
     if not kind.name.endswith("_K"):
         return gguf.quantize(weights, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]

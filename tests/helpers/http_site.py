@@ -1,4 +1,4 @@
-"""The HTTP API over a generator that says what a test tells it to, and how its errors look."""
+"""The HTTP API over a fake generator, and checks of its errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Site:
         return await response.json()
 
     async def events(self, path: str, body: Any, **headers: str) -> list[Any]:
-        """The events of a stream; the framing is checked on the way."""
+        """Returns the events of a stream, and checks their framing."""
         response = await self.post(path, body | {"stream": True}, **headers)
         assert response.status == 200, await response.text()
         frames = (await response.text()).split("\n\n")
@@ -75,7 +75,7 @@ async def serve(
     limit: int = 64 * 1024,
     **options: Any,
 ) -> AsyncIterator[Site]:
-    """`limit`: of a body's bytes."""
+    """`limit`: most bytes of a body."""
     tokenizer = Tokenizer.from_folder(folder)
     generator = FakeGenerator(tokenizer)
     named = {"names": ("tiny/model", "alias"), "root": str(folder), "created": 1700000000}
@@ -107,7 +107,7 @@ async def check_error(
 async def check_refused(
     site: Site, path: str, body: dict[str, Any], cases: Sequence[tuple[dict[str, Any], str]]
 ) -> None:
-    """Each of the fields, in such a body, is the client's mistake; no node hears of it."""
+    """Checks that each of the fields gives a client error before any node is called."""
     for fields, param in cases:
         response = await site.post(path, {**body, **fields})
         error = (await response.json())["error"]

@@ -1,4 +1,4 @@
-"""A model hub on this host: as much of Hugging Face's API as `huggingface_hub` asks to download."""
+"""A model hub on this host, with the part of the API that `huggingface_hub` needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN = "hf_ofthetests"
 
 @dataclass
 class Hub:
-    """`repos`: name → folder. Names that begin with `gated/` need the token."""
+    """A running hub: name → folder. Names that begin with `gated/` need the token."""
 
     repos: Mapping[str, Path]
     url: str = ""
@@ -93,7 +93,7 @@ def running_hub(repos: Mapping[str, Path], host: str = "127.0.0.1") -> Iterator[
 
 
 def use(hub: Hub, cache: Path, patch: pytest.MonkeyPatch) -> None:
-    """Tells this process what HF_ENDPOINT and HF_HUB_CACHE say to one that starts."""
+    """Sets the effects of HF_ENDPOINT and HF_HUB_CACHE in this running process."""
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
     patch.setattr(constants, "ENDPOINT", hub.url)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

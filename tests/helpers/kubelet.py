@@ -1,5 +1,5 @@
-"""Rendered pods as processes: each has an address, a host name and a file system of its own, and is
-run as the user of its container, with what that says and nothing else. Linux, root only."""
+"""Runs rendered pods as processes: each has its own address, host name and file system, and runs as
+its container's user, with only the container's environment. Linux, root only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chart import ports_of
 
 INIT_TIMEOUT, START_TIMEOUT = 300.0, 120.0  # seconds
 PDSERVE = Path(sys.executable).with_name("pdserve")
-# The host's folders, but for those that a container has of its own.
+# The host's folders, except for those that each container has itself.
 ROOT_FOLDERS = r"""
 set -eu
 hostname "$POD_NAME"
@@ -56,7 +56,7 @@ class Pod:
     spec: Any
     process: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=Path)
-    serves: bool = False  # its Service sends clients there
+    serves: bool = False  # whether its Service sends clients to it
 
     @property
     def container(self) -> Any:
@@ -65,8 +65,8 @@ class Pod:
 
 
 class Kubelet:
-    """The pods of a release. A Service's name stands for all of its pods, if it is headless, else
-    for the first one."""
+    """The pods of a release. A Service's name resolves to all of its pods if it is headless, else
+    to the first one."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Kubelet:
         objects: Sequence[Any],
         secrets: Mapping[str, Mapping[str, str]],
     ) -> None:
-        """`secrets`: those that the release does not make, with their entries."""
+        """`secrets`: entries of the Secrets that are not part of the release."""
         self._network = network
         self._folder = folder
         self._secrets = dict(secrets)
@@ -105,7 +105,7 @@ class Kubelet:
         return Pod(name, component, address, spec, log=log)
 
     def _name_pods(self) -> None:
-        """Writes the file by which pods find each other, in place: they all see the same."""
+        """Writes the hosts file that all pods share, in place."""
         (self._folder / "hosts").write_text(
             "\n".join(["127.0.0.1 localhost", *self._names()]) + "\n"
         )
@@ -124,7 +124,7 @@ class Kubelet:
     # ---- one pod ----------------------------------------------------------------------------
 
     def start(self, pod: Pod) -> None:
-        """Runs the containers that come first to their end, and starts the one that serves."""
+        """Runs the init containers to their end, and starts the serving container."""
         for container in pod.spec.get("initContainers", ()):
             assert self._run(pod, container).wait(INIT_TIMEOUT) == 0, pod.log.read_text()
         pod.process = self._run(pod, pod.container)
@@ -175,7 +175,7 @@ class Kubelet:
                 yield f"mount -o remount,bind,ro {place}\n"
 
     def _volume(self, pod: Pod, volume: Mapping[str, Any]) -> Path:
-        """The folder of a volume, with owner and mode as Kubernetes gives them."""
+        """Returns the folder of a volume, with the owner and mode that Kubernetes sets."""
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "secret" in volume:
@@ -198,7 +198,7 @@ class Kubelet:
         return folder
 
     def probe(self, pod: Pod, kind: str) -> int:
-        """The status that a probe of the pod's finds; 0: no answer."""
+        """Returns the HTTP status of a probe of the pod; 0: no answer."""
         wanted = pod.container[f"{kind}Probe"]["httpGet"]
         port, scheme = ports_of(pod.container)[wanted["port"]], wanted.get("scheme", "HTTP").lower()
         url = f"{scheme}://{pod.address}:{port}{wanted['path']}"
@@ -212,7 +212,7 @@ class Kubelet:
             return 0
 
     def wait(self, pod: Pod, kind: str, timeout: float) -> None:
-        """Until the probe finds 200."""
+        """Waits until the probe returns 200."""
         deadline = time.monotonic() + timeout
         while self.probe(pod, kind) != 200:
             assert pod.process is not None and pod.process.poll() is None, pod.log.read_text()
@@ -221,8 +221,8 @@ class Kubelet:
         pod.serves = kind == "readiness"
 
     def stop(self, *pods: Pod) -> list[int]:
-        """Ends them as Kubernetes does: no new connections, what is to be done before SIGTERM, then
-        as much time as they may take. Returns their exit codes."""
+        """Ends pods as Kubernetes does: removes them from Services, runs preStop hooks, sends
+        SIGTERM, and waits for the grace period. Returns their exit codes."""
         for pod in pods:
             pod.serves = False
         for pod in pods:
@@ -240,7 +240,7 @@ class Kubelet:
         return code
 
     def replace(self, pod: Pod) -> None:
-        """Gives a pod of a Deployment a successor, which serves before it ends."""
+        """Replaces a pod of a Deployment by a new one, which serves before the old one ends."""
         new = self._pod(f"{pod.name}-next", pod.component, pod.spec)
         self.pods.append(new)
         self._name_pods()
@@ -251,7 +251,7 @@ class Kubelet:
         self._name_pods()
 
     def restart(self, *pods: Pod) -> None:
-        """Ends pods of StatefulSets, and starts them again."""
+        """Ends pods of StatefulSets and starts them again."""
         assert self.stop(*pods) == [0] * len(pods)
         for pod in pods:
             self.start(pod)
@@ -259,30 +259,30 @@ class Kubelet:
             self.wait(pod, "readiness", START_TIMEOUT)
 
     def key(self, entry: str) -> str:
-        """An entry of the Secret of keys."""
+        """Returns an entry of the Secret with the keys."""
         (keys,) = [each for each in self._secrets.values() if entry in each]
         return keys[entry]
 
     def close(self) -> None:
-        """Ends what still runs, and deletes its volumes."""
+        """Ends running pods and deletes their volumes."""
         for pod in self.pods:
             if pod.process is not None and pod.process.poll() is None:
                 os.killpg(pod.process.pid, signal.SIGKILL)
                 pod.process.wait()
         shutil.rmtree(self._folder / "volumes", ignore_errors=True)
 
-    # ---- who speaks to whom -----------------------------------------------------------------
+    # ---- connections ------------------------------------------------------------------------
 
     def listening(self, pod: Pod) -> set[int]:
-        """Ports of the pod at which others reach it."""
+        """Returns the ports at which other pods reach this one."""
         return {
             local[1] for local, _, state in self._sockets(pod)
             if state == LISTEN and not local[0].startswith("127.")
         }  # fmt: skip
 
     def calls(self) -> set[tuple[str, str, int]]:
-        """Connections between pods, open or just closed: from which component, to which, and the
-        port."""
+        """Returns connections between pods, open or recently closed: (from component, to component,
+        port)."""
         by_address = {pod.address: pod for pod in self.pods}
         ports = {pod.address: self.listening(pod) for pod in self.pods}
         found = set()
@@ -310,5 +310,5 @@ LISTEN = "0A"  # net/tcp_states.h
 
 def _place(text: str) -> tuple[str, int]:
     address, _, port = text.partition(":")
-    octets = bytes.fromhex(address[-8:])[::-1]  # of IPv6 the last four: it is IPv4 within
+    octets = bytes.fromhex(address[-8:])[::-1]  # the last four bytes of an IPv4-mapped IPv6 address
     return ".".join(map(str, octets)), int(port, 16)

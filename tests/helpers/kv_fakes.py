@@ -1,4 +1,4 @@
-"""Two nodes without engines: caches, ranks on threads, and a connector that misbehaves."""
+"""Two nodes without engines: caches, ranks on threads, and a faulty connector."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FINGERPRINT = "f" * 24
 
 
 def shared_cache(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Zeros in a memory file, and its descriptor (the caller closes it)."""
+    """Returns zeros in a memory file, and its descriptor, which the caller closes."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     fd = os.memfd_create("test-kv", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
@@ -85,7 +85,7 @@ class Geometry:
 
 
 class FakeNode:
-    """The ranks of one node; `call` and `on_event` as an executor has them."""
+    """The ranks of one node, with `call` and `on_event` like an executor."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class FakeNode:
         return self.multi(rank).children
 
     async def call(self, rank: int, message: bytes) -> bytes:
-        """Does as executors do: a single rank is in the node's process."""
+        """Calls a rank like an executor; a single rank is in the node's process."""
         alone = len(self.ranks) == 1
         if alone and (answer := self.ranks[rank].handle_at_once(message)) is not None:
             return answer
@@ -151,7 +151,7 @@ class FakeNode:
         return await loop.run_in_executor(self._threads[rank], self.ranks[rank].handle, message)
 
     def fill_random(self, seed: int = 0) -> torch.Tensor:
-        """Fills the ranks' caches from one whole model cache, which is returned."""
+        """Fills the ranks' caches from a random cache of the whole model; returns it."""
         geometry = self.geometry
         whole = Rect(0, geometry.layers, 0, geometry.heads)
         generator = torch.Generator().manual_seed(seed)
@@ -184,7 +184,7 @@ class Pair:
 
     @property
     def freed(self) -> list[str]:
-        """Whose blocks are free again, once for each time."""
+        """Returns the owner of each freeing of blocks."""
         quiet = sum(handoff.outcome.done() for handoff in self.handoffs)
         return ["sink"] * self.sink_frees + ["source"] * quiet
 
@@ -220,7 +220,7 @@ class Pair:
 
 
 class FakeSinkClient(SinkClient):
-    """Reaches a sink by function calls, until it is cut off."""
+    """Calls a sink by function calls, until the link is cut."""
 
     def __init__(self, sink: KVSink) -> None:
         self._sink = sink
@@ -262,8 +262,8 @@ def make_pair(
     options: Mapping[str, dict[str, Any]] | None = None,
     address: str = "test:0",
 ) -> Pair:
-    """`connector` may be several, separated by commas; the sink's are the source's unless told
-    otherwise. `options` are the connectors' own, by name."""
+    """`connector`: one or several, separated by commas; the sink's default to the source's.
+    `options`: connector name → its options."""
     network = FakeNetwork(dict(faults)) if faults is not None else None
     common: Any = {"geometry": geometry, "network": network, "options": options}
     source_node = FakeNode(connector, source_tp, source=True, **common)
@@ -296,7 +296,7 @@ def make_pair(
 
 
 class FakeNetwork:
-    """Where fake connectors find each other, and what goes wrong between them.
+    """Connects fake connectors, with faults.
 
     `faults`: `lose` (runs never arrive), `duplicate` (every event comes twice), `fail_after`
     (the source fails after so many runs), `delay` (seconds before a run lands), `corrupt` (a
@@ -309,7 +309,7 @@ class FakeNetwork:
 
 
 class FakeConnector(KVConnector):
-    """Moves blocks by function calls; does what `FakeNetwork.faults` says."""
+    """Moves blocks by function calls, with the faults of `FakeNetwork`."""
 
     capabilities = Capabilities(push=True)
 

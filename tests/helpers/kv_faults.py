@@ -1,8 +1,8 @@
-"""How KV goes bad: every way in which the bytes of a run of blocks can differ from what was sent.
+"""Faults of KV: every way in which the bytes of a run of blocks can differ from those sent.
 
-A fault changes a run in place. Its `data` has shape [planes, blocks, bytes], a plane being one
-layer's keys, values or latents; `strange` has the same shape and holds what has no business there:
-what lay in the blocks before, or the KV of other blocks, transfers and epochs.
+A fault changes a run in place. Its `data` has the shape [planes, blocks, bytes]; a plane is one
+layer's keys, values or latents. `strange` has the same shape, with wrong content: earlier content
+of the blocks, or the KV of other blocks, transfers and epochs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def flip_bit(rng: random.Random, data: Data, strange: Data) -> None:
 
 
 def truncate(rng: random.Random, data: Data, strange: Data) -> None:
-    """The tail was not written."""
+    """Restores the tail, as if it had not been written."""
     end = rng.randrange(data.size)
     data.reshape(-1)[end:] = strange.reshape(-1)[end:]
 
@@ -37,12 +37,12 @@ def keep_old_block(rng: random.Random, data: Data, strange: Data) -> None:
 
 
 def replace_all(rng: random.Random, data: Data, strange: Data) -> None:
-    """The run went elsewhere, or another one came here."""
+    """Replaces everything, as if the run had gone to other blocks."""
     data[:] = strange
 
 
 def swap_planes(rng: random.Random, data: Data, strange: Data) -> None:
-    """Keys for values, or one layer's for another's."""
+    """Swaps keys and values, or two layers."""
     one, other = rng.sample(range(data.shape[0]), 2)
     data[[one, other]] = data[[other, one]]
 
@@ -62,7 +62,7 @@ FAULTS: Sequence[Fault] = (*OF_ANY_RUN, swap_blocks, duplicate_block)
 
 
 def spoil(rng: random.Random, data: Data, strange: Data) -> Fault:
-    """Applies a fault that makes a difference, and says which."""
+    """Applies a fault that changes the data; returns it."""
     right = data.copy()
     while True:
         fault = rng.choice(FAULTS if data.shape[1] > 1 else OF_ANY_RUN)
@@ -72,7 +72,7 @@ def spoil(rng: random.Random, data: Data, strange: Data) -> Fault:
 
 
 class Place:
-    """Blocks of a piece in a rank's CPU cache."""
+    """The blocks of a rect in a rank's CPU cache."""
 
     def __init__(self, view: CacheView, rect: Rect, block_ids: Sequence[int]) -> None:
         whole, cache = view.rect, view.cache.view(torch.uint8)
@@ -82,7 +82,7 @@ class Place:
         self._ids = np.asarray(block_ids)
 
     def read(self) -> Data:
-        """A copy, [planes, blocks, bytes]."""
+        """Returns a copy, [planes, blocks, bytes]."""
         taken = self._memory[:, :, self._ids]
         layers, planes = taken.shape[:2]
         return np.ascontiguousarray(taken).reshape(layers * planes, len(self._ids), -1)

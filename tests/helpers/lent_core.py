@@ -17,7 +17,7 @@ OWNED, COMPUTING = (word.to_bytes(4, sys.byteorder) for word in (1, 3))
 
 @contextmanager
 def idle_owner(table: Path) -> Iterator[None]:
-    """The table's first core has an owner that does not compute."""
+    """Has an idle process own the table's first core."""
     with table.open("r+b") as file:
         assert lock_entries(file.fileno(), sized(file.fileno(), 2), 1) == [0]
         file.write(OWNED)
@@ -27,7 +27,7 @@ def idle_owner(table: Path) -> Iterator[None]:
 
 @contextmanager
 def member(table: Path, kernels: NativeKernels) -> Iterator[LentCores]:
-    """This process, which owns a core."""
+    """Yields this process as the owner of a core."""
     cores = LentCores(table, threads=1, cores=2, kernels=kernels)
     try:
         yield cores
@@ -37,7 +37,7 @@ def member(table: Path, kernels: NativeKernels) -> Iterator[LentCores]:
 
 @contextmanager
 def lent_core(kernels: NativeKernels) -> Iterator[None]:
-    """A step of this process beside an idle core."""
+    """Runs the block as a step of this process, with an idle core to borrow."""
     with tempfile.NamedTemporaryFile() as file:
         table = Path(file.name)
         with idle_owner(table), member(table, kernels) as cores, cores.computing():

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Link:
-    """A TCP proxy. Once it is cut, it takes bytes and passes nothing on."""
+    """A TCP proxy. Once cut, it reads bytes and forwards none."""
 
     def __init__(self, port: int) -> None:
         self._port = port

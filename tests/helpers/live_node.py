@@ -1,4 +1,4 @@
-"""A real decode node with a tiny model, in this process; a test can hold up its steps."""
+"""A real decode node with a tiny model in this process, whose steps a test can hold."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def node_config(replicas: int = 1, lora: LoRAConfig | None = None) -> WorkerNode
 async def decode_node(
     replicas: int = 1, lora: LoRAConfig | None = None
 ) -> AsyncIterator[tuple[DecodeNode, asyncio.Task[int], list[Gate]]]:
-    """The node, what it serves in, and a gate for each replica. Nobody is at its router's
+    """Yields the node, its serving task, and a gate per replica. No router runs at its router's
     address."""
     torch_threads = torch.get_num_threads()
     node = DecodeNode(node_config(replicas, lora))
@@ -73,8 +73,8 @@ async def decode_node(
 
 
 class Gate:
-    """Steps do not return while it is shut. A node that should not be ahead of its client by more
-    than a few steps is let do so many; then the gate shuts itself."""
+    """Holds steps while it is shut. `let` opens it, optionally for a number of steps, after which
+    it shuts itself: then a node is at most that far ahead of its client."""
 
     def __init__(self, executor: Executor) -> None:
         self.open = asyncio.Event()
@@ -83,7 +83,7 @@ class Gate:
         executor.step = self.step  # type: ignore[method-assign]
 
     def let(self, steps: float = math.inf) -> None:
-        """Lets what it holds go on, and so many steps after it."""
+        """Releases the held step, and `steps` more."""
         self._left = steps
         self.open.set()
 
@@ -98,8 +98,8 @@ class Gate:
 
 
 async def generate(channel: grpc.aio.Channel, first: int = 3) -> int:
-    """The number of tokens a prompt that begins with `first` is continued with. Raises the node's
-    typed error."""
+    """Returns the number of tokens generated for a prompt that begins with `first`. Raises the
+    node's typed error."""
     prompt = tuple(range(first, first + 37))
     job = GenerateJob("r", prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     said = [event async for event in run_job(channel, job)]
@@ -112,7 +112,7 @@ Said = JobTokens | pb.DecodeEvent
 async def run_job(
     channel: grpc.aio.Channel, job: GenerateJob, local_prefill: bool = True
 ) -> AsyncGenerator[Said, None]:
-    """Yields what the node says of a job, until its end, on a stream of its own; closing it cancels
+    """Yields a job's events until its end, on a stream of its own; closing the generator cancels
     the job. Raises the node's typed error."""
     stub, name = pb_grpc.DecodeStub(channel), secrets.token_hex(8)
     events = stub.Events(pb.EventsRequest(stream=name))

@@ -1,5 +1,5 @@
-"""Clusters that are put together wrongly, and what `pdserve doctor --cluster` says of each. The
-table in docs/reference/misdeployments.md is made of it."""
+"""Wrongly deployed clusters, and the findings of `pdserve doctor --cluster` for each. The table in
+docs/reference/misdeployments.md is generated from it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ APART: Sequence[tuple[str, dict[str, Any]]] = (("prefill", {}), ("decode", {}))
 
 @dataclass(frozen=True)
 class Misdeployment:
-    """A mistake, and what is said of it; `…` stands for what differs from one run to the next.
-    `nodes` are roles with options, `router` are the router's. `then` names what the test does once
-    they run."""
+    """A mistake and its finding; `…` stands for parts that differ between runs. `nodes`: roles with
+    options. `router`: its options. `then`: what the test does once they run."""
 
     wrong: str
     says: str
@@ -125,7 +124,7 @@ MISDEPLOYMENTS = (
     ),
     Misdeployment(
         "a node of both roles beside the pairs",
-        "both-… has both roles, so its prompts are not computed apart",
+        "both-… has both roles, so it computes prompts beside decoding",
         nodes=(*APART, ("both", {})),
         verdict="warning",
     ),

@@ -1,5 +1,5 @@
-"""Nodes that die or freeze at an exact point of the protocol, whose steps wait to be let go, or
-whose clock is wrong: what runs inside the node's process."""
+"""Nodes that die or freeze at an exact point of the protocol, whose steps can be held, or whose
+clock is wrong: the code inside the node's process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP = "pdserve.common.worker.worker:ModelWorker.step"
 
 
 def arm(number: str, point: str, count: str) -> None:
-    """The process gets signal `number` when `point` (`module:Class.method`) is called the
+    """Sends signal `number` to this process when `point` (`module:Class.method`) is called the
     `count`-th time, or with `point>`, when that call has returned."""
     after = point.endswith(">")
     owner_path, _, name = point.rstrip(">").rpartition(".")
@@ -43,8 +43,8 @@ def arm(number: str, point: str, count: str) -> None:
 
 
 def clock(path: str) -> None:
-    """pdserve reads a clock that is off by as many seconds as the file at `path` says at any time.
-    gRPC reads the host's, which it compares with its deadlines outside of Python."""
+    """Makes pdserve's clock differ from the host's by the seconds in the file at `path`, read each
+    time. gRPC compares deadlines with the host's clock outside of Python."""
     file = Path(path)
     wrong = ModuleType("time")
     vars(wrong).update(vars(time))
@@ -56,8 +56,8 @@ def clock(path: str) -> None:
 
 
 def keepalive(seconds: str, *then: str) -> None:
-    """Its server gives up peers that have not answered for about so long; then it calls what `then`
-    names, as `WarmStart.start` has it."""
+    """Makes its server drop peers that have not answered for about `seconds`; then calls the
+    function named by `then`, as in `WarmStart.start`."""
     server = import_module("pdserve.common.rpc.server")
     short = {key: int(float(seconds) * 500) for key, value in server.KEEPALIVE if value}
     server._OPTIONS[:] = [(key, short.get(key, value)) for key, value in server._OPTIONS]
@@ -66,8 +66,9 @@ def keepalive(seconds: str, *then: str) -> None:
 
 
 def hold(path: str) -> None:
-    """No step of a node of one rank begins while there is a file at `path`, but for as many as its
-    second word says, anew whenever its first word changes; all else goes on."""
+    """Holds the steps of a node of one rank while the file at `path` exists. Its second word is a
+    number of steps to let through, counted anew when its first word changes. Everything else
+    continues."""
     owner_path, _, name = STEP.rpartition(".")
     owner, file = import_string(owner_path), Path(path)
     seen, left = "", 0

@@ -1,4 +1,4 @@
-"""A block pool as of a model whose layers all attend to all tokens."""
+"""Makes the KV pool of a model with full attention in all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receives spans over OTLP, as a collector does."""
+"""Receives spans over OTLP, like a collector."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.url = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def Export(self, request: Any, context: Any) -> Any:
-        self._spans += list(spans_of(request))  # a reader sees all of a batch or nothing
+        self._spans += list(spans_of(request))  # atomic: a reader sees a whole batch or none of it
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str, names: set[str]) -> list[Span]:
-        """Its spans, once those of these names are among them."""
+        """Waits until the trace has spans of these names; returns all of its spans."""
         found = [span for span in tuple(self._spans) if span.trace_id == trace_id]
         return found if names <= {span.name for span in found} else []
 

@@ -4,7 +4,7 @@ import psutil
 
 
 def alive(pid: int) -> bool:
-    """Zombies, whose parent has not asked yet, are not alive."""
+    """Returns whether the process is running; zombies are not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -12,7 +12,7 @@ def alive(pid: int) -> bool:
 
 
 def command(process: psutil.Process) -> list[str]:
-    """Empty if it has ended."""
+    """Returns the command line; empty if the process has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -20,8 +20,8 @@ def command(process: psutil.Process) -> list[str]:
 
 
 def descendants() -> set[psutil.Process]:
-    """This process's, without those of the one from which the clusters of all of pytest's workers
-    are forked."""
+    """Returns this process's descendants, without the process from which the clusters of all pytest
+    workers are forked, and without its children."""
     return {
         each
         for child in psutil.Process().children()

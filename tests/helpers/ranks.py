@@ -1,4 +1,4 @@
-"""Real processes, one per rank, that run functions of a test; started once for many tests."""
+"""Rank processes that run functions of tests; started once for many tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pdserve.common.distributed.parallel_state import (
     initialize_model_parallel,
 )
 
-PATIENCE = 240.0  # seconds for an answer; the first one comes after torch is imported
+PATIENCE = 240.0  # seconds for an answer; the first one includes importing torch
 Work = Callable[..., Any]
 """Called as `work(state, *args)` in each rank; a module's function."""
 
 
 class Ranks:
-    """`run` gives what `work` returned on each rank, or fails with the traceback of one."""
+    """`run` returns the results of all ranks, or fails with the traceback of one."""
 
     def __init__(self, size: int, folder: Path, timeout: float = 60.0) -> None:
         address = f"\0pdserve-ranks-{uuid.uuid4()}"
@@ -38,8 +38,8 @@ class Ranks:
                 self._pipes.append(listener.accept())  # type: ignore[arg-type]
 
     def run(self, work: Work, *args: Any, **layout: Any) -> list[Any]:
-        """`layout`: tp, pp, ep, communicator, hosts. The first tp * pp ranks take part; `hosts` has
-        a letter for each rank, different ones for those that are treated as on another host."""
+        """`layout`: tp, pp, ep, communicator, hosts. Uses the first tp * pp ranks. `hosts`: a
+        letter per rank; ranks with different letters count as on different hosts."""
         count = self.start(work, *args, **layout)
         return self.results(range(count))
 

@@ -14,7 +14,7 @@ from toy_worker import ToyWorker, specs
 
 
 class RayToy(ToyWorker):
-    """Meets the others, and says where it is."""
+    """Connects to the other ranks, and reports its place."""
 
     def __init__(self, spec: WorkerSpec, emit: Emit) -> None:
         super().__init__(spec, emit)
@@ -24,7 +24,7 @@ class RayToy(ToyWorker):
         self.environment = init_distributed_environment(*world)
 
     def ready(self) -> bytes:
-        import ray  # only here: whoever collects tests imports this file, too
+        import ray  # only here, since collecting tests imports this file too
 
         node = ray.get_runtime_context().get_node_id()
         return msgspec.msgpack.encode((os.getpid(), node, len(self.environment.hosts)))
@@ -35,6 +35,6 @@ def toys(size: int, **options: Any) -> list[WorkerSpec]:
 
 
 async def places(executor: Executor) -> list[tuple[int, str, int]]:
-    """Starts it: the pid of each rank, the id of its raylet, and how many ranks it has met."""
+    """Starts the executor; returns per rank (pid, raylet id, number of connected ranks)."""
     answers = await executor.start()
     return [msgspec.msgpack.decode(each, type=tuple[int, str, int]) for each in answers]

@@ -19,7 +19,7 @@ from pdserve.common.distributed.environment import address_towards
 from processes import alive
 
 START_TIMEOUT = 800.0  # seconds
-# Ray would give its workers what CPU nobody else wants, and start some that nobody asked for.
+# Otherwise Ray would run workers at low priority, and prestart some.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
@@ -28,9 +28,9 @@ ENVIRONMENT = {
 
 
 class Raylets:
-    """`raylets` of `cpus` each; the first has the cluster's head. Use as a context manager;
-    leaving it ends every process of the cluster. `hidden`: a folder that is empty on all hosts but
-    the first. `network`: each raylet is on a host of its own there; `hosts` has their addresses."""
+    """`raylets` of `cpus` each; the first one has the cluster's head. Use as a context manager,
+    which ends every process of the cluster. `hidden`: a folder that is empty on all hosts but the
+    first. `network`: each raylet runs on a host of its own there; `hosts` has the addresses."""
 
     def __init__(
         self,
@@ -45,7 +45,9 @@ class Raylets:
         self._hide = hide if hidden else []
         self._folder = tempfile.TemporaryDirectory(prefix="ray-")
         self._started: list[subprocess.Popen[bytes]] = []  # each with a session of its own
-        head = self.hosts[0] if network else address_towards("udp://8.8.8.8")  # as Ray finds it
+        head = (
+            self.hosts[0] if network else address_towards("udp://8.8.8.8")
+        )  # the address that Ray chooses
         self.address = f"{head}:{free_port()}"
 
     def __enter__(self) -> Raylets:
@@ -61,7 +63,7 @@ class Raylets:
         return self
 
     def join(self) -> None:
-        """Starts one more."""
+        """Starts another raylet."""
         self._start(f"--address={self.address}")
 
     def _start(self, *options: str) -> None:
@@ -86,7 +88,7 @@ class Raylets:
                 return
             assert time.monotonic() < deadline, output.decode()
             if ended:
-                # Ray itself gives a raylet 30 seconds, which few have on a host at its limit.
+                # Ray allows a raylet 30 seconds, which may be too short on a busy host.
                 assert b"timed out during startup" in output, output.decode()
                 self._end([process])
                 process = self._started[-1] = self._launch(command, log)
@@ -103,7 +105,7 @@ class Raylets:
             )
 
     def kill(self, number: int, name: str = "raylet") -> None:
-        """SIGKILL to a part of what was started `number`-th."""
+        """Sends SIGKILL to a process of the `number`-th start."""
         children = psutil.Process(self._started[number].pid).children()
         next(child for child in children if child.name() == name).kill()
 
@@ -114,8 +116,8 @@ class Raylets:
     def _end(self, started: Sequence[subprocess.Popen[bytes]]) -> None:
         sessions = {process.pid for process in started}
         while running := [each for each in psutil.process_iter() if _session(each.pid) in sessions]:
-            for process in running:  # twice: one was about to start others
-                with suppress(psutil.NoSuchProcess):  # it ended with another one
+            for process in running:  # twice, since a process may have been starting others
+                with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
                     process.kill()
             psutil.wait_procs(running, 5)
 

@@ -1,4 +1,4 @@
-"""The tokens of transformers: the greedy continuation every topology must give."""
+"""transformers' greedy continuations, which every topology must reproduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import (
 
 @cache
 def load(folder: Path) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
-    """The model in float32 and its tokenizer."""
+    """Returns the model in float32 and its tokenizer."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model, PreTrainedTokenizerFast.from_pretrained(folder)
@@ -43,8 +43,8 @@ def greedy(
     allowed: tuple[int, ...] = (),
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[int, ...]:
-    """The next tokens by greedy search, of those that are `allowed` (none: all) and complete no bad
-    word; end-of-sequence tokens do not end it."""
+    """Returns the next tokens by greedy search, among `allowed` (none: all), without completing a
+    bad word; end-of-sequence tokens do not end it."""
     model, _ = load(folder)
     with torch.inference_mode():
         output = model.generate(  # type: ignore[operator]
@@ -61,7 +61,7 @@ def greedy(
 
 
 def margin(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> float:
-    """By how much the best logit of `greedy`'s tokens is above the second, where it is least."""
+    """Returns the smallest difference of the best and second logit over `greedy`'s tokens."""
     model, _ = load(folder)
     tokens = torch.tensor([prompt + greedy(folder, prompt, num_tokens)])
     with torch.inference_mode():
@@ -72,14 +72,14 @@ def margin(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> float:
 
 @cache
 def prompt_logprobs(folder: Path, prompt: tuple[int, ...]) -> torch.Tensor:
-    """`[len(prompt) - 1, vocab]`: row i is what follows token i."""
+    """Returns `[len(prompt) - 1, vocab]`; row i is the distribution after token i."""
     model, _ = load(folder)
     with torch.inference_mode():
         return model(torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1)
 
 
 def bad_words(folder: Path, *words: str) -> tuple[tuple[int, ...], ...]:
-    """The token ids of words, with and without a leading space."""
+    """Returns the token ids of words, with and without a leading space."""
     forms = [form for word in words for form in (word, f" {word}")]
     return tuple(tuple(encode(folder, form)) for form in forms)
 

@@ -1,5 +1,5 @@
-"""The connectors of one host and of TCP, whose sinks do not say that they alone write: what has
-landed is read again for its digests."""
+"""The shm and TCP connectors with sinks that do not claim to be the only writer, so that landed
+blocks are read again to compute digests."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SHM = "/dev/shm"
-LEFT_ON_PURPOSE = "pdserve-broken-"  # by connectors which a check must catch: how names begin
+LEFT_ON_PURPOSE = "pdserve-broken-"  # prefix of names that broken connectors leave on purpose
 
 
 def names() -> set[str]:
@@ -16,9 +16,9 @@ def names() -> set[str]:
 
 
 def check_none_left(before: set[str], within: float = 60.0) -> None:
-    """No name that came since `before` stays without a process that maps it: what others'
-    processes use is theirs. `before`: as `names` gave them."""
-    deadline = time.monotonic() + within  # those of others are nobody's while they begin or end
+    """Checks that no name since `before` (from `names`) stays without a process that maps it; names
+    that other processes map are theirs."""
+    deadline = time.monotonic() + within  # other processes' names are unmapped for moments
     while left := names() - before - _in_use():
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
@@ -27,7 +27,7 @@ def check_none_left(before: set[str], within: float = 60.0) -> None:
 def _in_use() -> set[str]:
     names = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             maps = (process / "maps").read_text().splitlines()
             names |= {line.partition(f" {SHM}/")[2] for line in maps}
     return names

@@ -1,5 +1,4 @@
-"""Fenced blocks and commands of the pages, and what is wrong with
-data and code."""
+"""Fenced blocks and commands of documentation pages, and checks of their data and code."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def inline_commands(page: Path) -> Iterator[tuple[str, str]]:
-    """`pdserve …` within a sentence, with its place; not where something is left out."""
+    """Yields (place, command) of `pdserve …` in sentences, without commands with an ellipsis."""
     text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
     for found in re.finditer(r"`(pdserve [^`…|]+)`", text):
         line = text.count("\n", 0, found.start()) + 1
@@ -52,8 +51,8 @@ def inline_commands(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def check_data(block: Block) -> None:
-    """Raises Wrong on what is no JSON, TOML or YAML, and on options or a request in it that nobody
-    takes."""
+    """Raises Wrong for invalid JSON, TOML or YAML, and for options or request fields in it that do
+    not exist."""
     try:
         made = READERS[block.language](block.text)
     except (ValueError, yaml.YAMLError) as error:
@@ -73,7 +72,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 def check_code(block: Block) -> None:
-    """Raises Wrong on Python that does not compile, or imports from pdserve what is not there."""
+    """Raises Wrong for Python that does not compile, or imports missing names from pdserve."""
     try:
         tree = ast.parse(block.text)
     except SyntaxError as error:

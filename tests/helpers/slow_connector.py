@@ -1,4 +1,4 @@
-"""Connectors that tests name by "module:Class": slow, broken, and one that clings to its blocks."""
+"""Connectors that tests name by "module:Class": slow, failing, or unable to quiesce."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pdserve.kv_transfer.pipe import KVPipe
 
 
 class SlowTCP(TCPConnector):
-    """TCP that waits `delay` seconds, and as long as there is a file at `held`, before it delivers
-    a run, and then fails if it `breaks`."""
+    """TCP that delays each run by `delay` seconds, and while the file `held` exists, and then fails
+    if `breaks`."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         options = dict(config)
@@ -49,7 +49,7 @@ class SlowMover(PipeMover):
 
 
 class ClingingTCP(TCPConnector):
-    """TCP that cannot tell whether it has left a transfer's blocks, if it `clings`."""
+    """TCP whose `quiesce` fails if `clings`, so that blocks may still be in use."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         options = dict(config)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.quantized_folder import Scheme, load_weights
 
-AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs, those in a word from its low bits on
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word, from its low bits on
 
 
 def dequantized_folder(folder: Path, target: Path, scheme: Scheme) -> Path:
-    """The folder with float32 weights, read bit by bit and not quantized any more."""
+    """Writes a copy of the folder with dequantized float32 weights."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
@@ -35,7 +35,7 @@ def dequantized_folder(folder: Path, target: Path, scheme: Scheme) -> Path:
 
 
 def dequantize(weights: Mapping[str, Tensor], module: str, scheme: Scheme) -> Tensor:
-    """float32 `[out, in]` of a linear layer."""
+    """Returns a linear layer's weight, float32 `[out, in]`."""
     words, zeros = (weights[f"{module}.{kind}"].tolist() for kind in ("qweight", "qzeros"))
     scales = weights[f"{module}.scales"].float().tolist()
     outputs, per_word, mask = len(scales[0]), 32 // scheme.bits, 2**scheme.bits - 1

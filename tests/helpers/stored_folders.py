@@ -1,5 +1,5 @@
-"""Makes checkpoints of FP8, INT8 and pack-quantized weights, and beside each the weights that it
-stands for. Shares no code with what reads them."""
+"""Makes checkpoints with FP8, INT8 and pack-quantized weights, and for each one the checkpoint with
+the weights that it encodes. Shares no code with the readers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 def scaled(matrix: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the tensors of a quantized linear layer, and the weight they stand for."""
+    """Returns (the tensors of a quantized linear layer, the weight that they encode)."""
     rows, columns = matrix.shape
     block = {
         "blocks": (48, 32),
@@ -66,7 +66,7 @@ def scaled(matrix: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def pack_quantized(matrix: Tensor, bits: int, symmetric: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Does as `scaled`: 32 weights to a group, packed along inputs from the low bits on."""
+    """Like `scaled`, with groups of 32 weights, packed along inputs from the low bits on."""
     groups = matrix.unflatten(1, (-1, 32))
     least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     high, low = groups.amax(2).clamp_min(0), groups.amin(2).clamp_max(0)
@@ -92,7 +92,7 @@ def words(numbers: Tensor, bits: int) -> Tensor:
 
 
 Quantize = Callable[[Tensor, int], tuple[dict[str, Tensor], Tensor]]
-"""A matrix and a seed → the tensors of its module, and the weight they stand for."""
+"""(matrix, seed) → (the tensors of its module, the weight that they encode)."""
 
 
 def folders(
@@ -102,8 +102,8 @@ def folders(
     quantize: Quantize,
     others: tuple[str, ...] = (),
 ) -> Path:
-    """Makes `target`, quantized, and `target`-dense, which holds what it stands for. `others`: ends
-    of names of modules that are quantized, beside the usual ones."""
+    """Makes `target`, quantized, and `target`-dense with the weights that it encodes. `others`:
+    suffixes of further modules to quantize."""
     config = json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
     stored: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}

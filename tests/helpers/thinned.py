@@ -1,4 +1,4 @@
-"""Which of a test's cases wait for `make test-all`, and how many examples are drawn."""
+"""Marks cases as slow, for `make test-all` only, and sets the number of fuzz examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 25))  # for a parser
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 25))  # examples per parser
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
@@ -16,12 +16,12 @@ def slow(*values: Any, id: str | None = None) -> Any:
 
 
 def thinned(cases: Sequence[Any], every: int, first: int = 0) -> list[Any]:
-    """`make test` has each `every`-th of them, from the `first` on."""
+    """Marks all cases but each `every`-th, from the `first` on, as slow."""
     return only(cases, [case for number, case in enumerate(cases) if number % every == first])
 
 
 def only(cases: Iterable[Any], few: Collection[Any]) -> list[Any]:
-    """`make test` has those that are among the `few`."""
+    """Marks all cases as slow that are not among the `few`."""
     return [case if case in few else as_slow(case) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""The least that generates: a model, a cache and one step, for tests of the model."""
+"""A minimal engine for tests of the model: a model, a cache and one step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load(
 
 
 def new_cache(model: CausalLM) -> list[torch.Tensor]:
-    """One tensor per KV group."""
+    """Returns one tensor per KV group."""
     caches = []
     for attention, group in zip(model.attentions, model.spec.kv_groups, strict=True):
         start, end = group.layers_between(model.stage.start, model.stage.end)
@@ -67,7 +67,7 @@ Sequence = tuple[list[int], int, list[int]]  # tokens, start, block table
 
 
 def step(model: CausalLM, cache: list[torch.Tensor], sequences: list[Sequence]) -> torch.Tensor:
-    """Logits of every token of every sequence. All KV groups have the same block tables."""
+    """Returns the logits of all tokens. All KV groups use the same block tables."""
     tokens, starts, tables = zip(*sequences, strict=True)
     batch = AttentionBatch([len(part) for part in tokens], starts, tables, BLOCK_SIZE)
     positions = [start + i for part, start, _ in sequences for i in range(len(part))]

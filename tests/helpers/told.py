@@ -1,5 +1,5 @@
-"""A plug-in of pytest (`-p told`) that writes what became of a test as soon as it is over, for
-whoever waits for it; and how to read that."""
+"""A pytest plug-in (`-p told`) that writes the outcome of each test as soon as it is over, for
+processes that wait for it; and a reader of that file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _why: defaultdict[str, str] = defaultdict(str)
 
 
 def read(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The tests of a run that has begun, and why those that are over did not pass, or "". A test is
-    `FILE.py::NAME[PARAMETERS]`."""
+    """Returns the collected tests, and test → reason of the finished ones; the reason is "" for a
+    test that passed. Tests are named `FILE.py::NAME[PARAMETERS]`."""
     told = folder / FILE
     text = told.read_text() if told.exists() else ""
     if "\n" not in text:
         return [], {}
-    collected, *over = map(json.loads, text.split("\n")[:-1])  # the last line may be a part of one
+    collected, *over = map(json.loads, text.split("\n")[:-1])  # the last line may be incomplete
     return collected, dict(over)
 
 

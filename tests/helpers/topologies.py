@@ -1,8 +1,8 @@
-"""Which topologies are compared with transformers.
+"""Chooses the topologies that are compared with transformers.
 
-`make test` runs `few()`: a pairwise cover. What two factors break together, any topology shows in
-which both values meet; `Topology.pairs` says which pairs must. `in_turn()`, all layouts of all
-families with sizes of 4, is for `make test-all`.
+`make test` runs `few()`, a pairwise cover: a fault of two factors together shows in any topology
+that combines their values. `Topology.pairs` yields the pairs to cover. `in_turn()`, all layouts of
+all families with sizes of 4, is for `make test-all`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ REPLICAS = (1, 2)
 CONNECTORS = ("shm", "tcp")
 EXCHANGES = ("alltoallv", "allgather_reducescatter", "replicated")
 BLOCK_SIZES = (16, 8)
-MOST_RANKS = 4  # of a node
-START = 5  # what a cluster costs beside its ranks, in ranks
+MOST_RANKS = 4  # per node
+START = 5  # cost of a cluster besides its ranks, in ranks
 
 
 class Layout(NamedTuple):
-    """The ranks of one node: `tp` in each of `pp` stages, experts spread over `ep` of them, and
-    `dp` replicas of all that."""
+    """The ranks of one node: `tp` ranks in each of `pp` stages, experts spread over `ep` of them,
+    and `dp` replicas."""
 
     tp: int = 1
     pp: int = 1
@@ -82,7 +82,7 @@ class Topology:
 
     @property
     def possible(self) -> bool:
-        """Dense models have no experts to spread, and exchange nothing."""
+        """Whether the topology is valid: dense models have no experts to spread or exchange."""
         spread = max(self.prefill.ep, self.decode.ep) > 1
         if not self.sparse:
             return not spread and self.exchange == EXCHANGES[0]
@@ -93,7 +93,7 @@ class Topology:
         return START + sum(each.tp * each.pp * each.dp for each in (self.prefill, self.decode))
 
     def pairs(self) -> Iterator[Pair]:
-        """The values of two factors that meet here."""
+        """Yields the pairs of factor values in this topology."""
         kind, block = ("sparse", self.sparse), ("block size", self.block_size)
         connector = ("connector", self.connector)
         cut = [
@@ -122,8 +122,8 @@ def _met(*factors: tuple[str, object]) -> Iterator[Pair]:
 
 @cache
 def few() -> list[Topology]:
-    """In which every pair of the candidates' is met: the next is always the one that shows most of
-    what was not shown yet, for its cost."""
+    """Returns topologies that cover every pair of the candidates' values, chosen greedily by new
+    pairs per cost."""
     bits: defaultdict[Pair, int] = defaultdict(lambda: 1 << len(bits))
     shown = {each: sum({bits[pair] for pair in each.pairs()}) for each in candidates()}
     costs = {each: each.cost for each in shown}
@@ -138,8 +138,8 @@ def few() -> list[Topology]:
 
 
 def candidates() -> Iterator[Topology]:
-    """Yields those of up to two ranks in a stage, two stages, and experts in two places: more of
-    them are in `in_turn`."""
+    """Yields topologies with up to two ranks per stage, two stages, and experts in two places;
+    `in_turn` has larger ones."""
     small = [each for each in LAYOUTS if max(each) <= 2]
     factors = (MODELS, small, small, CONNECTORS, EXCHANGES, BLOCK_SIZES)
     every = itertools.starmap(Topology, itertools.product(*factors))
@@ -147,8 +147,8 @@ def candidates() -> Iterator[Topology]:
 
 
 def in_turn() -> Iterator[Topology]:
-    """Each family with every layout on the prefill node, and on the decode node the next one: every
-    layout serves in both roles, and KV is cut and joined between unequal ones."""
+    """Yields each family with every layout on the prefill node and the next one on the decode node:
+    every layout serves in both roles, and KV is split and joined between unequal layouts."""
     for number, model in enumerate(MODELS):
         layouts = [e for e in LAYOUTS if e.dp == 1 and (e.ep == 1 or model in SPARSE)]
         for index, prefill in enumerate(layouts):

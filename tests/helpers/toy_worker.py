@@ -20,7 +20,7 @@ class ToyExtension:
         self.rank = rank
         self.emit = emit
         self.go = threading.Event()
-        self.over = threading.Event()  # the rank is to end
+        self.over = threading.Event()  # set when the rank must end
 
     def handle(self, message: bytes) -> bytes:
         if message == b"thread":
@@ -43,8 +43,8 @@ class ToyExtension:
 
 
 class ToyWorker:
-    """`config`: `extension`, whether it has one; `fail_rank` and `exit_rank`, which do not start;
-    `late_rank`, which starts when the file `late_until` is there."""
+    """`config`: `extension`, whether it has one; `fail_rank` and `exit_rank`, ranks that do not
+    start; `late_rank`, which starts when the file `late_until` exists."""
 
     def __init__(self, spec: WorkerSpec, emit: Emit) -> None:
         self.rank = spec.rank

@@ -1,4 +1,4 @@
-"""Transfers between two nodes without engines, in a time that a test can skip."""
+"""Transfers between two nodes without engines, on a clock that a test can advance."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ async def pair(*args: Any, **options: Any) -> AsyncIterator[Pair]:
 
 
 class SkippingClock:
-    """The loop's time, by which leases lapse: it stops while this process stands still, and a test
-    can skip some."""
+    """The clock of leases: it does not count pauses of this process, and a test can advance
+    it."""
 
     def __init__(self, real: Callable[[], float]) -> None:
         self.awake = AwakeClock(0.1, real)
@@ -60,7 +60,7 @@ def awake_time() -> Iterator[None]:
 
 
 async def go_on(seconds: float, steps: int = 20) -> None:
-    """So much time passes, in steps between which all that waits has its turns."""
+    """Advances the clock by `seconds`, in steps between which waiting tasks run."""
     clock: Any = asyncio.get_running_loop().time
     for _ in range(steps):
         clock.skipped += seconds / steps
@@ -86,7 +86,7 @@ def assert_landed(made: Pair, full: torch.Tensor, first_block: int = 0) -> None:
     for cache, rect in zip(made.sink_node.caches, made.sink_node.rects, strict=True):
         heads = full[:, :, :, rect.head_start : rect.head_end]
         assert torch.equal(cache[:, :, sinks], heads[:, :, sources])
-        assert not cache[:, :, others].any()  # nothing beside the blocks was written
+        assert not cache[:, :, others].any()  # nothing outside of the blocks was written
 
 
 class Spoiler:

@@ -1,4 +1,4 @@
-"""Command lines as pages show them, and what the program that each names finds wrong with it."""
+"""Checks command lines in documentation pages with the parsers of their programs."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ _SEPARATORS = {"|", "||", "&", "&&", ";", "(", ")"}
 
 
 class Wrong(Exception):
-    """A shown command is not taken, for this reason."""
+    """A command of a page is invalid; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     words: list[str]  # the program and its arguments
-    environment: Mapping[str, str]  # what is set before it
+    environment: Mapping[str, str]  # variables set before the command
 
 
 def commands(text: str) -> Iterator[Command]:
-    """The simple commands of a piece of shell; what they write to is left out.
+    """Yields the simple commands of a shell script, without redirections.
 
     Raises:
-        Wrong: a quotation is not closed.
+        Wrong: a quote is not closed.
     """
     pending = ""
     for line in text.splitlines():
@@ -72,7 +72,7 @@ def commands(text: str) -> Iterator[Command]:
             continue
         try:
             words = _words(pending)
-        except ValueError:  # the quotation goes on
+        except ValueError:  # the quote continues on the next line
             pending += "\n"
             continue
         yield from _simple(words)
@@ -112,23 +112,23 @@ def _command(words: list[str]) -> Command:
 
 
 def check(command: Command) -> None:
-    """Raises Wrong."""
+    """Raises Wrong if the program does not accept the command."""
     if not command.words:  # an assignment
         return
     program, *arguments = command.words
     name = Path(program).name if program.startswith((".venv/bin/", "~/")) else program
     if name not in PROGRAMS:
-        raise Wrong(f"nobody checks {name}: see PROGRAMS in tests/helpers/typed.py")
+        raise Wrong(f"no check for {name}: see PROGRAMS in tests/helpers/typed.py")
     if (look := PROGRAMS[name]) is not None:
         look(arguments, command.environment)
 
 
 class _Parsed(BaseException):
-    """The command line was taken: the program need not run."""
+    """The command line was accepted, so the program need not run."""
 
 
-def _told(run: Callable[[], object]) -> None:
-    """Runs a program up to where its command line is parsed."""
+def _run_parser(run: Callable[[], object]) -> None:
+    """Runs a program until it has parsed its command line."""
     build = sources.build
 
     def parsed(real: Callable[..., Any]) -> Callable[..., NoReturn]:
@@ -138,7 +138,7 @@ def _told(run: Callable[[], object]) -> None:
         return raising
 
     def built(*args: Any) -> NoReturn:
-        with patch.object(sources, "build", build):  # which calls itself
+        with patch.object(sources, "build", build):  # recursive
             raise _Parsed(build(*args))
 
     said = io.StringIO()
@@ -152,7 +152,7 @@ def _told(run: Callable[[], object]) -> None:
             contextlib.redirect_stderr(said),
         ):
             run()
-        raise Wrong("it took no command line")
+        raise Wrong("it did not parse a command line")
     except _Parsed:
         pass
     except ConfigError as error:
@@ -173,18 +173,18 @@ def _pdserve(arguments: list[str], environment: Mapping[str, str]) -> None:
         return
     if name not in targets:
         raise Wrong(f"there is no command {name}")
-    if not rest:  # as a sentence mentions it
+    if not rest:  # mentioned in a sentence
         return
     if name in ROLES:
         word = "model" if name == "serve" else None
-        _told(
+        _run_parser(
             lambda: sources.parse(ROLES[name], prog=name, argv=rest, environ=environment, word=word)
         )
     elif name == "completion":
         if rest[0] not in (*SHELL_NAMES, "--help"):
             raise Wrong(f"no shell: {rest[0]}")
     else:
-        _told(lambda: import_string(targets[name])(rest))
+        _run_parser(lambda: import_string(targets[name])(rest))
 
 
 def _python(arguments: list[str], _: Mapping[str, str]) -> None:
@@ -198,7 +198,7 @@ def _python(arguments: list[str], _: Mapping[str, str]) -> None:
             patch.object(sys, "argv", arguments),
             patch.object(sys, "path", [str(path.parent), *sys.path]),
         ):
-            _told(lambda: runpy.run_path(str(path), run_name="__main__"))
+            _run_parser(lambda: runpy.run_path(str(path), run_name="__main__"))
     elif arguments[1:]:
         raise Wrong(f"{path} takes no arguments")
 
@@ -242,7 +242,7 @@ def _pytest(arguments: list[str], _: Mapping[str, str]) -> None:
         elif word in ("-m", "--kv-connector", "--kv-connector-config"):
             next(words)
         elif word.startswith("-"):
-            raise Wrong(f"nobody checks {word}")
+            raise Wrong(f"no check for {word}")
         else:
             _existing(word)
 
@@ -287,7 +287,7 @@ def route_of(method: str, path: str) -> Route:
 
 
 def check_body(route: Route, text: str) -> None:
-    """Raises Wrong unless a request may have such a body."""
+    """Raises Wrong if the route does not accept such a body."""
     if route.body is None:
         raise Wrong(f"{route.path} takes no body")
     try:
@@ -295,7 +295,7 @@ def check_body(route: Route, text: str) -> None:
     except ValidationError as error:
         raise Wrong(str(error)) from error
     if unknown := unknown_fields(body.model_extra or {}):
-        raise Wrong(f"nobody reads {sorted(unknown)}")
+        raise Wrong(f"no such fields: {sorted(unknown)}")
 
 
 def _helm(arguments: list[str], _: Mapping[str, str]) -> None:
@@ -315,7 +315,7 @@ def _first_gpu_run(arguments: list[str], environment: Mapping[str, str]) -> None
     if arguments != ["--pack"]:  # which the shell script itself takes
         from benchmarks.first_gpu_run import main
 
-        _told(lambda: main(arguments))
+        _run_parser(lambda: main(arguments))
 
 
 PROGRAMS: dict[str, Callable[[list[str], Mapping[str, str]], None] | None] = {
@@ -331,7 +331,7 @@ PROGRAMS: dict[str, Callable[[list[str], Mapping[str, str]], None] | None] = {
     ".ci/run": _ci,
     "scripts/first-gpu-run": _first_gpu_run,
     "helm": _helm,
-    # What is not ours has nothing to be compared with.
+    # Foreign programs have no parser here.
     **dict.fromkeys(
         (".", "cd", "export", "git", "head", "kill", "kubectl", "mkdir", "openssl", "pgrep", "sed")
     ),

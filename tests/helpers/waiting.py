@@ -1,4 +1,4 @@
-"""Waiting for what a test can see."""
+"""Waits for conditions that a test can check."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ async def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Non
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Waits as `eventually` does, where no loop runs."""
+    """Like `eventually`, without an event loop."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not in {seconds} s"
+        assert time.monotonic() < end, f"still not true after {seconds} s"
         time.sleep(0.002)
 
 
 async def unless_busy(ask: Callable[[], Awaitable[T]]) -> T:
-    """Asks until it is not for lack of time that a body is refused: a busy host has not even as
-    much as hostile bodies get."""
+    """Repeats `ask` while the refusal is only for lack of time: a busy host may not even have the
+    time that hostile bodies get."""
     while True:
         try:
             return await ask()

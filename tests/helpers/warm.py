@@ -1,4 +1,4 @@
-"""A cluster of many nodes that start in a moment and may be killed, stopped and cut off."""
+"""A cluster of nodes that start quickly and may be killed, frozen and cut off."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from benchmarks.warm_start import WarmStart
 from cluster import DEFAULTS, START_TIMEOUT, Service
 from paths import EXAMPLE, HELPERS, ROOT
 
-# Where the processes find connectors that tests name as module:Class, and this checkout's code,
-# whichever is installed.
+# The processes find here connectors that tests name as module:Class, and this checkout's code,
+# whatever is installed.
 IMPORTS = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, EXAMPLE / "src")))}
 
-# Many tests count on which node an idle cluster takes, which does not depend on measured rates.
+# Many tests rely on the node that an idle cluster chooses, independent of measured rates.
 SPREADING = {"prefill_policy": "least-load", "decode_policy": "least-load"}
 # Seconds of silence, of nodes and of transfers, times `slowness`.
 HASTY = {"heartbeat_timeout": FAST["heartbeat_timeout"], "kv_lease": 3.0}
 PATIENT = {"heartbeat_timeout": 10.0, "kv_lease": 15.0}
 WORK = 0.2  # seconds of CPU
-BESIDE_OTHERS = 3.0  # what takes a second alone may take so many: other tests run, too
+BESIDE_OTHERS = 3.0  # factor for tests that run beside others
 
 
 @cache
 def shared() -> WarmStart:
-    """One for all clusters of this run of pytest, whose workers share it."""
+    """Returns the WarmStart that all pytest workers of this run share."""
     warm = WarmStart(IMPORTS, os.environ.get("PYTEST_XDIST_TESTRUNUID"))
     atexit.register(warm.close)
     return warm
@@ -44,8 +44,8 @@ def shared() -> WarmStart:
 
 @cache
 def slowness() -> float:
-    """How many times slower this machine is than two cores that run the suite and nothing else, 1
-    at least. What tells a node that is gone from one that is late grows with it."""
+    """Returns how many times slower this machine is than two cores that only run the suite, at
+    least 1. Time-outs that distinguish dead from slow nodes grow with it."""
     began, used = time.monotonic(), time.thread_time()
     while time.thread_time() - used < WORK:
         pass
@@ -55,8 +55,8 @@ def slowness() -> float:
 def run_roles(
     folder: Path, commands: Sequence[Sequence[str]], patience: float = 2 * START_TIMEOUT
 ) -> list[tuple[int, str]]:
-    """Exit code and output of roles that end by themselves, all run at once: each command is a
-    role (as `WarmStart.start` has it) and its flags. A log of each is left in `folder`."""
+    """Runs roles that end by themselves, concurrently; returns exit code and output of each. A
+    command is a role (as in `WarmStart.start`) and its flags. Each log stays in `folder`."""
     logs = [folder / f"role-{number}.log" for number in range(len(commands))]
     pids = [
         shared().start(role, flags, log) for (role, *flags), log in zip(commands, logs, strict=True)
@@ -69,14 +69,14 @@ def run_roles(
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
-    """The rank processes of a warm node, in order."""
+    """Returns the rank processes of a warm node, in order."""
     children = psutil.Process(pid).children()
     return [child for child in children if child.name() != warm_ranks.NAME]
 
 
 @contextmanager
 def suspended(*ranks: psutil.Process) -> Iterator[None]:
-    """They do nothing, as on a host that swaps."""
+    """Suspends the ranks, like a host that swaps."""
     for rank in ranks:
         rank.suspend()
     try:
@@ -90,8 +90,8 @@ def suspended(*ranks: psutil.Process) -> Iterator[None]:
 def networked(
     model: str, router: dict[str, Any], **options: Any
 ) -> Iterator[tuple[hosts.Network, WarmCluster]]:
-    """A router on a host of its own, in which this thread is, too, and the network around it."""
-    shared()  # a fork is where what it was forked from is
+    """Yields a network whose router's host this thread is on."""
+    shared()  # a fork is in its parent's network namespace
     with hosts.network() as network:
         router = {"host": "0.0.0.0", **router}
         before = network.enter_router
@@ -100,7 +100,7 @@ def networked(
 
 
 class WarmCluster(Fleet, Service):
-    """Router and nodes, each a process of its own, by name: `router`, `prefill-1` …"""
+    """Router and nodes as processes, by name: `router`, `prefill-1` …"""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class WarmCluster(Fleet, Service):
         hasty: bool = False,
         **options: Any,
     ) -> None:
-        """`before`: what the routers call first, as `WarmStart.start` has it. `hasty`: who says
-        nothing is soon given up, for tests in which nodes freeze or are cut off; else only who is
-        dead, so that none is lost because it is late."""
+        """`before`: a function that routers call first, as in `WarmStart.start`. `hasty`: peers
+        that are silent are soon given up, for tests in which nodes freeze or are cut off; otherwise
+        only dead ones are, so that slow nodes are not lost."""
         Service.__init__(self, model)
         environment = {**self.home.environment, **IMPORTS}
         late = HASTY if hasty else PATIENT
@@ -140,29 +140,29 @@ class WarmCluster(Fleet, Service):
         return self
 
     def at(self, router: str) -> WarmCluster:
-        """The same cluster, asked through another router."""
+        """Returns the same cluster, accessed through another router."""
         other = copy(self)
         other.ports = self.routers[router]
         return other
 
     def start_held(self, role: str, **options: Any) -> str:
-        """A node of one rank whose steps wait within `standing_still(role)`."""
+        """Starts a node of one rank whose steps wait within `standing_still(role)`."""
         return self.start_node(role, ("mortal:hold", str(self.hold(role))), **options)
 
     def hold(self, what: str) -> Path:
-        """The file that is there within `standing_still(what)`."""
+        """Returns the file that exists within `standing_still(what)`."""
         return self.home.path / f"hold-{what}"
 
     def let(self, what: str, steps: int) -> None:
-        """Lets so many steps begin within `standing_still(what)`, no matter how many have begun."""
+        """Lets `steps` more steps begin within `standing_still(what)`."""
         new = self.home.path / "hold-new"
         new.write_text(f"{next(self._holds)} {steps}")
         new.replace(self.hold(what))
 
     @contextmanager
     def standing_still(self, what: str, steps: int = 0) -> Iterator[None]:
-        """Holds up what waits for `hold(what)`, when so many `steps` have begun, until this is
-        left."""
+        """Holds whatever waits for `hold(what)`, after `steps` steps have begun, until the block
+        ends."""
         self.let(what, steps)
         try:
             yield
@@ -170,8 +170,8 @@ class WarmCluster(Fleet, Service):
             self.hold(what).unlink()
 
     def wait_nodes(self) -> None:
-        """Until every node that was started and not ended is ready. A process that ends by itself
-        fails the test at once."""
+        """Waits until every started node that was not ended is ready. A process that ends by itself
+        fails the test immediately."""
 
         def ready() -> bool:
             ended = self.pids.keys() - self.running()
@@ -181,7 +181,7 @@ class WarmCluster(Fleet, Service):
         self.wait_for(ready, START_TIMEOUT)
 
     def busy(self, role: str) -> str:
-        """The node of a role with a request of the router on it."""
+        """Waits for a node of the role with a request; returns its name."""
 
         def find() -> str | None:
             nodes = (node for node in self.state()["nodes"] if node["role"] == role)

@@ -1,4 +1,4 @@
-"""A run of the conformance kit, and its remote ranks: forks of a process that has imported all."""
+"""Runs of the conformance kit and its remote ranks, forked from a process that is warm."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ARGUMENTS = ("-q", "-p", "no:cacheprovider", "-p", "told")  # of pytest
 
 
 def run(folder: Path, arguments: list[str], patience: float) -> tuple[int, str]:
-    """pytest's exit code in `folder`, and what it said."""
+    """Runs pytest in `folder`; returns its exit code and output."""
     ((code, said),) = run_roles(folder, [[__name__, str(folder), *arguments]], patience)
     return code, said
 
 
 def main(flags: list[str]) -> int:
-    """In the fork, while it has one thread."""
+    """Runs in the fork, while it has one thread."""
     folder, *arguments = flags
     os.chdir(folder)
     sys.path.insert(0, folder)
@@ -41,7 +41,7 @@ def _serve(_: str) -> int:
 
 
 class Peer:
-    """Has as much of `subprocess.Popen` as the kit uses."""
+    """The part of `subprocess.Popen` that the kit uses."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

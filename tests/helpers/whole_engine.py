@@ -1,4 +1,4 @@
-"""An engine and its ranks in a test: the answers of a model, and the blocks that it holds."""
+"""Runs an engine and its ranks in a test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = [tuple(some_tokens(length, seed=length)) for length in (30, 90, 150, 2
 
 
 class Running:
-    """An engine, as its own listener."""
+    """A running engine with its listener."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.scheduler = ranks.scheduler

@@ -1,4 +1,4 @@
-"""Steps for ranks whose sequences are told anew each time: all a step needs, in one message."""
+"""Steps whose sequences are sent completely each time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole(
     block_table: Sequence[int],
     sampling: SamplingParams | None,
 ) -> SequenceDelta:
-    """Without `sampling` no token is drawn."""
+    """Returns a complete sequence for a step; without `sampling` it samples no token."""
     new = NewSequence(
         sampling or SamplingParams(), num_prompt_tokens=start + len(token_ids), seed=0
     )
@@ -28,7 +28,7 @@ def whole(
 
 
 class Steps:
-    """An executor's steps, from the first."""
+    """Runs an executor's steps, numbered from the first."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

@@ -1,5 +1,5 @@
-"""A checkpoint with heads of 128, for which FlashInfer has kernels: the trained ones have 32. Its
-weights are random, so what it says means nothing; transformers can still check it."""
+"""A checkpoint with heads of 128, which FlashInfer supports; the trained ones have heads of 32. Its
+weights are random, so its text is meaningless, but transformers can check it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE: dict[str, Any] = {
 
 
 def make_wide_model(folder: Path) -> Path:
-    """Writes it, 20 MB of bfloat16, and returns the folder."""
+    """Writes the checkpoint, 20 MB in bfloat16, and returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     given = json.loads((MODELS / "qwen3" / "config.json").read_text())
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Small models with sliding windows, latents, indexers or states, and random weights, so that every
-token depends on all it sees: of what trained models see too much or too little hardly shows."""
+"""Small models with sliding windows, latents, indexers or recurrent states, and random weights, so
+that every token depends on all tokens it attends to; in trained models errors would hardly show."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CONFIGS: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
 }
-"""All layers have a window; two of four; three; every other one."""
+"""Models with a window in all layers, in two of four, in three, and in every other one."""
 LATENTS = {
     "deepseek": DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4},
@@ -98,7 +98,7 @@ INDEXED = {
         index_head_dim=16,
     ),
 }
-"""Every query attends to 24 tokens, which an indexer chooses."""
+"""Models in which an indexer chooses 24 tokens per query."""
 STATES = {
     "qwen3-next": Qwen3NextConfig(
         **SIZES,
@@ -163,9 +163,9 @@ STATES = {
         moe_shared_expert_intermediate_size=24,
     ),
 }
-"""Three of four layers have a gated delta net; all have Mamba-2 beside attention; three a short
-convolution; all have a Mamba or a Mamba-2, and there is no attention; one has Mamba-2, and two see
-one token alone."""
+"""Models with a gated delta net in three of four layers; Mamba-2 beside attention in all layers;
+short convolutions in three layers; Mamba or Mamba-2 in all layers, without attention; and Mamba-2
+in one layer, with two layers that see only one token."""
 
 THROUGH_TRANSFORMERS = {
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),

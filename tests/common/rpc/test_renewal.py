@@ -80,7 +80,7 @@ def test_a_certificate_that_names_fewer_roles_is_not_used(files: TLS, tmp_path: 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [(["--renew"], "--keep-ca writes them"), (["--renew", "--client"], "goes without --client")],
+    [(["--renew"], "--keep-ca writes them"), (["--renew", "--client"], "excludes --client")],
 )
 def test_certs_renews_what_it_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str

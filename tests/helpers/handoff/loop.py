@@ -1,4 +1,4 @@
-"""An event loop on which time stands still: it runs what is ready, a timer when it is told to."""
+"""An event loop without a clock: it runs ready callbacks, and timers when a test fires them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 LAPSE = 1e9  # seconds: longer than any lease
 
-party_var: ContextVar[str] = ContextVar("party")  # on whose behalf something is done
+party_var: ContextVar[str] = ContextVar("party")  # the party on whose behalf code runs
 
 
 class StepLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
-        self.timers: list[tuple[str, asyncio.TimerHandle]] = []  # with whose they are
-        self.errors: list[BaseException] = []  # that nobody has seen
+        self.timers: list[tuple[str, asyncio.TimerHandle]] = []  # (party, timer)
+        self.errors: list[BaseException] = []  # unhandled errors
         self._ready: deque[asyncio.Handle] = deque()
         self._now = 0.0
 
     def do(self, work: Callable[[], Any]) -> None:
-        """`work`, and all that comes of it."""
+        """Runs `work` and all callbacks that follow from it."""
         self.call_soon(work)
         asyncio._set_running_loop(self)
         try:
@@ -33,12 +33,12 @@ class StepLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def fire(self, timer: asyncio.TimerHandle) -> None:
-        """Its time has come: for a lease, that nobody renewed it for as long."""
+        """Fires a timer, for example of a lease that was not renewed."""
         self._now += LAPSE
         self._timer_handle_cancelled(timer)
         timer._run()
 
-    # ---- what asyncio asks of a loop ----
+    # ---- AbstractEventLoop ----
 
     def time(self) -> float:
         return self._now

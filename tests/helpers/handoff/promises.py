@@ -13,20 +13,20 @@ class Promise(StrEnum):
     GIVEN_WHILE_WRITTEN = "the sink's blocks are not given away while a rank may write into them"
     NO_LATE_WRITE = "a rank takes no write once the blocks are given away"
     NO_STALE_WRITE = "a rank takes no write of an old epoch"
-    RIGHT_CONTENT = "what is activated is one commit's token and its source's undamaged data"
+    RIGHT_CONTENT = "activated are one commit's token and its source's undamaged data"
     ONE_HOLDER = "an epoch's ticket is in one source's hands"
     ONE_ANSWER = "each call to the sink is answered, once"
     STALE_IS_INERT = "what names an old epoch changes nothing"
     CANCEL_ENDS_IT = "a cancelled transfer is over"
     ONE_REPULL = "a source sends again once"
     HONEST_SUCCESS = "a source reports success only of what was activated"
-    TERMINATION = "if nothing but time passes, everybody comes to an end"
-    SUCCESS = "while somebody is left who can do the work, it gets done"
-    NO_DEFECT = "no driver raises what nobody expected"
+    TERMINATION = "if only time passes, every party ends"
+    SUCCESS = "while a party is left that can do the work, it is done"
+    NO_DEFECT = "no driver raises an unexpected error"
 
 
 class Violation(Exception):
-    """`trace`: the steps that lead there, by the explorer."""
+    """A broken promise. `trace`: the steps that lead to it, set by the explorer."""
 
     def __init__(self, promise: Promise, detail: object) -> None:
         super().__init__(f"{promise.name}: {promise} ({detail})")

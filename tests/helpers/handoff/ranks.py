@@ -1,4 +1,4 @@
-"""The ranks that the control halves command: what one holds, and what a command makes of it."""
+"""The ranks that the control halves command: their state, and the effect of commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NUM_BLOCKS = 2
 
 
 class Place(NamedTuple):
-    """The share of one KV group that a rank of the decode node keeps."""
+    """A decode rank's share of one KV group."""
 
     number: int
     rank: int
     group: int
-    first: int  # block that the group takes
+    first: int  # first block that the group transfers
 
     @property
     def rect(self) -> Rect:
@@ -46,14 +46,14 @@ class Write(NamedTuple):
 
 @dataclass
 class SinkRank:
-    """A share of it, which takes data of the epoch it was told to accept, once."""
+    """A sink rank's share, which takes data of its accepted epoch once."""
 
     place: Place
     wanted: int  # blocks
     reads_again: bool = True
     accepted: int = 0  # epoch; 0: none
     content: Write | None = None
-    hashed: Write | None = None  # as it landed
+    hashed: Write | None = None  # the data that it hashed while landing
     landed: bool = False
 
     def accept(self, epoch: int) -> None:
@@ -64,7 +64,7 @@ class SinkRank:
         return write.epoch == self.accepted and not self.landed
 
     def take(self, write: Write, epoch: int, given: str) -> None:
-        """`epoch`: the latest that any rank was told to accept."""
+        """Takes a write; `epoch`: the latest that any rank has accepted."""
         if write.epoch < epoch:
             broken(Promise.NO_STALE_WRITE, f"{write} into {self.place} in epoch {epoch}")
         if given:
@@ -72,7 +72,7 @@ class SinkRank:
         self.content, self.hashed, self.landed = write, write, True
 
     def wrong(self, digests: tuple[RunDigest, ...]) -> tuple[RunDigest, ...]:
-        """Returns those of what the source says it sent that differ from what is here."""
+        """Returns the source's digests that differ from the data here."""
         hashed = self.content if self.reads_again else self.hashed
         mine = hashed and hashed.digest(self.place)
         return tuple(each for each in digests if each != mine)
@@ -80,12 +80,12 @@ class SinkRank:
 
 @dataclass
 class SourceRank:
-    """The KV that a source has of one KV group."""
+    """A source's KV of one KV group."""
 
     name: str
     sinks: tuple[Place, ...]
     epoch: int = 0
-    reading: bool = False  # it may read the blocks
+    reading: bool = False  # whether it may be reading the blocks
 
     def hashes(self) -> tuple[RunDigest, ...]:
         return tuple(Write(self.name, self.epoch).digest(place) for place in self.sinks)

@@ -1,4 +1,4 @@
-"""All parties of one transfer: what may happen next, and whether every promise still holds."""
+"""All parties of one transfer: the possible next events, and checks of every promise."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from pdserve.kv_transfer.control.source import KVSource
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect, Share
 
-# What a budget limits: damaged data; parties that die; messages that come twice, are lost, or all
-# of them from then on; renewals; and ends that somebody chooses or that come early.
+# The kinds of faults that a budget limits: damaged data; dying parties; messages that are repeated,
+# lost, or all lost from some point on; renewals; and ends that a party chooses or that come early.
 BAD, CRASH, DUPLICATE, LOST, CUT, RENEW = "bad", "crash", "duplicate", "lost", "cut", "renew"
-STRAY = "stray"  # writes into what has landed
+STRAY = "stray"  # writes into landed blocks
 D_ENDS, A_ENDS, B_ENDS = "D ends", "A ends", "B ends"
 ANYBODY_ENDS = {D_ENDS: 1, A_ENDS: 1, B_ENDS: 1}
 
@@ -50,30 +50,28 @@ OVER = (SinkState.READY, SinkState.DRAINING, SinkState.FREED)
 @dataclass(frozen=True)
 class Setting:
     ranks: int = 1  # of the decode node
-    firsts: tuple[int, ...] = (
-        0,
-    )  # block of each KV group that it takes: a window's is a later one
-    empty: bool = False  # the decode node has every block: ranks land as they accept
-    damaged: bool = False  # what the first epoch sends
-    slow: str = ""  # in the labels of what waits until nothing else is left
-    asks: int = 1  # times the router asks for another epoch
+    firsts: tuple[int, ...] = (0,)  # first block per KV group; a window starts later
+    empty: bool = False  # the decode node has every block cached: ranks land when they accept
+    damaged: bool = False  # whether the first epoch sends damaged data
+    slow: str = ""  # labels with this text wait until nothing else is left
+    asks: int = 1  # how often the router asks for another epoch
     budget: dict[str, int] = field(default_factory=lambda: ANYBODY_ENDS)
-    succeeds: bool = False  # within the budget, the waiter must get the blocks in the end
-    as_sent: bool = False  # source ranks hash as they send
-    reads_again: bool = True  # sink ranks do, for their digests; else they hash as it lands
+    succeeds: bool = False  # whether the waiter must get the blocks within the budget
+    as_sent: bool = False  # whether source ranks hash while they send
+    reads_again: bool = True  # whether sink ranks read again for digests, or hash while landing
 
 
 @dataclass(eq=False)
 class Option:
-    """Something that may happen next."""
+    """A possible next event."""
 
     label: str
     do: Callable[[], object]
-    party: str  # who does it, unless it is dead
+    party: str  # the party that acts, unless it is dead
     cost: str = ""
-    variants: tuple[Option, ...] = ()  # what may happen in its place
-    epoch: int = 0  # that a call to the sink names
-    late: int = 0  # how often others were chosen before it
+    variants: tuple[Option, ...] = ()  # events that may happen instead
+    epoch: int = 0  # the epoch of a call to the sink
+    late: int = 0  # how often other options overtook it
 
 
 class SourceClient:
@@ -122,19 +120,21 @@ class World:
         self.setting = setting
         self.loop = StepLoop()
         self.found: list[Violation] = []
-        self.pending: list[Option] = []  # what somebody has begun
+        self.pending: list[Option] = []  # events in flight
         self.budget = Counter(setting.budget)
         self.crashed: set[str] = set()
-        self.given = ""  # activated, freed
+        self.given = ""  # "activated" or "freed"
         self.activated: tuple[str, int] | None = None
-        self.turn = self.asked = 0  # of the router: tickets handed out, calls for another one
+        self.turn = self.asked = 0  # router: tickets given, requests for another one
         self.left = self.cut = False
-        self.opened = 0  # the latest epoch that a rank was told to accept
+        self.opened = 0  # the latest epoch that a rank accepted
         self.holders: dict[int, str] = {}
-        self.outcomes: dict[str, asyncio.Future[Any]] = {}  # of each source's last transfer
+        self.outcomes: dict[str, asyncio.Future[Any]] = {}  # source → outcome of its last transfer
         self.again: Counter[str] = Counter()
-        self._in_call: dict[asyncio.Task[Any], str] = {}  # calls that the sink has not answered
-        self._unanswered: dict[asyncio.Task[Any], Callable[[], None]] = {}  # if it dies
+        self._in_call: dict[asyncio.Task[Any], str] = {}  # unanswered calls to the sink
+        self._unanswered: dict[
+            asyncio.Task[Any], Callable[[], None]
+        ] = {}  # what to do if the sink dies
         self.firsts = [NUM_BLOCKS] * len(setting.firsts) if setting.empty else setting.firsts
         places = [(rank, *each) for rank in range(setting.ranks) for each in enumerate(self.firsts)]
         self.ranks = [
@@ -171,10 +171,10 @@ class World:
         self._reserving = self.loop.create_task(self._decode())
         self.ticket: Ticket | None = None
 
-    # ---- what may happen ----------------------------------------------------------------------
+    # ---- options ------------------------------------------------------------------------------
 
     def options(self) -> list[Option]:
-        """First that which happens if nobody chooses; what has a cost is never that."""
+        """Returns the options; the first is the default, and never one with a cost."""
         begun = sorted((o for o in self.pending if o.party not in self.crashed), key=self._late)
         variants = [variant for option in begun for variant in option.variants]
         possible = itertools.chain(variants, self._troubles())
@@ -231,7 +231,7 @@ class World:
         return Option(f"{party}: the lease lapses", lambda: self.loop.fire(timer), party, cost)
 
     def step(self, option: Option) -> None:
-        """Raises Violation."""
+        """Executes an option and checks all promises; raises Violation."""
         before = self._sink_state()
         if option.cost:
             self.budget[option.cost] -= 1
@@ -251,11 +251,11 @@ class World:
                 raise Violation(Promise.NO_DEFECT, repr(error))
 
     def _broken(self, promise: Promise, detail: object) -> None:
-        """A driver would catch what is raised."""
+        """Records a violation, since a driver would catch an exception."""
         self.found.append(Violation(promise, detail))
 
     def check_end(self) -> None:
-        """Nothing happens any more."""
+        """Checks the promises about the end, when no event is left."""
         if not self.given and "D" not in self.crashed:
             raise Violation(Promise.TERMINATION, f"the sink stays {self._sink_state()}")
         for name, outcome in self.outcomes.items():
@@ -267,7 +267,7 @@ class World:
             raise Violation(Promise.SUCCESS, f"blocks {self.given}")
 
     def fingerprint(self, options: list[Option]) -> tuple[Any, ...]:
-        """Returns all that what follows depends on; `options` are those that there are."""
+        """Returns everything that later events depend on; `options`: the current ones."""
         return (
             *((option.label, option.late) for option in options),
             *(tuple(vars(rank).values()) for rank in (*self.ranks, *self.source_ranks.values())),
@@ -305,7 +305,7 @@ class World:
     async def call(
         self, kind: str, who: str, epoch: int, work: Callable[[], Awaitable[Any]]
     ) -> Any:
-        """To the sink; what it answers or raises."""
+        """Sends a call to the sink; returns its answer or raises its error."""
         answer: asyncio.Future[Any] = self.loop.create_future()
 
         def reply(what: str, result: Any = None, error: Exception | None = None) -> None:
@@ -320,7 +320,7 @@ class World:
                 self.pending.append(heard)
 
         def nothing() -> None:
-            """A commit waits for ever, others give up in time."""
+            """Loses the message: a commit waits, other calls time out."""
             if kind != "commit":
                 reply("nothing", error=NodeError("no answer", code="PEER_LOST"))
 
@@ -546,7 +546,7 @@ class World:
             self._broken(Promise.HONEST_SUCCESS, f"{name}, epoch {epoch}; {self.activated}")
 
     def holds(self, name: str, epoch: int) -> None:
-        """A source has the ticket of an epoch."""
+        """Records that a source holds the ticket of an epoch."""
         if self.holders.setdefault(epoch, name) != name:
             self._broken(Promise.ONE_HOLDER, f"{self.holders[epoch]} and {name} have epoch {epoch}")
 
@@ -628,7 +628,7 @@ class World:
 
 
 def _answer(answer: asyncio.Future[Reply], reply: Reply) -> None:
-    if not answer.done():  # whoever asked has left
+    if not answer.done():  # the caller has left
         answer.set_result(reply)
 
 
