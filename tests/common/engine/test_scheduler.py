@@ -13,7 +13,7 @@ from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.engine.fair_queue import share_budget
 from pdserve.common.engine.messages import StepDelta
 from pdserve.common.engine.scheduler import Scheduler
-from pdserve.common.engine.sequence import Sequence, Status
+from pdserve.common.engine.sequence import Sequence, Status, Times
 
 
 def make(num_blocks=16, block_size=4, seqs=4, tokens=16, caching=True, stages=1) -> Scheduler:
@@ -170,6 +170,18 @@ def test_the_urgent_finds_a_block_before_the_step_takes_the_others():
     while urgent.num_output_tokens < 3:
         assert urgent.seq_id in run_step(scheduler)
     assert scheduler.num_preemptions == 1 and older.status is Status.WAITING
+
+
+def test_the_time_preempted_ends_with_the_next_token():
+    times = Times()
+    times.step(0.0, 1.0, samples=True)
+    times.preempt(2.0)
+    times.preempt(3.0)  # once more, before it has got a token
+    times.step(4.0, 5.0, samples=False)
+    assert (times.in_steps, times.preempted) == (1.0, 0.0)
+    times.step(5.0, 6.0, samples=True)
+    times.step(6.0, 6.5, samples=True)
+    assert (times.in_steps, times.preempted) == (1.5, 4.0)
 
 
 # ---- long prompts beside short ones ----
