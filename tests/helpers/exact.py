@@ -46,7 +46,7 @@ def check_prompt_logprobs(cluster: Service, prompt: tuple[int, ...], n: int = 1)
             assert best == pytest.approx(sorted(row.topk(3).values.tolist()), abs=1e-3)
             own, rank = row[token].item(), entries[str(token)]["rank"]
             least, most = ((row >= own + d).sum().item() for d in (1e-3, -1e-3))
-            assert least <= rank <= most
+            assert least < rank <= most
 
 
 class Asker:

@@ -143,6 +143,20 @@ async def test_a_node_that_registers_again_has_the_adapters_that_it_says(registr
         assert node.adapters == digests
 
 
+async def test_a_silent_node_ends_its_requests_once(registry, clock):
+    add(registry, "d")
+    (node,) = registry.nodes()
+    errors: list[Exception] = []
+    node.on_lost.add(errors.append)
+    clock.time += 4.9
+    registry.sweep()
+    assert errors == []
+    clock.time += 0.2
+    registry.sweep()
+    registry.sweep()
+    assert [error.code for error in errors] == ["PEER_SILENT"] and node.silent
+
+
 async def test_a_router_that_slept_takes_no_node_for_silent(clock):
     registry = Registry(RoutingConfig(heartbeat_timeout=5), AwakeClock(2.5, clock))
     add(registry, "d")
