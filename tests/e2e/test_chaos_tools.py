@@ -214,8 +214,11 @@ async def test_a_server_that_reads_what_strangers_send_is_found(reads: bool) -> 
     await server.start()
     fleet = SimpleNamespace(credentials=lambda role: None)
     method = "/grpc.health.v1.Health/Check"
-    found = await floods._flood(fleet, f"127.0.0.1:{port}", method, 2**22)  # type: ignore[arg-type]
-    await server.stop(0)
+    size, most = 2**22, floods.MAX_TAKEN
+    try:
+        found = await floods._flood(fleet, f"127.0.0.1:{port}", method, size, most)  # type: ignore[arg-type]
+    finally:
+        await server.stop(0)
     assert found == (floods.TAKEN if reads else "told")
 
 

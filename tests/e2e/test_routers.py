@@ -377,7 +377,7 @@ def test_what_a_dead_router_left_ends_with_its_lease(cluster: WarmCluster) -> No
     renew_decode_node(cluster, SHORT_LEASE)
     with ThreadPoolExecutor() as pool, cluster.standing_still("decode"):
         ask = pool.submit(keyed, cluster, "left", WAYS[0], body)
-        cluster.wait_for(lambda: has_kv(other))
+        cluster.wait_for(lambda: has_kv(other) and other.nodes("decode")[0]["running"])
         since = monotonic()  # a client may hear late of it
         cluster.kill("router")
         assert ask.exception() is not None

@@ -170,8 +170,8 @@ def test_logits_are_those_of_dequantized_weights(
 ) -> None:
     folder = quantize_folder(shallow, tmp_path / "quantized", scheme)
     dense = logits(load(dequantized_folder(folder, tmp_path / "dense", scheme)))
-    torch.testing.assert_close(logits(load(folder)), dense, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits(load(folder, kernels="auto")), dense, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(load(folder)), dense, rtol=1e-5, atol=3e-5)
+    torch.testing.assert_close(logits(load(folder, kernels="auto")), dense, rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "qwen3"])
