@@ -144,7 +144,7 @@ def test_a_cut_link_ends_the_node_and_nothing_else(
             cut(site.network, way, one, other)
         assert text_of(iter([*events, *first])) == expected
         assert all(each.result() == expected for each in others)
-    cluster.wait_for(lambda: cluster.exit_code(pid) is not None)
+    cluster.wait_for(lambda: cluster.exit_code(pid) is not None, timeout=600)  # its own is shorter
     assert cluster.exit_code(pid) == 1
     silent = (
         rf"no answer from rank 2 on host {other} to rank 0 on host {one} within \S+ s: check the "
