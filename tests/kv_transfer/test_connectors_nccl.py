@@ -41,7 +41,7 @@ from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Rect
 from waiting import wait_until
 
-PROMPT = 20.0  # seconds within which whoever is blocked must be free: before any time-out
+PROMPT = 20.0  # seconds within which a blocked thread must return: before any time-out
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_late_frame_of_another_size_ends_the_connection(
     channel.close()
 
 
-# ---- whoever is blocked is freed ----
+# ---- blocked threads return ----
 
 
 def test_quiesce_frees_a_sink_whose_source_has_stalled(make: Callable[..., Rank]) -> None:

@@ -69,7 +69,7 @@ def of_tokens(inputs: Any, tokens: torch.Tensor) -> Any:
 
 
 class Paged:
-    """States that begin as what nobody may read."""
+    """States that begin as NaN, which no kernel may read."""
 
     def __init__(self, kernels: str, inputs: Any) -> None:
         self.backend = DeltaBackend(choose_kernels(kernels, torch.device("cpu")))
