@@ -142,7 +142,7 @@ class DecodeSession:
             self._failed.exception()  # seen, even if the job has ended
 
     def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Says tokens that have just been appended to the sequence."""
+        """Reports tokens that have just been appended to the sequence."""
         if not self._begun.is_set():
             self._begin()
         position = sequence.num_output_tokens - len(event.tokens)

@@ -217,8 +217,9 @@ class NodeSelector:
         return (None,) if self._find_decode(request) is not None else None
 
     def _find_decode(self, request: PlacementRequest) -> tuple[Node, PromptPath] | None:
-        """A request that has tokens stays with its version, and does not wait for a prefill node: a
-        decode node can compute it, too."""
+        """Returns a decode node and the path of the prompt's KV; None: no node fits now. A request
+        with tokens keeps its version, and does not wait for a prefill node: a decode node can
+        compute its prompt too."""
         view, avoid = self._view, request.avoid
         decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
         short = request.num_tokens < self._config.local_prefill_threshold

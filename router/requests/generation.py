@@ -261,11 +261,10 @@ async def generate(
     outlet: Outlet | None = None,
     unread: Unread | None = None,
 ) -> AsyncGenerator[Updates, None]:
-    """Serves the prompts of one client, each in a task of its own, and yields what has come since
-    the last time and was not written through the outlet. They are served at their own pace: a
-    client that reads slowly, or not at all, holds no slot on the nodes. They begin in order,
-    MAX_BEGUN of them at once. The first error of any ends all. However this ends, all tasks have
-    ended then.
+    """Serves the prompts of one client, each in its own task, and yields the updates that were not
+    written through the outlet. A slow client does not hold a slot on the nodes: prompts go on while
+    it does not read. They begin in order, MAX_BEGUN at once; the first error ends all. All tasks
+    have ended when this ends.
 
     Raises:
         Cancelled: more than MAX_BEHIND updates were not read, or too many of all clients, of which

@@ -112,7 +112,7 @@ class RequestState:
 
     @property
     def job(self) -> GenerateJob:
-        """The work that is left: the choices that are open, from where they are."""
+        """The remaining work: the open choices, with their tokens so far."""
         request = self.request
         return GenerateJob(
             request.request_id,
@@ -260,9 +260,9 @@ class RequestState:
             self._timeline[name] = self._timeline.get(name, 0) + amount
 
     def take(self, event: TokenEvent, role: str, version: str, position: int | None = None) -> None:
-        """Tokens that a node of this role has made: their text is on its way to the client. What
-        comes for a choice after a stop string has ended it is dropped. `position` is the first
-        one's in the choice's output, where the node says it.
+        """Takes new tokens from a node of this role, and puts their text into the client's queue.
+        Drops tokens of a choice that a stop string has ended. `position`: the first token's
+        position in the choice's output, if the node tells it.
 
         Raises:
             NodeError: a token that cannot be, the fault of the node that made it. Once it were
