@@ -86,12 +86,12 @@ def test_tables_and_excerpts_are_up_to_date(generate: ModuleType) -> None:
 
 
 def test_an_excerpt_is_the_code(generate: ModuleType) -> None:
-    link, *shown = "\n".join(generate.excerpt("docs.generate:excerpt")).split("\n")
-    assert link == "[`docs/generate.py`](../docs/generate.py), `excerpt`"
-    assert "\n".join(shown[2:-1]) in text_of(DOCS / "generate.py")
+    link, *shown = "\n".join(generate.excerpt("docs.excerpts:excerpt")).split("\n")
+    assert link == "[`docs/excerpts.py`](../docs/excerpts.py), `excerpt`"
+    assert "\n".join(shown[2:-1]) in text_of(DOCS / "excerpts.py")
     assert "paragraph is shown." in "\n".join(shown)
-    with pytest.raises(LookupError, match=r"docs\.generate:nothing"):
-        "".join(generate.excerpt("docs.generate:nothing"))
+    with pytest.raises(LookupError, match=r"docs\.excerpts:nothing"):
+        "".join(generate.excerpt("docs.excerpts:nothing"))
 
 
 # ---- what is linked and named ----

@@ -43,8 +43,8 @@ def some_inputs(kind: str, tokens: int, dtype: torch.dtype = torch.float32) -> A
         chosen = MAMBA.rank + 2 * MAMBA.state_dim
         return SelectiveInputs(
             MAMBA,
-            1e-6,
             random(tokens, MAMBA.inner).to(dtype),
+            1e-6,
             random(MAMBA.kernel, MAMBA.inner),
             random(MAMBA.inner),
             random(MAMBA.heads, chosen, MAMBA.inner // MAMBA.heads).to(dtype),
