@@ -20,10 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
-from excerpts import excerpt
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from excerpts import excerpt
 from misdeployments import MISDEPLOYMENTS
 from pdserve.cli import chat, top, trace
 from pdserve.cli.main import BENCHES
