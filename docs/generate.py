@@ -66,12 +66,12 @@ Found = dict[str, Option]  # by command
 
 
 def pages() -> list[Path]:
-    """The pages that have generated parts."""
+    """Returns the pages that have generated parts."""
     return [page for page in sorted(FOLDER.rglob("*.md")) if PART.search(page.read_text("utf-8"))]
 
 
 def rewrite(page: str) -> str:
-    """The page with its parts as the code says now.
+    """Returns the page with its parts as the code says now.
 
     Raises:
         LookupError: the page names a part or a definition that does not exist.
@@ -97,7 +97,7 @@ def _table(*rows: tuple[str, ...]) -> Iterator[str]:
 
 
 def option_tables() -> Iterator[str]:
-    """One table for each group of options."""
+    """Yields one table for each group of options."""
     for name, group in _groups().items():
         commands = dict.fromkeys(command for found in group.values() for command in found)
         yield f"\n**{name}** ({', '.join(commands)})\n"
@@ -196,7 +196,7 @@ def _bound(value: float) -> str:
 
 
 def error_table() -> Iterator[str]:
-    """The kinds of errors that a client can get."""
+    """Yields the kinds of errors that a client can get."""
     rows = [
         (
             f"`{cls.__name__}`",

@@ -61,7 +61,7 @@ class PrefillSession:
     # ---- the path, top to bottom ------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
-        """FirstToken, then HandedOff (unless that token ended the job)."""
+        """Yields FirstToken, then HandedOff (unless that token ended the job)."""
         with self._metrics.transfer_errors():
             self._handoff = self._source.begin(self._ticket, self._job.adapter)
             self._replica.adopt(self._sequence, self)

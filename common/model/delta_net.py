@@ -203,7 +203,7 @@ class StateInputs(Protocol):
         """Computes `DeltaBackend.scan` in C++, into `out` from `room`."""
 
     def rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's `Rule`."""
+        """Computes the layer's `Rule`."""
 
 
 class OneUnitSizes(Protocol):

@@ -118,8 +118,8 @@ class Cluster:
         return False
 
     def interrupt(self) -> None:
-        """First call: stop serving and drain. Second: SIGTERM again, which cuts the drain short.
-        Third: kill."""
+        """Stops serving and drains; a second call cuts the drain short by another SIGTERM, a third
+        one kills."""
         self._interrupts += 1
         if not self.ended.done():
             self.ended.set_result(None)
@@ -196,7 +196,7 @@ class Cluster:
         return file
 
     def _ports_file(self, index: int) -> str:
-        """The file to which router number `index` writes its ports."""
+        """Returns the file to which router number `index` writes its ports."""
         given = self.config.server.ports_file or f"{self._folder.name}/router.json"
         return f"{given}.{index}" if index else given
 
@@ -362,8 +362,8 @@ def _with_key(auth: AuthConfig) -> AuthConfig:
 
 
 def own_session(server: ServerConfig, timeout: float | None = None) -> aiohttp.ClientSession:
-    """A client session for our own router on this host. It does not verify the certificate, which
-    need not name this address."""
+    """Returns a client session for our own router on this host. It does not verify the certificate,
+    which need not name this address."""
     keys = server.admin_api_key or server.api_key
     key = keys and keys.split(",")[0].strip()
     return client_session(key, verify=False, timeout=timeout)

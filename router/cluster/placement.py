@@ -319,7 +319,7 @@ def _without(nodes: Candidates, avoid: Collection[str]) -> Candidates:
 
 
 def _adapted(nodes: Candidates, request: PlacementRequest) -> Candidates:
-    """The nodes that have the request's adapter, if it has one."""
+    """Returns the nodes that have the request's adapter, if it has one."""
     adapter = request.adapter
     return nodes.where(lambda node: adapter in node.adapters) if adapter else nodes
 

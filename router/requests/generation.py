@@ -95,7 +95,7 @@ class GenerationStats:
     stages: Stages = field(default_factory=Stages, compare=False)
 
     def receipt(self, end: float | None = None) -> Timeline:
-        """The timeline with all stages until `end` (monotonic), or until now, when it is
+        """Returns the timeline with all stages until `end` (monotonic), or until now, when it is
         written."""
         end = monotonic() if end is None else end
         total = end - self.stages.start
@@ -289,7 +289,7 @@ async def generate(
 
 
 async def _serve(serve: Serve, prompt: int, request: GenerationRequest, queue: UpdateQueue) -> None:
-    """One prompt's task; puts its outcome into the queue."""
+    """Serves one prompt, as its task; puts its outcome into the queue."""
     try:
         queue.put(prompt, await serve(request, partial(queue.put, prompt)))
     except asyncio.CancelledError:

@@ -265,7 +265,7 @@ class Pipeline:
         return self.admission.running + self.admission.waiting
 
     def cluster(self) -> dict[str, Any]:
-        """The nodes and their state, as JSON for people."""
+        """Returns the nodes and their state, as JSON for people."""
         ready, reason = self.ready()
         admission = self.admission
         load: dict[str, Any] = {"running": admission.running, "waiting": admission.waiting}

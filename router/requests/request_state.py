@@ -150,7 +150,7 @@ class RequestState:
         )
 
     def _blocks(self, block_size: int) -> PromptBlocks:
-        """The prompt's blocks, as nodes of this block size cache them."""
+        """Returns the prompt's blocks, as nodes of this block size cache them."""
         if (blocks := self._prompt_blocks.get(block_size)) is None:
             request = self.request
             blocks = PromptBlocks(
@@ -191,7 +191,7 @@ class RequestState:
         self._timeline.setdefault(moment, now - self._start)
 
     def placed(self, path: PromptPath, decode_node: str) -> None:
-        """An attempt begins on a decode node; the KV of the previous attempt is lost."""
+        """Notes an attempt on a decode node; the KV of the previous attempt is lost."""
         self.set(path=path, decode_node=decode_node, prefill_node="")
         self.set(kv_connectors=(), verified_runs=0)
 

@@ -175,7 +175,8 @@ def join(
 
 @contextmanager
 def connection_errors() -> Iterator[None]:
-    """torch reports a lost or silent peer as a RuntimeError (DistError is one)."""
+    """Raises ConnectionError for torch's RuntimeError, by which it reports a lost or silent
+    peer."""
     try:
         yield
     except RuntimeError as error:
