@@ -11,11 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 def excerpt(symbol: str) -> Iterator[str]:
     """Yields a definition as its file has it, with a link to the file. Of a long docstring only the
-    first paragraph is shown.
-
-    Raises:
-        LookupError: there is no such file or definition.
-    """
+    first paragraph is shown. Raises LookupError: there is no such file or definition."""
     module, _, name = symbol.partition(":")
     path = Path(*module.split(".")).with_suffix(".py")
     if not (ROOT / path).is_file():
