@@ -147,7 +147,7 @@ def test_imports_run_downward() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_what_a_request_means_depends_on_no_transport() -> None:
+def test_the_api_room_imports_no_transport() -> None:
     """`router.api` imports neither HTTP's nor gRPC's libraries, nor protobuf messages. The rooms
     below it call nodes over gRPC."""
     transports = ("aiohttp", "grpc", "google.protobuf", "pdserve.common.http", "pdserve.common.rpc")

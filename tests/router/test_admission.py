@@ -201,7 +201,7 @@ async def test_a_body_gives_way_as_a_whole():
         assert full.sizes == (1, 1)
 
 
-async def test_what_is_refused_while_it_leaves_is_no_one_s_fault():
+async def test_a_refusal_of_a_leaving_request_is_not_reported():
     async with queue(max_running=1, max_waiting=2) as full:
         await full.hold("a", 2)
         leaving = await full.hold("a")

@@ -86,7 +86,7 @@ async def test_waiting_in_the_router_is_said_in_its_own_words(tmp_path: Path) ->
             assert oldest["standing"]["seconds"] >= newest["standing"]["seconds"]
 
 
-async def test_what_failed_before_is_said_and_a_pause_moves_nothing(tmp_path: Path) -> None:
+async def test_earlier_failures_are_reported_and_a_pause_is_no_progress(tmp_path: Path) -> None:
     routing = {"queue_timeout": QUEUE, "migration_limit": 99, "breaker_failures": 99}
     async with fake_cluster(tmp_path, ("p0", "d0"), **routing) as cluster:
         cluster["d0"].on_run = fails(NO)
