@@ -17,7 +17,7 @@ def asking(batch, tokens=0, choices=1):
 
 
 class Queue:
-    """Admission, and requests that hold a place of it or wait for one until they are let go."""
+    """Admission, and requests that hold a slot or wait for one until they are let go."""
 
     def __init__(self, **options):
         self.admission = Admission(**options)
