@@ -24,7 +24,7 @@ from benchmarks.hosts import Network
 from chart import ports_of
 from paths import ROOT
 
-INIT_TIMEOUT, START_TIMEOUT = 300.0, 120.0  # seconds
+INIT_TIMEOUT = START_TIMEOUT = 600.0  # seconds; only a hang takes so long: pods compile kernels
 PDSERVE = Path(sys.executable).with_name("pdserve")
 # The host's folders, except for those that each container has itself.
 ROOT_FOLDERS = r"""
@@ -45,7 +45,7 @@ echo "multi on" >"$root/etc/host.conf"
 """
 # The checkout and its Python, if they are below a folder that each container has itself.
 CODE = "".join(
-    f'[ -e "$root"{path} ] || {{ mkdir -p "$root"{path}; mount --rbind {path} "$root"{path}; }}\n'
+    f'[ "$root"{path} -ef {path} ] || {{ mkdir -p "$root"{path}; mount --rbind {path} "$root"{path}; }}\n'
     for path in map(shlex.quote, (str(ROOT), sys.prefix, sys.base_prefix))
 )
 ENTER = r"""
