@@ -45,7 +45,7 @@ echo "multi on" >"$root/etc/host.conf"
 """
 # The checkout and its Python, if they are below a folder that each container has itself.
 CODE = "".join(
-    f'[ "$root"{path} -ef {path} ] || {{ mkdir -p "$root"{path}; mount --rbind {path} "$root"{path}; }}\n'
+    f'at="$root"{path}; [ "$at" -ef {path} ] || {{ mkdir -p "$at"; mount --rbind {path} "$at"; }}\n'
     for path in map(shlex.quote, (str(ROOT), sys.prefix, sys.base_prefix))
 )
 ENTER = r"""
