@@ -2,9 +2,11 @@
 
     python benchmarks/bench_handover.py [--pairs 1] [--clients 1,8,32] [--long 2000] [--json FILE]
 
-A row is a station of a request, by the timelines that the router gives with its answers. `waits
-for a core` is the share of a process's time in which it could have run and did not, by the
-kernel's scheduler (`schedstat`): with more to do than cores, a queue is somewhere.
+A row is a station of a request, by the timelines that the router gives with its answers. Data and
+commit come side by side: one row says how long a commit waited for the data, another how long the
+data waited for the commit. `waits for a core` is the share of a process's time in which it could
+have run and did not, by the kernel's scheduler (`schedstat`): with more to do than cores, a queue
+is somewhere.
 
 With `--long N`, prompts of N tokens on the embedded model, one at a time: once computed in chunks,
 whose KV travels while the next one is computed, and once in one piece, whose KV travels
@@ -50,11 +52,19 @@ STATIONS: dict[str, Callable[[Line], float]] = {
     ),
     "first token → landed": lambda line: line["transferred"] - line["first_token"],
     "  ticket → data in place": lambda line: line["data_seconds"],
-    "  data in place → committed": lambda line: line["commit_seconds"] - line["data_seconds"],
+    "  ticket → committed": lambda line: line["commit_seconds"],
+    "  committed, without data": lambda line: _later(line, "data_seconds", "commit_seconds"),
+    "  data in place, uncommitted": lambda line: _later(line, "commit_seconds", "data_seconds"),
     "  verification": lambda line: line["verify_seconds"],
     "first run sent → acknowledged": lambda line: line["transfer_seconds"],
     "landed → finished": lambda line: line["finished"] - line["transferred"],
 }  # fmt: skip
+
+
+def _later(line: Line, one: str, other: str) -> float:
+    """Returns by how much one was later than the other, 0 if it was not. The data and the commit
+    come by different ways, and either may be first."""
+    return max(0.0, line[one] - line[other])
 
 
 # ---- load ----
