@@ -307,7 +307,7 @@ def main() -> None:
         with serving(args.model, args.pairs, kv_connector=args.connector) as fleet:
             url = f"http://127.0.0.1:{fleet.ports['http']}"
             load = Load(url, args.input_len, args.output_len, args.vocab_size)
-            found = results["served"] = []
+            found: list[dict[str, Any]] = []
             for count in counts:
                 work = load.run(count, max(30, args.requests * count))
                 found.append(
@@ -316,7 +316,8 @@ def main() -> None:
             for rate in rates:
                 work = load.arrive(rate, RATE_REQUESTS)
                 found.append(measure(fleet, load, f"{rate:g} a second", load.run(8, 16), work))
-        show(results["served"], console)
+        results["served"] = found
+        show(found, console)
     if args.long:
         results["long"] = measure_long(ensure_embedded_model(), args.long, args.chunk, 3)
         show_long(results["long"], console)

@@ -48,7 +48,8 @@ async def test_a_signal_drains(number: signal.Signals) -> None:
 
 
 async def test_while_it_serves_threads_soon_take_turns_at_the_interpreter() -> None:
-    default, found = sys.getswitchinterval(), []
+    default = sys.getswitchinterval()
+    found: list[float] = []
 
     def look(failed: Failed) -> None:
         found.append(sys.getswitchinterval())
