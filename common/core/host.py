@@ -307,16 +307,6 @@ def loading() -> Iterator[None]:
         gc.enable()
 
 
-# Seconds for which a thread keeps Python's lock while another waits for it; Python's default is ten
-# times as long. A hand-off's threads take the lock about ten times while a step computes.
-SWITCH_INTERVAL = 0.0005
-
-
-def share_interpreter() -> None:
-    """Lets this process's threads take turns at Python's lock every `SWITCH_INTERVAL`."""
-    sys.setswitchinterval(SWITCH_INTERVAL)
-
-
 def leave(code: int) -> NoReturn:
     """Flushes logs and streams and ends this process at once: a normal interpreter exit would take
     half as long to unload torch as it took to load it."""

@@ -25,7 +25,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.common.core.errors import NodeError
-from pdserve.common.core.host import die_with_parent, leave, loading, share_interpreter
+from pdserve.common.core.host import die_with_parent, leave, loading
 from pdserve.common.core.plugins import import_string
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Worker, WorkerSpec
@@ -86,7 +86,6 @@ def main(directory: Path, rank: int) -> int:
 def run_rank(spec: WorkerSpec, node: NodeAddress) -> int:
     """Runs the rank until the node stops it; returns its exit status. ZeroMQ's sockets are not
     thread-safe: each is closed by the thread that uses it, or under its lock."""
-    share_interpreter()
     context = zmq.Context()
     context.setsockopt(zmq.LINGER, FLUSH_MS)  # for every socket
     steps, calls, outward = (_connect(context, node, spec.rank, link) for link in Link)

@@ -24,7 +24,6 @@ from types import CoroutineType, FrameType
 from typing import Any
 
 from pdserve.common.core.errors import PdserveError
-from pdserve.common.core.host import share_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ async def serve_until_stopped(
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     gc.freeze()  # objects from the start live on; scanning them takes about 50 ms
     gc.set_threshold(*COLLECT_AFTER)
-    share_interpreter()
     name = await _first(signals.get(), failed)
     if name is None:
         return _report(failed)

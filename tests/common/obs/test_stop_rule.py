@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable
 
 import pytest
 
 from pdserve.common.core.errors import NodeError
-from pdserve.common.core.host import SWITCH_INTERVAL
 from pdserve.common.obs.process import serve_until_stopped
 
 Failed = asyncio.Future[None]
@@ -45,21 +43,6 @@ def signals(*numbers: signal.Signals) -> Callable[[Failed], None]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains(number: signal.Signals) -> None:
     assert await serve(signals(number)) == 0
-
-
-async def test_while_it_serves_threads_soon_take_turns_at_the_interpreter() -> None:
-    default = sys.getswitchinterval()
-    found: list[float] = []
-
-    def look(failed: Failed) -> None:
-        found.append(sys.getswitchinterval())
-        signals(signal.SIGTERM)(failed)
-
-    try:
-        await serve(look)
-    finally:
-        sys.setswitchinterval(default)
-    assert found == [pytest.approx(SWITCH_INTERVAL)]
 
 
 async def test_a_second_signal_stops_at_once() -> None:
