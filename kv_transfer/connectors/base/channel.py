@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -47,6 +47,8 @@ JOINED_NBYTES = 16 << 10
 HEARTBEAT_S = 0.1  # between two reports of a long frame; leases are longer
 
 logger = logging.getLogger(__name__)
+
+Payload: TypeAlias = bytes
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ class Mover(ABC):
         """Source: sends the payload and makes the `hash` if it is wanted. Returns whether the
         blocks were held until the sink had all their bytes."""
 
-    def offer(self, block_ids: tuple[int, ...]) -> bytes:
+    def offer(self, block_ids: tuple[int, ...]) -> Payload:
         """Source: returns the payload if it can be sent at once, by any thread; then `send` is
         replaced by `finish`. Default: empty, it cannot."""
         return b""
