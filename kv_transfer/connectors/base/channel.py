@@ -292,7 +292,7 @@ class Channel:
         return replace(frame, kind=self._mover.kind, nbytes=nbytes)
 
     def watch(self, on_moved: Callable[[], None]) -> None:
-        """Makes the pipe call `on_moved` now and then while a frame moves."""
+        """Makes the pipe call `on_moved` repeatedly while a frame moves."""
         self._pipe.on_moved = on_moved
 
     def alive(self) -> bool:
