@@ -260,7 +260,9 @@ class Channel:
         """Sends what can be sent of blocks without waiting: any thread may, while the owner waits
         for work, which then delivers the rest. Returns how many bytes, 0 if none."""
         payload = self._mover.offer(block_ids)
-        return self._pipe.send_now(self._headed(frame).encode() + payload) if payload else 0
+        return (
+            self._pipe.send_now(self._headed(frame, block_ids).encode() + payload) if payload else 0
+        )
 
     def deliver(
         self,
@@ -275,7 +277,7 @@ class Channel:
         if not offered and not gate.is_open:
             return 0
         self._mover.hash = hash_
-        frame = self._headed(frame)
+        frame = self._headed(frame, block_ids)
         if offered:
             if rest := (frame.encode() + self._mover.offer(block_ids))[offered:]:
                 self._pipe.send_bytes(rest)
@@ -287,8 +289,8 @@ class Channel:
         send_frame(self._pipe, replace(frame, kind=FrameKind.CONFIRM, count=int(held)))
         return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0
 
-    def _headed(self, frame: Frame) -> Frame:
-        nbytes = self._mover.payload_nbytes(frame.rect, frame.count)
+    def _headed(self, frame: Frame, block_ids: tuple[int, ...]) -> Frame:
+        nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
         return replace(frame, kind=self._mover.kind, nbytes=nbytes)
 
     def watch(self, on_moved: Callable[[], None]) -> None:
