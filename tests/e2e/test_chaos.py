@@ -19,9 +19,9 @@ import grpc
 import pytest
 
 import reference
+from benchmarks.access import HOSTILE as HOSTILE_CLIENT
+from benchmarks.access import LOAD
 from benchmarks.chaos import NODE_OPTIONS, Soak, run
-from benchmarks.fleet import HOSTILE as HOSTILE_CLIENT
-from benchmarks.fleet import LOAD
 from benchmarks.soak.client import Answer, difference
 from benchmarks.soak.faults import NODE_KINDS, ROLES, make_plan
 from benchmarks.soak.load import Tally, clients
