@@ -40,7 +40,7 @@ from benchmarks.access import PROBE
 from benchmarks.fleet import FAST, Fleet
 from benchmarks.hosts import unavailable
 from benchmarks.site import Site, make_certs, site_network
-from benchmarks.soak.asks import Ask, make_asks
+from benchmarks.soak.asks import POISON, Ask, make_asks
 from benchmarks.soak.attack import Patience
 from benchmarks.soak.edges import EDGE_KINDS
 from benchmarks.soak.faults import (
@@ -55,7 +55,7 @@ from benchmarks.soak.faults import (
 )
 from benchmarks.soak.gauge import PERIOD, Gauge
 from benchmarks.soak.load import Load, clients
-from benchmarks.soak.poisoned import TOKEN, poisoned
+from benchmarks.soak.poisoned import poisoned
 from benchmarks.soak.probe import (
     HEALTH,
     SHORT,
@@ -117,8 +117,13 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
         replace(fault, seconds=min(fault.seconds, soak.longest))
         for fault in make_plan(kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
     ]
-    start = monotonic()
-    async with gauge.watching(), standing.watching(), _probe(fleet) as samples:
+    async with (
+        faults.attackers.running(soak.kinds),
+        gauge.watching(),
+        standing.watching(),
+        _probe(fleet) as samples,
+    ):
+        start = monotonic()
         event = faults.carry_out(kinds, plan)
         tally = await load.during(
             event,
@@ -213,7 +218,7 @@ def started(
     share_cores: bool = False,
 ) -> Iterator[Fleet]:
     """Runs a fleet in a temporary folder; yields it once it is ready. Its model gives NaN for the
-    token `TOKEN`. `share_cores`: nodes lend each other cores, like those of `pdserve up`."""
+    token `POISON`. `share_cores`: nodes lend each other cores, like those of `pdserve up`."""
     usual = RoutingConfig()
     places = ceil(requests / usual.max_client_share) + 1  # so that one client gets that many
     places = max(places, usual.max_concurrent_requests)
@@ -308,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = (networked, args.routers, args.share_cores)
     with started(args.model, sizes, args.requests, *options) as fleet:
         try:
-            asks = soak.asks(vocab_size(args.model), never=TOKEN)
+            asks = soak.asks(vocab_size(args.model), never=POISON)
             report = asyncio.run(learn_and_run(fleet, soak, asks))
         finally:
             if args.log:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -23,25 +23,34 @@ from benchmarks.soak.hostile import HOSTILE_ATTACKS
 from benchmarks.soak.strangers import STRANGER_ATTACKS
 
 ATTACKS: Mapping[str, Hostile] = {**HOSTILE_ATTACKS, **FLOOD_ATTACKS, **STRANGER_ATTACKS}
+READY = b"ready\n"
 LINE = 1 << 20  # most bytes of a line: a crowd's outcome
 ROOT = Path(__file__).parents[2]
 
 
 class Attackers:
-    """The processes, each started for its first attack and ended by `close`."""
+    """The processes: one for each kind of attack that needs its own, and one for all others."""
 
     def __init__(self, fleet: Access, patience: Patience | None = None) -> None:
         self._fleet = fleet
         self._patience = patience or Patience()
-        self._processes: dict[str, asyncio.Task[_Process]] = {}
+        self._processes: dict[str, _Process] = {}
+
+    @asynccontextmanager
+    async def running(self, kinds: Iterable[str]) -> AsyncIterator[None]:
+        """Runs the processes for these kinds of attacks, and of other faults. They are ready
+        before the load begins: in it, they take a minute to start."""
+        try:
+            for name in {_process_of(kind) for kind in kinds if kind in ATTACKS}:
+                self._processes[name] = await _Process.start()
+            yield
+        finally:
+            for process in self._processes.values():
+                await process.close()
 
     async def attack(self, fault: Fault) -> Outcome:
         """Raises NotNow."""
-        name = fault.kind if ATTACKS[fault.kind].apart else ""
-        if name not in self._processes:
-            self._processes[name] = asyncio.create_task(_Process.start())
-        process = await self._processes[name]
-        outcome = await process.order(
+        outcome = await self._processes[_process_of(fault.kind)].order(
             {
                 "fleet": self._fleet.packed(),
                 "fault": asdict(fault),
@@ -52,9 +61,9 @@ class Attackers:
             raise NotNow
         return outcome
 
-    async def close(self) -> None:
-        for process in self._processes.values():
-            await (await process).close()
+
+def _process_of(kind: str) -> str:
+    return kind if ATTACKS[kind].apart else ""
 
 
 class _Process:
@@ -68,6 +77,7 @@ class _Process:
 
     @classmethod
     async def start(cls) -> _Process:
+        """Returns it when it reads orders."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__),
             cwd=ROOT,
@@ -75,6 +85,9 @@ class _Process:
             stdout=asyncio.subprocess.PIPE,
             limit=LINE,
         )
+        assert process.stdout is not None
+        if await process.stdout.readline() != READY:
+            raise RuntimeError("the hostile clients do not start")
         return cls(process)
 
     async def order(self, order: dict[str, Any]) -> Outcome:
@@ -108,6 +121,7 @@ async def main() -> None:
     orders = asyncio.StreamReader(limit=LINE)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    print(READY.decode(), end="", flush=True)
     async with asyncio.TaskGroup() as group:
         attacks: set[asyncio.Task[None]] = set()
         async for line in orders:

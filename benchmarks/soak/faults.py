@@ -117,14 +117,11 @@ class Faults:
     async def carry_out(self, kinds: dict[str, Kind], plan: Sequence[Fault]) -> None:
         """Executes the plan; returns when the last fault is over and every node is ready."""
         start, nurse = monotonic(), asyncio.create_task(self._nurse())
-        try:
-            async with asyncio.TaskGroup() as group:
-                for fault in plan:
-                    await asyncio.sleep(start + fault.at - monotonic())
-                    group.create_task(self._strike(kinds[fault.kind], fault))
-        finally:
-            nurse.cancel()
-            await self.attackers.close()
+        async with asyncio.TaskGroup() as group:
+            for fault in plan:
+                await asyncio.sleep(start + fault.at - monotonic())
+                group.create_task(self._strike(kinds[fault.kind], fault))
+        nurse.cancel()
 
     async def _strike(self, kind: Kind, fault: Fault) -> None:
         name = f"{fault.kind} {fault.target} ({fault.seconds:.1f} s)"

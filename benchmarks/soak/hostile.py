@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.access import HOSTILE, Access
+from benchmarks.soak.asks import POISON
 from benchmarks.soak.attack import Attack, Hostile, Wait, calls
-from benchmarks.soak.poisoned import TOKEN
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 
@@ -137,7 +137,7 @@ async def hang_up(attack: Attack) -> None:
 
 
 def _long_prompt(rng: random.Random) -> list[int]:
-    return [rng.randrange(3, TOKEN) for _ in range(rng.randint(200, 700))]
+    return [rng.randrange(3, POISON) for _ in range(rng.randint(200, 700))]
 
 
 async def _leave_in_transfer(attack: Attack, wait: Wait) -> str:
@@ -230,8 +230,8 @@ WHOLES = ("top_k", "seed", "min_tokens", "logprobs", "n")
 
 
 ROWS: tuple[dict[str, Any], ...] = (  # fails on a prefill node; fails on a decode node
-    {"prompt": [7, 8, TOKEN, 9]},
-    {"logit_bias": {TOKEN: 100.0}, "ignore_eos": True},
+    {"prompt": [7, 8, POISON, 9]},
+    {"logit_bias": {POISON: 100.0}, "ignore_eos": True},
 )
 
 

@@ -127,10 +127,8 @@ async def test_a_request_that_a_router_swallows_is_found(
     async with serve(byte_level_folder(tmp_path), keys=APIKeys("sk", "an-operator")) as site:
         access = Access({"router": {"http": site.port}}, {"admin_api_key": "an-operator"})
         attackers = Attackers(access, replace(SOON, seconds=0.5))
-        try:
+        async with attackers.running([FAULT.kind]):
             first, second = [await attackers.attack(FAULT) for _ in range(2)]
-        finally:
-            await attackers.close()
     [told] = first.told
     assert told.endswith(": hung") and first.told == {told: 1}
     assert "its server answered 4 looks; router: unknown" in first.hung[0]
