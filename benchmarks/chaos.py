@@ -216,6 +216,7 @@ def started(
     networked: bool = False,
     routers: int = 1,
     share_cores: bool = False,
+    heartbeat_timeout: float = FAST["heartbeat_timeout"],
 ) -> Iterator[Fleet]:
     """Runs a fleet in a temporary folder; yields it once it is ready. Its model gives NaN for the
     token `POISON`. `share_cores`: nodes lend each other cores, like those of `pdserve up`."""
@@ -239,7 +240,7 @@ def started(
         keys = ",".join(token_hex(16) for _ in range(3))  # one per client of fleet.py
         known = {"api_key": keys, "admin_api_key": token_hex(16)}
         router = {"max_concurrent_requests": places, "max_queued_requests": queued}
-        router |= known | secured
+        router |= known | secured | {"heartbeat_timeout": heartbeat_timeout}
         fleet = make(
             *(poisoned(model, folder / model.name), log, environment, router),
             routers=routers,
@@ -266,6 +267,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--both", type=int, default=0, help="nodes of both roles")
     parser.add_argument(
         "--share-cores", action="store_true", help="nodes lend each other their cores"
+    )
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=float,
+        default=FAST["heartbeat_timeout"],
+        help="seconds of silence after which a node gets no requests; more on a machine where "
+        "processes wait that long for a CPU",
     )
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests and faults")
@@ -310,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     networked = bool(EDGE_KINDS.keys() & set(kinds))
     sizes = {"prefill": args.prefill, "decode": args.decode, "both": args.both}
-    options = (networked, args.routers, args.share_cores)
+    options = (networked, args.routers, args.share_cores, args.heartbeat_timeout)
     with started(args.model, sizes, args.requests, *options) as fleet:
         try:
             asks = soak.asks(vocab_size(args.model), never=POISON)
