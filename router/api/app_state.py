@@ -37,12 +37,12 @@ INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
 SMALL = 64 * 1024  # bytes of a body that a thread may take
 THREADS = 4  # that take bodies at the same time
 MAX_WAITING = 4096  # bodies that wait for a thread
-# Clients choose the names: the log remembers so many of them, of so many characters.
+# Clients choose the names: bounds of the names that the log remembers, and of their characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
 
 def stopping() -> Unavailable:
-    """The error for requests while this process ends: another router may serve them."""
+    """Returns the error for requests while this process ends: another router may serve them."""
     return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 
@@ -143,8 +143,8 @@ class AppState:
             )
 
     def response_model(self, name: str | None) -> str:
-        """The model's name in a response to a request for `name`: an adapter's own, or the model's
-        first.
+        """Returns the model's name in a response to a request for `name`: an adapter's own, or the
+        model's first.
 
         Raises:
             ModelNotFound: there is no such model.

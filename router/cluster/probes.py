@@ -2,9 +2,9 @@
 Heartbeats with answers show that node and router hear each other, but not that the node's own port
 is open.
 
-A node with an open connection is probed now and then. One answer may be missing: the node is probed
-again at once. A node with a broken connection, or with two missing answers, is probed in every
-period. Probes are spread over time: a thousand at once would block the event loop.
+A node with an open connection is probed from time to time. One answer may be missing: the node is
+probed again at once. A node with a broken connection, or with two missing answers, is probed in
+every period. Probes are spread over time: a thousand at once would block the event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def probe_nodes(registry: Registry, channels: Channels, heartbeat_timeout:
 
 
 def is_due(node: Node, now: float, channels: Channels, heartbeat_timeout: float) -> bool:
-    """Whether to ask the node now."""
+    """Returns whether to ask the node now."""
     if node.unreachable or not is_connected(channels.get(node.info.address)):
         return True
     return now - node.last_answer >= QUIET * heartbeat_timeout * random.uniform(*SPREAD)

@@ -121,7 +121,7 @@ class Traffic:
             self.asked = monotonic()
 
     def quiet_in(self, seconds: float) -> float:
-        """Returns the seconds until nothing has been asked for so many, as far as one can say."""
+        """Returns the seconds for which it must still be quiet, as far as is known."""
         return self.asked + seconds - monotonic()
 
 
@@ -207,7 +207,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _path(request: web.Request) -> str:
-    """The path without --root-path."""
+    """Returns the path without --root-path."""
     return request.path.removeprefix(request.app[ROOT_PATH])
 
 

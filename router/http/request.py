@@ -24,8 +24,8 @@ from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 TIMELINE_HEADER = "X-PDServe-Timeline"
 MAX_WAITING = 256  # bodies; a connection that waits holds READ_AHEAD twice, and a read
-GRACE = 20.0  # seconds that a body may take,
-RATE = 128 * 1024  # and one second more for each of so many bytes
+GRACE = 20.0  # seconds that any body may take
+RATE = 128 * 1024  # bytes per second in which the rest must come
 IDENTITY = frozenset({"", "identity"})
 COMPRESSED = frozenset({"gzip", "deflate"})
 STEP = 64 * 1024  # bytes that one step inflates to, at most: a fraction of a millisecond
@@ -105,7 +105,7 @@ async def _read(request: web.Request, limit: int) -> BodyBuffer:
 
 
 def encoding_of(request: web.Request) -> str:
-    """The Content-Encoding; several are joined."""
+    """Returns the Content-Encoding; several are joined."""
     return ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).strip().lower()
 
 
@@ -114,12 +114,12 @@ BODIES = web.AppKey("bodies", Bodies)
 
 
 def client_of(request: web.Request) -> str:
-    """The client's name, as `APIKeys.client` has it."""
+    """Returns the client's name, as `APIKeys.client` has it."""
     return request.app[STATE].keys.client(authorization_of(request), request.remote)
 
 
 def authorization_of(request: web.Request) -> str | None:
-    """The key as OpenAI's clients send it; Anthropic's have a header of their own."""
+    """Returns the key as OpenAI's clients send it; Anthropic's have a header of their own."""
     own = request.headers.get("X-Api-Key")
     return request.headers.get(AUTHORIZATION) or (own and f"Bearer {own}")
 

@@ -241,7 +241,8 @@ class FairShare:
         return self._may_hold(client, amount) and self.held + needed <= self._open_to(client)
 
     def _may_hold(self, client: str, amount: int) -> bool:
-        """A client that holds nothing may exceed its limit with one single piece."""
+        """Returns whether it fits the client's limit, or the client holds nothing: a single large
+        request may exceed the limit."""
         own = self._held_by[client]
         return own == 0 or own + amount <= self.client_limit
 
@@ -302,7 +303,7 @@ class FairExecutor:
 
     async def run(self, client: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Returns the outcome of the work. Cancelled, it does not begin; but it is not stopped
-        halfway, and its place is free when it has ended.
+        halfway, and its slot is free when it has ended.
 
         Raises:
             Overloaded: too much waits.

@@ -40,7 +40,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed 
 class Deadline:
     """Two bounds, both moved by progress alone, never by another try.
 
-    Waiting (for a place, for nodes, between tries) may take `queue_timeout` seconds in all
+    Waiting (for a slot, for nodes, between tries) may take `queue_timeout` seconds in all
     until the first token; from then on `request_timeout`, anew after every token, for a node
     that comes back is worth more to a half-read answer than an error. While nodes work on the
     request, `request_timeout` seconds may pass without progress (0: any time).
@@ -57,7 +57,7 @@ class Deadline:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Bounds its body; the time before it was spent waiting for a place.
+        """Bounds its body; the time before it was spent waiting for a slot.
 
         Raises:
             DeadlineExceeded: there was no progress for too long.
@@ -111,8 +111,8 @@ class Deadline:
 
     @contextmanager
     def waiting(self, waits_for: str = "a node") -> Iterator[float]:
-        """While the request waits for a node, or for what `waits_for` says: yields the end of the
-        wait (`monotonic`)."""
+        """Counts the time in which the request waits for `waits_for`; yields the end of the wait
+        (`monotonic`)."""
         since = monotonic()
         self._late_enough = 0.0
         if self._limit is not None and not self._limit.expired():

@@ -1,5 +1,5 @@
 """`pdserve bench step` on tiny models: what is measured, what the table says, what is refused.
-How long anything takes is nobody's business here."""
+Times are not checked here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_model_split_over_ranks_is_compared_with_the_whole(
         (["--json=/nowhere/x.json", "--chunk=4"], "/nowhere/x.json"),
     ],
 )
-def test_what_makes_no_sense(
+def test_invalid_options_are_refused(
     options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

@@ -181,7 +181,7 @@ def test_nothing_is_cut_off_or_a_letter_wide_on_a_phone(cluster: WarmCluster, wi
         assert box is not None and box["width"] > 30 > box["height"] - 10, name.inner_text()
 
 
-def test_what_nodes_and_the_model_say_is_text(cluster: WarmCluster, window: Page) -> None:
+def test_the_page_shows_nodes_and_answers_as_text(cluster: WarmCluster, window: Page) -> None:
     """However it is put: an answer of the router is replaced by one of an attacker."""
     page = window.page
     node = cluster.state()["nodes"][0] | {"node_id": EVIL, "address": EVIL, "model": EVIL}
@@ -224,7 +224,7 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
     page.route("**/v1/**", guard)
     window.open()
     field = page.get_by_label("Key", exact=True)
-    field.fill("schlüssel")  # no header can have it, so nobody would ever refuse it
+    field.fill("schlüssel")  # no header can carry it, so no server would refuse it
     page.keyboard.press("Enter")
     assert field.evaluate("field => field.validity.patternMismatch")
     field.fill("")

@@ -197,7 +197,7 @@ def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> Non
         for file in FILES
     ],
 )
-def test_what_is_right_passes(runs: Runs, run: str, file: str) -> None:
+def test_correct_connectors_pass(runs: Runs, run: str, file: str) -> None:
     outcomes = runs.outcomes(run, f"{file}::")
     assert outcomes
     assert {name: why for name, why in outcomes.items() if why} == {}
@@ -210,7 +210,7 @@ def test_everything_is_checked(runs: Runs, run: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_checked_unasked(tmp_path: Path) -> None:
-    """Whoever collects the kit's folder by accident runs none of it."""
+    """A pytest that collects the kit's folder by accident runs none of it."""
     outcomes = run_kit(tmp_path, ALL_CHECKS)
     assert outcomes and all(outcomes.values())
 

@@ -34,7 +34,7 @@ class Desk:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_clients_get_that_always_wait_differs_by_less_than_two_pieces(seed: int) -> None:
+def test_backlogged_clients_differ_by_less_than_two_requests(seed: int) -> None:
     rng = random.Random(seed)
     weights = {name: rng.choice([0.5, 1.0, 2.0, 7.0]) for name in "abc"}
     largest = {name: rng.choice([10, 1000, 100_000]) for name in "abc"}
@@ -70,7 +70,7 @@ def test_a_newcomer_waits_for_one_piece_of_each_client_that_waits() -> None:
     assert meanwhile["large"] <= 1 and meanwhile["burst"] * 50 <= 4000 + 50
 
 
-def test_time_that_nobody_else_wanted_is_not_paid_back() -> None:
+def test_idle_capacity_that_a_client_used_is_not_paid_back() -> None:
     """A client that was alone for long is not behind when another one comes."""
     desk = Desk()
     for _ in range(100):

@@ -31,7 +31,7 @@ def answer(connection: socket.socket) -> str:
         return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
 
-async def test_what_waits_in_the_socket_is_answered(site: Site) -> None:
+async def test_requests_waiting_in_the_socket_are_answered(site: Site) -> None:
     connections = [asked(site.port) for _ in range(NUM_WAITING)]
     silent = socket.create_connection(("127.0.0.1", site.port))  # asks for nothing
     await site.server.stop(drain_timeout=60)
@@ -66,7 +66,7 @@ async def test_balancers_hear_of_a_stop_first(site: Site, monkeypatch: pytest.Mo
 async def test_without_a_balancer_a_stop_is_quick(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would see that it is not ready any more."""
+    """No balancer would see that it is not ready any more."""
     monkeypatch.setattr(module, "QUIET", 600)
     await site.complete(max_tokens=1)
     stop = asyncio.create_task(site.server.stop(drain_timeout=600))

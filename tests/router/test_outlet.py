@@ -27,7 +27,7 @@ REQUEST = GenerationRequest("r", (1,), SamplingParams())
 async def spell(request: GenerationRequest, put: Put) -> GenerationStats:
     """Three letters in each step."""
     for at in range(0, len(TEXT), 3):
-        for _ in range(50):  # turns of the loop, in which whoever reads has read
+        for _ in range(50):  # turns of the loop, in which the reader has read
             await asyncio.sleep(0)
         for letter in TEXT[at : at + 3]:
             put(TextDelta(0, letter, (SampledToken(1),)))
@@ -80,7 +80,7 @@ async def test_the_clients_task_takes_what_the_outlet_does_not_write() -> None:
     assert client.taken[:2] == ["abc", "def"] and client.written == ["ghi"]
 
 
-async def test_what_an_outlet_raises_ends_the_generation() -> None:
+async def test_an_outlet_s_exception_ends_the_generation() -> None:
     client = Client()
     client.write = lambda updates: 1 // 0  # type: ignore[method-assign, assignment]
     with pytest.raises(ZeroDivisionError):

@@ -232,7 +232,7 @@ async def test_a_reply_that_does_not_parse_is_its_nodes_fault(
     ],
 )
 @pytest.mark.parametrize("status", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED])
-async def test_what_a_node_of_another_version_says_ends_no_client(
+async def test_errors_of_a_node_of_another_version_end_no_request(
     four: FakeCluster, role: str, words: dict[str, str], status: grpc.StatusCode
 ) -> None:
     four[role].on_run = says(status, **words)
@@ -318,7 +318,7 @@ async def test_an_answer_to_retarget_that_does_not_parse_is_the_decode_nodes_fau
     assert len(node.jobs) > 0 and breakers(four) == {BreakerState.CLOSED}
 
 
-async def test_what_fails_after_the_last_token_is_nobody_s_failure(
+async def test_a_call_that_fails_after_the_last_token_does_not_count(
     pair: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request's tasks are only waited for then: a call that breaks just now, say."""
@@ -702,7 +702,7 @@ async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude:
         assert len(four[name].jobs) < 6 and node.breaker.state is not BreakerState.CLOSED
 
 
-async def test_what_comes_after_the_end_is_nobodys(four: FakeCluster) -> None:
+async def test_events_after_the_end_are_dropped(four: FakeCluster) -> None:
     four["d0"].tells = four["d1"].tells = lambda event: (event, event, event)[
         : 3 if isinstance(event, pb.TokenEvent) and event.finish_reason else 1
     ]
@@ -761,7 +761,7 @@ async def test_a_lease_that_lapses_on_the_decode_node_breaks_the_pair(pair: Fake
 async def test_transfers_that_fail_on_the_prefill_node_end_in_a_local_prefill(
     pair: FakeCluster,
 ) -> None:
-    """They are no failures of its engine, whoever is to blame: the request is not poison."""
+    """They do not count as failures of its engine, so the request is not poison."""
     pair["p0"].on_run = fails(TransferError("a defect", code="INTERNAL", blame=Blame.PREFILL))
     await pair.ask()
     assert pair["d0"].local_prefills == 1
@@ -850,7 +850,7 @@ async def test_a_prompt_that_kills_nodes_does_not_kill_them_all(tmp_path: Path, 
         assert cluster.jobs(role) == 3
 
 
-async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: Path) -> None:
+async def test_requests_beside_one_that_kills_nodes_are_no_poison(tmp_path: Path) -> None:
     """Twice all that are there die with it before any has a token, and the node is started again:
     nothing is known of the new one. One more death would end each of them, so each comes alone."""
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:

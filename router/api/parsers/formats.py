@@ -133,7 +133,7 @@ class MistralParser(NamedCallParser):
 
     @staticmethod
     def new_id(name: str, index: int) -> str:
-        """Nine letters and digits: Mistral's templates refuse other ids."""
+        """Returns nine letters and digits: Mistral's templates refuse other ids."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def one(self) -> Step[bool]:
@@ -152,7 +152,7 @@ class MistralParser(NamedCallParser):
 
 class QwenCoderParser(TaggedCallParser):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`:
-    Qwen3-Coder, which now and then leaves the first tag out, and Qwen3.5."""
+    Qwen3-Coder, which sometimes omits the first tag, and Qwen3.5."""
 
     shows_special_tokens = True
     call_marker = "<tool_call>"

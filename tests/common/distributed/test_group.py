@@ -424,7 +424,7 @@ def two_views() -> tuple[SharedMemory, SharedMemory]:
     return views
 
 
-def test_who_has_published_before_its_death_is_not_missed() -> None:
+def test_a_rank_that_published_before_its_death_is_not_missed() -> None:
     first, second = two_views()
     with suppress(NodeError):
         second.barrier(deadline=0.0)  # publishes its slot, waits in vain
@@ -435,12 +435,12 @@ def test_who_has_published_before_its_death_is_not_missed() -> None:
     first.close()
 
 
-def test_who_came_last_may_die_before_it_says_so() -> None:
+def test_the_last_rank_may_die_before_it_signals() -> None:
     first, second = two_views()
     with ThreadPoolExecutor(1) as thread:
         meeting = thread.submit(first.barrier, time.monotonic() + 30)
         time.sleep(0.1)
-        second._words[16] = 1  # all it did: publish; nobody was told
+        second._words[16] = 1  # it only published, without waking the other
         second.close()
         meeting.result(timeout=30)
     assert not first._spins  # who was late once may be so again
