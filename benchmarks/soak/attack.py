@@ -1,7 +1,7 @@
 """An attack of hostile clients: its requests, their outcomes, and when one of them hangs.
 
     a request waits ─▶ no progress for `Patience.seconds` ─▶ look at its server, again and again
-        the server still serves the request, and it gets on ─▶ it is slow
+        the router serves the request, within its time limit ─▶ it is slow
         the server answers `Patience.looks` later requests, and not this one ─▶ it hangs
         the server answers nothing ─▶ it is late; after `Patience.longest` the request hangs
 
@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -102,7 +102,7 @@ class Wait:
         await asyncio.sleep(seconds)
 
 
-Look = Callable[[], Awaitable[Found]]
+Look = Callable[[Wait], Awaitable[Found]]  # at the server of a request
 Request = Callable[[Wait], Awaitable[str]]  # returns the outcome in a word or two
 
 
@@ -125,7 +125,7 @@ class Attack:
 
     async def ask(self, name: str, request: Request, look: Look | None = None) -> None:
         """Carries out a request and tells its outcome. `look`: at its server, if that is not the
-        first router."""
+        first router's HTTP server."""
         told = await self.outcome_of(request, look)
         self.tell(f"{name}: {told}" if name else told)
 
@@ -133,7 +133,7 @@ class Attack:
         wait = Wait(f"{self._name}-{next(self._numbers)}")
         task = asyncio.ensure_future(_told(request(wait)))
         try:
-            hung = await self._stands(task, wait, look or self._router(wait))
+            hung = await self._stands(task, wait, look or self._at_router)
         finally:
             task.cancel()
             await asyncio.wait((task,))
@@ -159,19 +159,28 @@ class Attack:
             pause = max(patience.pause, patience.seconds - stands)
             if (await asyncio.wait((task,), timeout=pause))[0] or wait.since != known:
                 continue
-            found = await look()
+            found = await look(wait)
             looks += found.answered
             if found.moves:
                 wait.moved()
         return ""
 
-    def _router(self, wait: Wait) -> Look:
+    async def call(self, name: str, request: Request) -> None:
+        """Carries out a gRPC call to the first router, and tells its outcome."""
+        at_server = at_grpc(self.fleet, f"127.0.0.1:{self.fleet.ports['grpc']}")
+
+        async def look(wait: Wait) -> Found:
+            served = await self._at_router(wait)
+            if served.moves:
+                return served
+            found = await at_server(wait)
+            return replace(found, words=f"{found.words}; {served.words}")
+
+        await self.ask(name, request, look)
+
+    async def _at_router(self, wait: Wait) -> Found:
         """Looks at the first router: it may serve the request."""
-
-        async def look() -> Found:
-            return await asyncio.to_thread(inquire, self.fleet, wait.request_id, ["router"])
-
-        return look
+        return await asyncio.to_thread(inquire, self.fleet, wait.request_id, ["router"])
 
 
 async def _told(request: Awaitable[str]) -> str:
@@ -198,7 +207,7 @@ def refusal(error: grpc.aio.AioRpcError) -> str:
 def at_grpc(fleet: Access, address: str) -> Look:
     """Looks at a gRPC server: its health service answers or refuses."""
 
-    async def look() -> Found:
+    async def look(_: Wait) -> Found:
         async with calls(fleet, address) as channel:
             call = channel.unary_unary(HEALTH)(b"", timeout=LOOK)
             code = await call.code()
@@ -211,7 +220,7 @@ def at_grpc(fleet: Access, address: str) -> Look:
 def at_http(port: tuple[str, int]) -> Look:
     """Looks at an HTTP server: its /health answers."""
 
-    async def look() -> Found:
+    async def look(_: Wait) -> Found:
         line = b""
         with suppress(OSError):
             async with asyncio.timeout(LOOK):

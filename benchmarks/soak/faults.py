@@ -19,7 +19,7 @@ from benchmarks.soak.attackers import ATTACKS, Attackers
 ROLES = ("prefill", "decode")
 ATTACKED = ("client", "registry")  # targets of hostile clients and of strangers
 DRAIN_TIMEOUT = 90.0  # seconds after which a node that drains is given up
-READY_TIMEOUT = 60.0  # seconds after which a node that should serve is given up
+READY_TIMEOUT = 180.0  # seconds after which a node that should serve is given up
 NURSE_PERIOD = 0.5  # seconds between looks after nodes that have ended by themselves
 ROUTER_AWAY = 1.0  # seconds at most
 CROWD_SETTLES = 3.0  # seconds until a server has closed the connections of a crowd that has left
@@ -253,9 +253,11 @@ async def kill_router(faults: Faults, fault: Fault) -> None:
         faults.fleet.kill(name)
         await asyncio.sleep(min(fault.seconds, ROUTER_AWAY))
         await asyncio.to_thread(faults.fleet.start_router, name=name)
-        async with asyncio.timeout(READY_TIMEOUT):
-            while not await asyncio.to_thread(faults.fleet.ready):
-                await asyncio.sleep(0.1)
+        deadline = monotonic() + READY_TIMEOUT
+        while not await asyncio.to_thread(faults.fleet.ready):
+            if monotonic() > deadline:
+                raise TimeoutError(f"no node is ready {READY_TIMEOUT:g} s after its start")
+            await asyncio.sleep(0.1)
     faults.well.add(name)
 
 

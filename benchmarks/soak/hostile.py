@@ -73,7 +73,7 @@ async def silent(attack: Attack) -> None:
     """Requests long answers without reading them; sends half of a request."""
     await asyncio.gather(
         attack.ask("stream", partial(_unread_stream, attack)),
-        attack.ask("gRPC stream", partial(_unread_call, attack)),
+        attack.call("gRPC stream", partial(_unread_call, attack)),
         attack.ask("half a request", partial(_half_a_request, attack)),
     )
 
@@ -133,7 +133,12 @@ async def hang_up(attack: Attack) -> None:
     """Four clients disconnect during prefill, during the KV transfer, or while streaming."""
     rng = attack.random
     ways = [rng.choice((_leave_in_transfer, _leave_in_stream, _leave_call)) for _ in range(4)]
-    await asyncio.gather(*(attack.ask("", partial(way, attack)) for way in ways))
+    await asyncio.gather(
+        *(
+            (attack.call if way is _leave_call else attack.ask)("", partial(way, attack))
+            for way in ways
+        )
+    )
 
 
 def _long_prompt(rng: random.Random) -> list[int]:
@@ -241,10 +246,14 @@ async def poison(attack: Attack) -> None:
     rng = attack.random
     async with http(attack.fleet) as session, rpc(attack.fleet) as generate:
         send = partial(_poison, session, generate)
-        odd = [partial(send, _parameters(rng), rng.random() < 0.5) for _ in range(8)]
-        row = partial(send, dict(rng.choice(ROWS)), rng.random() < 0.5)
+        bodies = [("parameters", _parameters(rng)) for _ in range(8)]
+        bodies.append(("a row that fails", dict(rng.choice(ROWS))))
+        ways = [(rng.random() < 0.5, *each) for each in bodies]
         await asyncio.gather(
-            *(attack.ask("parameters", each) for each in odd), attack.ask("a row that fails", row)
+            *(
+                (attack.ask if over_http else attack.call)(name, partial(send, body, over_http))
+                for over_http, name, body in ways
+            )
         )
 
 

@@ -10,12 +10,13 @@ from urllib.error import HTTPError
 
 from benchmarks.access import Access
 
-STANDS = 60.0  # seconds without progress after which a request counts as hung
+STANDS = 60.0  # seconds without progress after which a request without a time limit counts as hung
+LATE = 30.0  # most seconds by which a router may miss a request's time limit
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    moves: bool  # whether a router serves it and it made progress lately
+    moves: bool  # whether a router serves it, and will end it in time if it makes no progress
     answered: bool  # whether a server answered at all
     words: str
 
@@ -35,9 +36,16 @@ def inquire(fleet: Access, request_id: str, routers: Iterable[str] | None = None
             continue
         answered = True
         standing = [each["standing"] for each in found if each["standing"] is not None]
-        moves |= any(each["seconds"] < STANDS for each in standing)
+        moves |= any(map(_moves, standing))
         words.append(f"{router}: {', '.join(map(_said, found))}")
     return Found(moves, answered, "; ".join(words))
+
+
+def _moves(standing: dict[str, Any]) -> bool:
+    """Returns whether the router keeps its promise: to end a request that makes no progress."""
+    if (left := standing["gives_up_in"]) is not None:
+        return bool(left > -LATE)
+    return bool(standing["seconds"] < STANDS)
 
 
 def _said(prompt: dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ async def test_a_request_hangs_if_its_server_answers_others(
         await answered.wait()
         return "answered"
 
-    async def look() -> Found:
+    async def look(_: Wait) -> Found:
         found = next(left, None)
         if found is None:
             answered.set()
@@ -77,7 +77,7 @@ async def test_a_server_that_never_answers_hangs_at_last() -> None:
         await asyncio.Event().wait()
         return "never"
 
-    async def look() -> Found:
+    async def look(_: Wait) -> Found:
         return SILENT
 
     attack = attack_on(replace(SOON, longest=0.1))
@@ -93,7 +93,7 @@ async def test_progress_and_rest_are_no_standstill() -> None:
             wait.moved()
         return "answered"
 
-    async def look() -> Found:
+    async def look(_: Wait) -> Found:
         raise AssertionError("nothing stands")
 
     attack = attack_on(replace(SOON, seconds=0.09))
