@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from math import ceil
@@ -28,7 +28,7 @@ from pdserve.common.core.host import cpu_name, usable_cores
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
-from pdserve.simulate.calibration import LEAST, Calibration
+from pdserve.simulate.calibration import LEAST, Calibration, Scatter, drawn
 
 VOCABULARY = range(3, 500)  # ids that every model has
 ONE_OF_EACH: dict[str, Any] = {
@@ -41,7 +41,9 @@ ONE_OF_EACH: dict[str, Any] = {
 }
 SHORT, LONG = 5, 21  # tokens of answers; the difference of their times is that of 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
+ANSWERS_BESIDE = 2  # how often that is measured in a turn
 MOST_BESIDE = 256  # tokens of the answer meanwhile
+QUANTILES = 20  # of scatter, besides the least
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
 Samples = dict[tuple[Any, ...], list[float]]  # by what was measured
@@ -104,7 +106,7 @@ def measured(llm: LLM, points: Points) -> Iterator[Samples]:
 
 
 def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibration:
-    """Returns the medians of all turns."""
+    """Returns the medians of all turns, and how far measurements were from them."""
     merged: Samples = {}
     for name, found in ((name, each[name]) for each in turns for name in each):
         merged.setdefault(name, []).extend(found)
@@ -112,19 +114,57 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
     decode = {name[1:]: max(LEAST, of[name]) for name in of if name[0] == "decode"}
     one, context = min(decode)
     prefill = {name[1:]: of[name] for name in of if name[0] == "prefill"}
+    chunk = max(prefill, key=_tokens)
+    transfer = _line([(name[1], of[name]) for name in of if name[0] == "transfer"])
+    longest = ("transfer", max(name[1] for name in of if name[0] == "transfer"))
+    short = {name[1:]: of[name] for name in of if name[0] == "short"}
     return Calibration(
         model=str(config.model.model or "the embedded model"),
         device=config.device if config.device != "auto" else cpu_name(),
         prefill=[(*name, seconds) for name, seconds in prefill.items()],
         decode=[(*name, seconds) for name, seconds in decode.items()],
-        transfer=_line([(name[1], of[name]) for name in of if name[0] == "transfer"]),
+        transfer=transfer,
         kv_bytes_per_token=of["kv_bytes_per_token",],
         router_s=of["router",],
-        answer_s=max(0.0, of["short",] - (SHORT - 1) * decode[one, context]),
+        reserve_s=of["reserve",],
+        answer_s=max(0.0, statistics.median(short[n] - (SHORT - 1) * decode[n] for n in short)),
         cores=_cores(config),
-        prefill_beside=max(1.0, of["prefill beside",] / prefill[max(prefill, key=_tokens)]),
+        prefill_beside=max(1.0, of["prefill beside",] / prefill[chunk]),
         decode_beside=max(1.0, of["decode beside",] / decode[one, context]),
+        router_beside=_times(of["router beside",], of["router",]),
+        reserve_beside=_times(of["reserve beside",], of["reserve",]),
+        transfer_beside=_times(of["transfer beside",], of[longest]),
+        scatter=Scatter(**{name: _scatter(merged, *kinds) for name, kinds in _SCATTER.items()}),
     )
+
+
+# A list of `Scatter`, and the samples that it is of.
+_SCATTER = {
+    "prefill": ("prefill",),
+    "prefill_beside": ("prefill beside",),
+    "decode": ("long",),
+    "decode_beside": ("decode beside",),
+    "transfer": ("transfer", "transfer beside"),
+    "router": ("router", "router beside"),
+    "reserve": ("reserve", "reserve beside"),
+}
+
+
+def _scatter(samples: Samples, *kinds: str) -> list[float]:
+    """Returns the quantiles of measured over median, of all samples of these kinds."""
+    ratios = sorted(
+        max(LEAST, seconds) / max(LEAST, statistics.median(found))
+        for name, found in samples.items()
+        for seconds in found
+        if name[0] in kinds
+    )
+    shares = (number / QUANTILES for number in range(QUANTILES + 1))
+    return [round(drawn(ratios, share), 4) for share in shares]
+
+
+def _times(seconds: float, alone: float) -> float:
+    """Returns how many times as long as alone it takes; at least 1."""
+    return max(1.0, seconds / max(LEAST, alone))
 
 
 def _tokens(point: tuple[int, int]) -> tuple[int, int]:
@@ -144,15 +184,13 @@ def _cores(config: CalibrateConfig) -> int:
 def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]:
     chunk, least = max(points.chunk), (min(points.batch), min(points.context))
     chunk_s = step_s = LEAST
+    ask(1, 0)  # does not count: the nodes were idle
     for tokens, cached in product(points.chunk, points.cached):
         output = ask(tokens, cached)
         line = output.timeline
         yield ("prefill", tokens, cached), line["prefill_seconds"]
-        yield ("router",), max(0.0, line["first_token"] - line["prefill_seconds"])
-        yield (
-            ("transfer", line["transfer_bytes"]),
-            max(0.0, line["transferred"] - line["first_token"]),
-        )
+        yield from _around(line)
+        yield ("transfer", line["transfer_bytes"]), _transfer(line)
         moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
         yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
         chunk_s = line["prefill_seconds"] if tokens == chunk else chunk_s
@@ -160,11 +198,13 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
         short, long = (_decoded(ask(1, context - 1, batch, count)) for count in (SHORT, LONG))
         seconds = (long - short) / (LONG - SHORT)
         yield ("decode", batch, context), seconds
-        if (batch, context) == least:
-            yield ("short",), short
-            step_s = max(LEAST, seconds)
+        yield ("long", batch, context), long
+        if batch == min(points.batch):
+            yield ("short", batch, context), short
+        step_s = max(LEAST, seconds) if (batch, context) == least else step_s
     steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
-    yield from _beside(ask, chunk, least, steps)
+    for _ in range(ANSWERS_BESIDE):
+        yield from _beside(ask, chunk, least, steps)
 
 
 def _beside(
@@ -173,13 +213,28 @@ def _beside(
     """Measures prompts while the decode node computes an answer of so many steps, and its steps.
     The first and the last prompt are partly alone."""
     batch, context = least
-    seconds: list[float] = []
+    found: list[dict[str, Any]] = []
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
-        while len(seconds) < BESIDE or not answer.done():
-            seconds.append(ask(chunk, 0, max_tokens=1).timeline["prefill_seconds"])
-    yield ("prefill beside",), statistics.median(seconds[1:-1])
+        while len(found) < BESIDE or not answer.done():
+            found.append(ask(chunk, 0).timeline)
+    for line in found[1:-1]:
+        yield ("prefill beside",), line["prefill_seconds"]
+        yield from _around(line, " beside")
+        yield ("transfer beside",), _transfer(line)
     yield ("decode beside",), _decoded(answer.result()) / steps
+
+
+def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[Any, ...], float]]:
+    """Yields the parts of a TTFT that are no step."""
+    reserve = max(0.0, line["reserved"] - line["queued"])
+    steps = line["prefill_queue_seconds"] + line["prefill_seconds"]
+    yield ("reserve" + beside,), reserve
+    yield ("router" + beside,), max(0.0, line["first_token"] - reserve - steps)
+
+
+def _transfer(line: Mapping[str, Any]) -> float:
+    return max(0.0, float(line["transferred"] - line["first_token"]))
 
 
 def _decoded(output: RequestOutput) -> float:
