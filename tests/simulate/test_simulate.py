@@ -277,7 +277,7 @@ class TimedLLM:
             "transferred": landed,
             "finished": landed
             + 0.002
-            + (params.max_tokens - 1) * params.n * (3 if long else 1) / 100,
+            + (params.max_tokens - 1) * params.n * (0.03 if long else 0.01),
             "transfer_bytes": 12 * new,
             "decode_cached_tokens": known,
             "migrations": 0,
