@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import cycle, product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pdserve.common.core.host import cpu_name, usable_cores
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
-from pdserve.simulate.calibration import LEAST, Calibration, Scatter, drawn
+from pdserve.simulate.calibration import LEAST, Calibration, Line, Scatter, drawn
 
 VOCABULARY = range(3, 500)  # ids that every model has
 ONE_OF_EACH: dict[str, Any] = {
@@ -112,12 +112,21 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
         merged.setdefault(name, []).extend(found)
     of = {name: statistics.median(found) for name, found in merged.items()}
     decode = {name[1:]: max(LEAST, of[name]) for name in of if name[0] == "decode"}
-    one, context = min(decode)
     prefill = {name[1:]: of[name] for name in of if name[0] == "prefill"}
-    chunk = max(prefill, key=_tokens)
     transfer = _line([(name[1], of[name]) for name in of if name[0] == "transfer"])
-    longest = ("transfer", max(name[1] for name in of if name[0] == "transfer"))
     short = {name[1:]: of[name] for name in of if name[0] == "short"}
+    over = {  # of each kind of step and work: measured over the median alone
+        "prefill": _ratios(merged, "prefill", lambda *point: prefill[point]),
+        "prefill_beside": _ratios(merged, "prefill beside", lambda *point: prefill[point]),
+        "decode": _ratios(merged, "long", lambda *point: of["long", *point]),
+        "decode_beside": _ratios(merged, "decode beside", lambda *point: decode[point]),
+        "transfer": _ratios(merged, "transfer", Line(dict(transfer))),
+        "transfer_beside": _ratios(merged, "transfer beside", Line(dict(transfer))),
+        "router": _ratios(merged, "router", lambda: of["router",]),
+        "router_beside": _ratios(merged, "router beside", lambda: of["router",]),
+        "reserve": _ratios(merged, "reserve", lambda: of["reserve",]),
+        "reserve_beside": _ratios(merged, "reserve beside", lambda: of["reserve",]),
+    }
     return Calibration(
         model=str(config.model.model or "the embedded model"),
         device=config.device if config.device != "auto" else cpu_name(),
@@ -129,47 +138,26 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
         reserve_s=of["reserve",],
         answer_s=max(0.0, statistics.median(short[n] - (SHORT - 1) * decode[n] for n in short)),
         cores=_cores(config),
-        prefill_beside=max(1.0, of["prefill beside",] / prefill[chunk]),
-        decode_beside=max(1.0, of["decode beside",] / decode[one, context]),
-        router_beside=_times(of["router beside",], of["router",]),
-        reserve_beside=_times(of["reserve beside",], of["reserve",]),
-        transfer_beside=_times(of["transfer beside",], of[longest]),
-        scatter=Scatter(**{name: _scatter(merged, *kinds) for name, kinds in _SCATTER.items()}),
+        **{name: max(1.0, statistics.median(over[name])) for name in over if "beside" in name},
+        scatter=Scatter(**{name: _quantiles(found) for name, found in over.items()}),
     )
 
 
-# A list of `Scatter`, and the samples that it is of.
-_SCATTER = {
-    "prefill": ("prefill",),
-    "prefill_beside": ("prefill beside",),
-    "decode": ("long",),
-    "decode_beside": ("decode beside",),
-    "transfer": ("transfer", "transfer beside"),
-    "router": ("router", "router beside"),
-    "reserve": ("reserve", "reserve beside"),
-}
-
-
-def _scatter(samples: Samples, *kinds: str) -> list[float]:
-    """Returns the quantiles of measured over median, of all samples of these kinds."""
-    ratios = sorted(
-        max(LEAST, seconds) / max(LEAST, statistics.median(found))
+def _ratios(samples: Samples, kind: str, alone: Callable[..., float]) -> list[float]:
+    """Returns the samples of this kind, each over what `alone` returns for its point."""
+    return [
+        max(LEAST, seconds) / max(LEAST, alone(*name[1:]))
         for name, found in samples.items()
+        if name[0] == kind
         for seconds in found
-        if name[0] in kinds
-    )
+    ]
+
+
+def _quantiles(ratios: Sequence[float]) -> list[float]:
+    """Returns quantiles of the ratios over their median."""
+    ascending, middle = sorted(ratios), statistics.median(ratios)
     shares = (number / QUANTILES for number in range(QUANTILES + 1))
-    return [round(drawn(ratios, share), 4) for share in shares]
-
-
-def _times(seconds: float, alone: float) -> float:
-    """Returns how many times as long as alone it takes; at least 1."""
-    return max(1.0, seconds / max(LEAST, alone))
-
-
-def _tokens(point: tuple[int, int]) -> tuple[int, int]:
-    """Orders points of `prefill` so that the last one is what `_beside` computes."""
-    return point[0], -point[1]
+    return [max(0.0001, round(drawn(ascending, share) / middle, 4)) for share in shares]
 
 
 def _cores(config: CalibrateConfig) -> int:
@@ -190,7 +178,6 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
         line = output.timeline
         yield ("prefill", tokens, cached), line["prefill_seconds"]
         yield from _around(line)
-        yield ("transfer", line["transfer_bytes"]), _transfer(line)
         moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
         yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
         chunk_s = line["prefill_seconds"] if tokens == chunk else chunk_s
@@ -204,37 +191,38 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
         step_s = max(LEAST, seconds) if (batch, context) == least else step_s
     steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
     for _ in range(ANSWERS_BESIDE):
-        yield from _beside(ask, chunk, least, steps)
+        yield from _beside(ask, points, least, steps)
 
 
 def _beside(
-    ask: _Asks, chunk: int, least: tuple[int, int], steps: int
+    ask: _Asks, points: Points, least: tuple[int, int], steps: int
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
     """Measures prompts while the decode node computes an answer of so many steps, and its steps.
     The first and the last prompt are partly alone."""
-    batch, context = least
-    found: list[dict[str, Any]] = []
+    (batch, context), cached = least, min(points.cached)
+    found: list[tuple[int, dict[str, Any]]] = []
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
-        while len(found) < BESIDE or not answer.done():
-            found.append(ask(chunk, 0).timeline)
-    for line in found[1:-1]:
-        yield ("prefill beside",), line["prefill_seconds"]
+        for tokens in cycle(points.chunk):
+            if answer.done() and len(found) >= BESIDE:
+                break
+            found.append((tokens, ask(tokens, cached).timeline))
+    for tokens, line in found[1:-1]:
+        yield ("prefill beside", tokens, cached), line["prefill_seconds"]
         yield from _around(line, " beside")
-        yield ("transfer beside",), _transfer(line)
-    yield ("decode beside",), _decoded(answer.result()) / steps
+    yield ("decode beside", *least), _decoded(answer.result()) / steps
 
 
 def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Yields the parts of a TTFT that are no step."""
+    """Yields the parts of a prompt's time that are no step."""
     reserve = max(0.0, line["reserved"] - line["queued"])
     steps = line["prefill_queue_seconds"] + line["prefill_seconds"]
     yield ("reserve" + beside,), reserve
     yield ("router" + beside,), max(0.0, line["first_token"] - reserve - steps)
-
-
-def _transfer(line: Mapping[str, Any]) -> float:
-    return max(0.0, float(line["transferred"] - line["first_token"]))
+    yield (
+        ("transfer" + beside, line["transfer_bytes"]),
+        max(0.0, line["transferred"] - line["first_token"]),
+    )
 
 
 def _decoded(output: RequestOutput) -> float:

@@ -30,12 +30,15 @@ class Scatter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     most. An empty list: no scatter."""
 
     prefill: list[float] = []  # steps with prompts
-    prefill_beside: list[float] = []  # the same while another node of the host computes
     decode: list[float] = []  # runs of decode steps
-    decode_beside: list[float] = []
     transfer: list[float] = []
     router: list[float] = []
     reserve: list[float] = []
+    prefill_beside: list[float] = []  # while another node of the host computes
+    decode_beside: list[float] = []
+    transfer_beside: list[float] = []  # while the decode node computes
+    router_beside: list[float] = []
+    reserve_beside: list[float] = []
 
 
 def drawn(quantiles: Sequence[float], share: float) -> float:

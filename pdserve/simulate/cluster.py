@@ -220,8 +220,7 @@ class Cluster:
     async def _answer(self, placement: PlacementRequest, arrival: Arrival, ask: Ask) -> Answered:
         """Serves a request that has a slot, like `router.requests.attempt`; returns its figures."""
         node, path = await self._selector.decode(placement)
-        times = self._setup.calibration
-        late = self._lasts(times.router_s, times.router_beside, times.scatter.router, node)
+        late = self._lasts("router", self._setup.calibration.router_s, node)
         if path is PromptPath.TRANSFERRED:
             first, ended = await self._apart(placement, arrival, ask, node)
         else:
@@ -241,9 +240,7 @@ class Cluster:
         with self._in_flight(placement, decode, False):
             job = self._job(arrival, decode, remote=True)
             await job.admitted
-            await asyncio.sleep(
-                self._lasts(times.reserve_s, times.reserve_beside, times.scatter.reserve, decode)
-            )
+            await asyncio.sleep(self._lasts("reserve", times.reserve_s, decode))
             first = job.last = await self._handed_over(placement, arrival, ask, job, decode)
             moved = arrival.num_tokens - (job.sequence.num_cached or 0)
             engine.rates.handed_over(moved, self.now() - first)
@@ -252,11 +249,14 @@ class Cluster:
             engine.release(job)
         return first, ended + times.answer_s
 
-    def _lasts(self, seconds: float, beside: float, scatter: list[float], decode: Node) -> float:
-        """Returns the seconds that work around the steps takes, `beside` times as many while the
-        decode node computes."""
-        busy = beside if self._nodes[decode].engine.computing else 1.0
-        return seconds * busy * drawn(scatter, self._chance.random())
+    def _lasts(self, kind: str, seconds: float, decode: Node) -> float:
+        """Returns how long work besides the steps takes whose median is `seconds`: longer while the
+        decode node computes. `kind`: a list of `Scatter`."""
+        times, share = self._setup.calibration, self._chance.random()
+        if not self._nodes[decode].engine.computing:
+            return seconds * drawn(getattr(times.scatter, kind), share)
+        beside: float = getattr(times, f"{kind}_beside")
+        return seconds * beside * drawn(getattr(times.scatter, f"{kind}_beside"), share)
 
     async def _handed_over(
         self,
@@ -269,19 +269,13 @@ class Cluster:
         """Returns the time of the first token, once the decode node has all KV."""
         prefill = await self._selector.prefill(placement, decode)
         assert prefill is not None, "all pairs fit"
-        source, times = self._nodes[prefill], self._setup.calibration
+        source = self._nodes[prefill]
         with self._in_flight(placement, prefill, True) as use:
             stream = Stream(source, self._times, remote.sequence.num_computed, self.now)
             job = self._job(arrival, prefill, on_computed=stream.computed)
             first = await self._prefilled(job, use, ask)
-            await asyncio.sleep(
-                self._lasts(
-                    stream.landing - self.now(),
-                    times.transfer_beside,
-                    times.scatter.transfer,
-                    decode,
-                )
-            )
+            left = stream.landing - self.now()
+            await asyncio.sleep(self._lasts("transfer", left, decode))
             source.engine.release(job)
         return first
 

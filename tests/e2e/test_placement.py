@@ -194,6 +194,21 @@ def told_of(cluster: WarmCluster) -> bool:
     return known_blocks(cluster, "both") >= computed // SIZE
 
 
+@pytest.mark.parametrize("policy", [slow("round-robin"), slow("least-load"), slow("power-of-two")])
+def test_policies_that_do_not_follow_caches_use_all_nodes(policy: str) -> None:
+    router = {"prefill_policy": policy, "decode_policy": policy}
+    with WarmCluster(MODEL, prefill=2, decode=2, router=router) as cluster:
+        before = prefilled(cluster)
+        ask_all(cluster, [fresh_prompt(4 * SIZE) for _ in range(12)])
+        given = prefilled(cluster) - before
+        assert sum(given.values()) == 12 * 4 * SIZE and len(given) == 2
+        if policy == "round-robin":
+            assert set(given.values()) == {6 * 4 * SIZE}
+        said = metrics(cluster)
+        assert said['pdserve_placement_policy_failures_total role="prefill"'] == 0
+        assert not any("prefix_index_blocks" in name for name in said), "none asks"
+
+
 def test_a_policy_of_ones_own_places(tmp_path: Path) -> None:
     router = {"prefill_policy": "bad_policies:Last", "decode_policy": "bad_policies:Raises"}
     with WarmCluster(MODEL, prefill=2, decode=1, router=router) as cluster:

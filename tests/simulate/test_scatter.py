@@ -115,7 +115,8 @@ def turn(slower: float) -> Samples:
     of: dict[tuple[object, ...], float] = {
         ("prefill", 100, 0): 0.1, ("decode", 1, 16): 0.01, ("long", 1, 16): 0.2,
         ("short", 1, 16): 0.05, ("transfer", 1000): 0.005, ("router",): 0.004, ("reserve",): 0.003,
-        ("prefill beside",): 0.15, ("decode beside",): 0.02, ("transfer beside",): 0.01,
+        ("prefill beside", 100, 0): 0.15, ("decode beside", 1, 16): 0.02,
+        ("transfer beside", 1000): 0.01,
         ("router beside",): 0.006, ("reserve beside",): 0.012, ("kv_bytes_per_token",): 10.0,
     }  # fmt: skip
     return {name: [seconds * slower] for name, seconds in of.items()}

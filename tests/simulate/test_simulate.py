@@ -265,7 +265,7 @@ class TimedLLM:
             self._beside.release()
         slower = 2 if self._both else 1
         self._both = self._both or (params.n == 4 and params.max_tokens == LONG)  # the last alone
-        new = len(tokens) - known
+        new, step = len(tokens) - known, params.n * (0.03 if long else 0.01)
         first = slower * (0.25 + new / 1000)
         landed = first + slower * (0.1 + new / 10_000)
         timeline = {
@@ -275,9 +275,7 @@ class TimedLLM:
             "prefill_seconds": slower * new / 1000,
             "first_token": first,
             "transferred": landed,
-            "finished": landed
-            + 0.002
-            + (params.max_tokens - 1) * params.n * (0.03 if long else 0.01),
+            "finished": landed + 0.002 + (params.max_tokens - 1) * step,
             "transfer_bytes": 12 * new,
             "decode_cached_tokens": known,
             "migrations": 0,
