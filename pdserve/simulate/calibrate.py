@@ -1,9 +1,9 @@
 """`pdserve calibrate`: measures a prefill and a decode node of this host, and writes what
 `pdserve simulate` needs.
 
-Prompts go through a real cluster, one at a time, and their timelines say how long each part took:
-steps with all that is around them, and the hand-off with its commit and digests. At the end of each
-turn both nodes compute at once, which slows both down where they share caches and memory.
+Prompts go through a real cluster, one at a time. Their timelines give the duration of each part:
+steps with their overheads, and the hand-off with its commit and digests. At the end of each turn
+both nodes compute at once, which slows both down if they share caches and memory.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ ONE_OF_EACH: dict[str, Any] = {
     "peak_bandwidth": 1.0,
     "share_cores": "off",  # no idle peer's cores, which a busy cluster would not have
 }
-SHORT, LONG = 5, 21  # tokens of answers; the difference of their times is that of 16 steps
+SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
-ANSWERS_BESIDE = 2  # how often that is measured in a turn
-MOST_BESIDE = 256  # tokens of the answer meanwhile
+ANSWERS_BESIDE = 2  # of the decode node, in a turn
+MOST_BESIDE = 256  # tokens of such an answer, at most
 QUANTILES = 20  # of scatter, besides the least
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
@@ -197,8 +197,8 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
 def _beside(
     ask: _Asks, points: Points, least: tuple[int, int], steps: int
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Measures prompts while the decode node computes an answer of so many steps, and its steps.
-    The first and the last prompt are partly alone."""
+    """Measures prompts while the decode node computes an answer of `steps` steps, and those steps.
+    The first and the last prompt run partly alone, and do not count."""
     (batch, context), cached = least, min(points.cached)
     found: list[tuple[int, dict[str, Any]]] = []
     with ThreadPoolExecutor(1) as beside:
@@ -226,7 +226,7 @@ def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[A
 
 
 def _decoded(output: RequestOutput) -> float:
-    """Returns the seconds in which the decode node made its tokens."""
+    """Returns the seconds that the decode node took for its tokens."""
     return float(output.timeline["finished"] - output.timeline["transferred"])
 
 

@@ -60,14 +60,17 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: list[tuple[int, int, float]]  # sequences, context, seconds
     transfer: list[tuple[int, float]]  # bytes, seconds
     kv_bytes_per_token: float
-    router_s: float = 0.0  # of a request's time to its first token, what nothing else explains
+    router_s: float = 0.0  # a request's time to its first token, less what follows and the steps
     reserve_s: float = 0.0  # until the decode node has reserved blocks
-    answer_s: float = 0.0  # of its time after that, what no step and no hand-off explains
-    cores: float = 1.0  # that a step computes on; 0: it computes on a GPU
-    prefill_beside: float = 1.0  # how many times as long a step with prompts, and one that only
-    decode_beside: float = 1.0  # decodes, takes while another node of the host computes
-    router_beside: float = 1.0  # the same of `router_s`, `reserve_s` and the transfer, while the
-    reserve_beside: float = 1.0  # decode node computes
+    answer_s: float = 0.0  # its time after the first token, less the steps and the hand-off
+    cores: float = 1.0  # of a node; 0: it computes on a GPU
+    # Slowdown of a step with prompts, and of one that only decodes, while another node of the host
+    # computes: at least 1.
+    prefill_beside: float = 1.0
+    decode_beside: float = 1.0
+    # Slowdown of `router_s`, `reserve_s` and the transfer while the decode node computes.
+    router_beside: float = 1.0
+    reserve_beside: float = 1.0
     transfer_beside: float = 1.0
     scatter: Scatter = Scatter()
 
@@ -155,8 +158,8 @@ class Times:
     """Computes durations from a calibration."""
 
     def __init__(self, calibration: Calibration, speed: float = 1.0) -> None:
-        """`speed`: how many times as fast this node computes. Raises ValueError: a table is empty,
-        or a number cannot be."""
+        """`speed`: this node's speed, relative to the calibrated one. Raises ValueError: a table is
+        empty, or a number is out of range."""
         rows = (*calibration.prefill, *calibration.decode, *calibration.transfer)
         if any(not (0 <= number < float("inf")) for row in rows for number in row):
             raise ValueError("a table has a negative or non-finite number")
@@ -195,9 +198,9 @@ class Times:
         return max(LEAST, seconds / self._speed)
 
     def scattered(self, work: Work, share: float) -> tuple[float, float]:
-        """Returns how many times as long as `step` says the step takes alone, and how many times
-        as long as that while another node of its host computes. `share`, from 0 to 1, says how
-        slow it is among such steps."""
+        """Returns the factor on the seconds of `step` for a step alone, and the further slowdown
+        while another node of its host computes. `share`: the quantile, from 0 (the fastest of such
+        steps) to 1."""
         times, scatter = self._calibration, self._calibration.scatter
         if work.chunk_tokens:
             alone = drawn(scatter.prefill, share)

@@ -65,9 +65,9 @@ class Setup:
     num_blocks: int = 10_000  # per node
     block_size: int = BLOCK
     event_delay: float = 0.0  # seconds until the router hears what a node has cached
-    host_cores: float = 0.0  # of the one host that all nodes are on; 0: each has cores of its own
-    seed: int = 0  # of what the calibration's scatter decides
-    joining: str = ""  # nodes, as `layout`, that come later and have nothing cached
+    host_cores: float = 0.0  # of one host with all nodes; 0: each node has cores of its own
+    seed: int = 0  # of the draws from the calibration's scatter
+    joining: str = ""  # nodes that join later with empty caches, written like `layout`
     join_after: float = 0.0  # seconds
 
 
