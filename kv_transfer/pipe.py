@@ -22,7 +22,7 @@ from pdserve.kv_transfer.gate import Gate
 class KVPipe(ABC):
     """Moves bytes both ways, ordered and reliably. Each send meets a receive of equal size."""
 
-    on_moved: Callable[[], None] | None = None  # call it now and then while a tensor moves
+    on_moved: Callable[[], None] | None = None  # call it repeatedly while a tensor moves
     # A listener may set the peer's host, so that pipes of one host without a greeting take no place
     # of another host's.
     peer_host: str = ""

@@ -446,7 +446,7 @@ async def test_another_source_takes_over(state: str) -> None:
             await made.sink.retarget(ticket.transfer_id)
 
 
-async def test_who_asks_last_gets_the_ticket() -> None:
+async def test_the_last_retarget_gets_the_ticket() -> None:
     async with pair("tcp") as made:
         ticket, handoff = await start(made)
         asked = [asyncio.create_task(made.sink.retarget(ticket.transfer_id)) for _ in range(3)]

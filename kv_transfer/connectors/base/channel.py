@@ -266,7 +266,7 @@ class Channel:
         return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0
 
     def watch(self, on_moved: Callable[[], None]) -> None:
-        """Makes the pipe call `on_moved` now and then while a frame moves."""
+        """Makes the pipe call `on_moved` repeatedly while a frame moves."""
         self._pipe.on_moved = on_moved
 
     def alive(self) -> bool:
