@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_answers() -> None:
     assert answers(TIMES, MANY, seed=7) == answers(TIMES, MANY, seed=8), "nothing is drawn"
 
 
-def test_what_is_drawn_lies_between_the_least_and_the_most() -> None:
+def test_draws_lie_between_the_least_and_the_most() -> None:
     found = answers(scattered(prefill=[0.5, 1.0, 1.5]), MANY, layout="4P1D")
     ttft = [each.ttft - 0.3 for each in found]
     assert 0.5 <= min(ttft) < 0.75 and 1.25 < max(ttft) <= 1.5
