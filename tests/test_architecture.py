@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from paths import ROOT
+from pdserve.common.core.host import loading
 
 PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 RIDDLE = re.compile(r'"""\s*(?:Of|What|As|Those|Who)\b')  # how no docstring begins
@@ -111,8 +112,10 @@ def area(module: str) -> str:
 @cache
 def modules() -> dict[str, ast.Module]:
     found = {}
-    for folder in (*PACKAGES, *(f"pdserve/{name}" for name in FACE)):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+    folders = (*PACKAGES, *(f"pdserve/{name}" for name in FACE))
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    with loading():  # a million objects
+        for path in paths:
             if "pb" not in path.parts:
                 inside = path.relative_to(ROOT).with_suffix("").parts
                 name = ".".join(("pdserve", *inside[inside[0] == "pdserve" :]))
