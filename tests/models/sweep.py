@@ -424,12 +424,16 @@ def _refused(error: Any, folder: Path) -> dict[str, Any]:
 
 
 def _kv(spec: Any) -> str:
+    from pdserve.common.model.hf.indexers import INDEXERS
+
     if spec.latent:
         return "latent"
     if any(group.state for group in spec.kv_groups):
         return "states"
-    if any(group.planes == 1 for group in spec.kv_groups):
+    if spec.family in INDEXERS:
         return "indexed"
+    if any(group.planes == 1 for group in spec.kv_groups):
+        return "latent"
     return "windows" if any(group.window for group in spec.kv_groups) else "full"
 
 

@@ -16,7 +16,7 @@ from transformers import (
 from pdserve.common.core.checkpoint_config import overridden, read_json
 from pdserve.common.core.config_values import CONFIG, check_values
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.towers import WITH_TOWERS
+from pdserve.common.core.towers import UNSCALED, WITH_TOWERS
 
 MAX_REASON = 160  # characters of another library's error
 
@@ -76,6 +76,8 @@ def _text_of(config: Any) -> Any:
             f"{name_of(config)} takes images or audio, and its text model alone gives other output "
             "or has not been compared"
         )
+    if config.model_type in UNSCALED:
+        text.logit_scale = 1.0
     text.architectures = config.architectures
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
