@@ -6,8 +6,8 @@ it hardly counts.
 
 Each policy has a cluster of its own (`pdserve up`, one prefill and one decode node) and closed-loop
 clients that stream; several policies take turns. Each number of clients is measured with short and
-with long answers: CPU = requests × a + tokens × b has then one solution, `a` in ms a request and
-`b` in µs a token. `all` is everything divided by the tokens of the long answers. The last table
+with long answers: CPU = requests × a + tokens × b has then one solution, `a` in ms per request and
+`b` in µs per token. `all` is everything divided by the tokens of the long answers. The last table
 compares that between policies, by the least and the median of all rounds. CPU time is the kernel's
 (`/proc/PID/task/*/stat`), by process and by thread; the clients' is not in it. Clients and cluster
 share the host: its tokens/s are no throughput.
@@ -189,7 +189,7 @@ async def _sleep(seconds: float, tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def shares(short: dict[str, Any], long: dict[str, Any], role: str) -> dict[str, float]:
-    """µs a token and ms a request that explain both runs."""
+    """µs per token and ms per request that explain both runs."""
     (r1, t1, c1), (r2, t2, c2) = (
         (run["requests"], run["tokens"], run["cpu_us"][role].get("", 0.0)) for run in (short, long)
     )
@@ -242,7 +242,7 @@ def main() -> None:
 def compare(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> None:
     """Prints the router's CPU of each policy, and how much more that is than the first one's."""
     table = Table(title="the router's CPU")
-    for column in ("clients", "policy", "µs a token in all: least", "median"):
+    for column in ("clients", "policy", "µs per token in all: least", "median"):
         table.add_column(column, justify="right")
     for clients in dict.fromkeys(row["clients"] for row in rows):
         base: list[float] = []
@@ -262,7 +262,13 @@ def report(row: dict[str, Any]) -> None:
     long = row["long"]
     load = f"{row['clients']} clients, {long['tokens_per_s']:,.0f} tokens/s"
     table = Table(title=f"{row['policy']}, {load}")
-    for column in ("", "µs a token", "ms a request", "µs a token in all", "threads, µs a token"):
+    for column in (
+        "",
+        "µs per token",
+        "ms per request",
+        "µs per token in all",
+        "threads, µs per token",
+    ):
         table.add_column(column, justify="left" if column.startswith("threads") else "right")
     for role, share in row["roles"].items():
         threads = Counter(long["cpu_us"][role])

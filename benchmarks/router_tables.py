@@ -53,7 +53,7 @@ def _fleet(result: dict[str, Any]) -> Table:
 
 def _compared(result: dict[str, Any], key: str) -> Table:
     table = Table(title=f"CPU of a router, {_load(result)}")
-    columns = "", "ms a request: median", "least", "most", "events a token", "requests/s here"
+    columns = "", "ms per request: median", "least", "most", "events a token", "requests/s here"
     for column in (*columns, "first token p50, ms"):
         table.add_column(column, justify="right")
     for name, each in result[key].items():

@@ -138,7 +138,8 @@ class KeptJob:
             self._lease = None
 
     async def _left(self, stream: RouterStream) -> None:
-        """A router's call has ended: on purpose, or with the router and so with its stream."""
+        """Handles the end of a router's call: on purpose, or with the router and so with its
+        stream."""
         await _noticed(stream.closed.is_set)
         if self._readers or self.ended or self._lease is not None:
             return

@@ -124,7 +124,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         return pb.DecodeResponse()
 
     async def _run(self, request: pb.DecodeRequest, stream: RouterStream) -> None:
-        """The job's life. A failure goes where all that happened before it went."""
+        """Runs the job from start to end. Reports a failure on the stream of its other events."""
         jobs, number = self._node.kept_jobs, request.job_number
         if request.join:
             await jobs.join(request.job.orphan_key).serve(stream, number)

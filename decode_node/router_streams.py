@@ -76,7 +76,7 @@ class RouterStream:
 
     @contextmanager
     def job(self, number: int, fail: Callable[[PdserveError], None]) -> Iterator[JobWriter]:
-        """A job's events go here meanwhile; `fail` is called if they are lost.
+        """Yields a job's writer to this stream. Calls `fail` if its events are lost meanwhile.
 
         Raises:
             NodeError: the stream has ended.
@@ -135,7 +135,7 @@ class RouterStream:
             self.close()
 
     def _take(self) -> list[StepEvent]:
-        """The next message's: what there is, as far as one message goes."""
+        """Takes the events of the next message: all pending ones that fit into it."""
         batch = self._pending
         if self._behind > MAX_MESSAGE:
             weights = accumulate(map(weight_of, batch))
@@ -177,14 +177,14 @@ class RouterStreams:
                 del self._streams[name]
 
     async def messages(self, name: str) -> AsyncGenerator[pb.StepEvents, None]:
-        """The messages of a stream, for its one reader; `RouterStream.messages` raises."""
+        """Yields the messages of a stream, for its one reader; `RouterStream.messages` raises."""
         with self.named(name) as stream:
             async with aclosing(stream.messages()) as messages:
                 async for message in messages:
                     yield message
 
     def end(self) -> None:
-        """The node stops, and its jobs end: the routers read how."""
+        """Ends the streams, after the jobs' last events, because the node stops."""
         for stream in tuple(self._streams.values()):
             stream.end()
 

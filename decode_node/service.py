@@ -22,8 +22,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._vocab_size = vocab_size
 
     def _sink(self, transfer_id: bytes) -> KVSink:
-        """The one that issued the transfer's ticket, which names no replica; for a transfer
-        unknown to all, one that will say so."""
+        """Returns the replica's sink that issued the transfer's ticket. If none did, returns some
+        sink, which answers that the transfer is unknown."""
         return next((each for each in self._sinks if each.knows(transfer_id)), self._sinks[0])
 
     async def Commit(
@@ -78,6 +78,6 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
 
 def _bad_commit(fault: str) -> TransferError:
-    """The prefill node's, not the client's: another one may do better."""
+    """Returns an error that blames the prefill node, so that another one is tried."""
     message = f"the prefill node's commit: {fault}"
     return TransferError(message, code="BAD_COMMIT", blame=Blame.PREFILL, retryable=True)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class DecodeSession:
-    """One job. Its creator must always call `close`, which frees all its resources."""
+    """Serves one job. Its creator must always call `close`, which frees all its resources."""
 
     def __init__(self, replica: Replica[DecodeSession, KVSink], job: GenerateJob) -> None:
         self._replica = replica
@@ -63,7 +63,7 @@ class DecodeSession:
 
     @property
     def has_kv(self) -> bool:
-        """Whether the prompt's KV is here, or is computed here, so that no router is needed."""
+        """Whether the job can go on without a router: the KV is here, or is computed here."""
         return self._local_prefill or self._in_place.is_set()
 
     # ---- the path, top to bottom ------------------------------------------------------------
@@ -88,7 +88,7 @@ class DecodeSession:
         await self._unless_failed(self._finished.wait())
 
     async def finish(self, choice: int) -> None:
-        """The router needs no more of a choice: its computation stops."""
+        """Stops computing a choice of which the router needs no more."""
         self._unwanted |= {each.index for each in self._job.choices if each.index == choice}
         for sequence in self._sequences:
             awaited = sequence.status is Status.REMOTE or (
@@ -104,7 +104,7 @@ class DecodeSession:
             self._tell(sequence, TokenEvent(sequence.choice, (), FinishReason.STOP))
 
     async def close(self) -> None:
-        """Ends whatever is still going on and gives all blocks back."""
+        """Ends all that is still running, and frees all blocks."""
         if self._transfer_id is not None:
             await self._sink.cancel(self._transfer_id)
         elif self._freed is not None:
@@ -122,7 +122,7 @@ class DecodeSession:
             self._admitted.set_result(None)
 
     def computed(self, sequence: Sequence) -> None:
-        """The KV of a step goes nowhere from here."""
+        """Does nothing: a decode node sends no KV."""
 
     def sampled(self, sequence: Sequence, event: TokenEvent) -> None:
         if event.finish_reason is not None:
@@ -136,13 +136,13 @@ class DecodeSession:
     # ---- inside -----------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        """The first one counts."""
+        """Fails the job, unless it has failed before."""
         if not self._failed.done():
             self._failed.set_exception(error)
             self._failed.exception()  # seen, even if the job has ended
 
     def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Says tokens that have just been appended to the sequence."""
+        """Reports tokens that have just been appended to the sequence."""
         if not self._begun.is_set():
             self._begin()
         position = sequence.num_output_tokens - len(event.tokens)
@@ -158,14 +158,14 @@ class DecodeSession:
             self._finished.set()
 
     def _begin(self) -> None:
-        """Notes the first token: from now on the job decodes."""
+        """Notes the first token: the job decodes from now on."""
         self._begun.set()
         if not self._decodes_since:
             self._decodes_since = monotonic()
             self._writer.event(pb.DecodeEvent(prefilled=self._prefilled(self._sequences[0])))
 
     def _prefilled(self, lead: Sequence) -> pb.Prefilled:
-        """The prompt was computed here; the time of the lead's steps begins anew."""
+        """Reports a prompt computed here, and resets the times of the lead's steps."""
         in_steps, lead.times = lead.times.in_steps, Times()
         return pb.Prefilled(
             cached_tokens=lead.num_cached or 0,
@@ -222,8 +222,8 @@ class DecodeSession:
     def _landed(
         self, sequence: Sequence, reserved_at: float, landing: asyncio.Future[RecvResult]
     ) -> None:
-        """The hand-off has an outcome. If the KV has landed, the next step computes the sequence,
-        before the router hears of it."""
+        """Takes the hand-off's outcome. If the KV has landed, the next step computes the sequence,
+        before the router learns it."""
         try:
             arrival = landing.result()
             if sequence.status is not Status.REMOTE:

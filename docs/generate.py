@@ -9,7 +9,6 @@ A part lies between `<!-- begin NAME -->` and `<!-- end -->`. A name with a colo
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from argparse import ArgumentParser
@@ -18,11 +17,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from excerpts import excerpt
 from misdeployments import MISDEPLOYMENTS
 from pdserve.cli import chat, top, trace
 from pdserve.cli.main import BENCHES
@@ -53,7 +54,6 @@ from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent
 PART = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 COMMANDS = {
     "up": ClusterConfig,
@@ -66,12 +66,12 @@ Found = dict[str, Option]  # by command
 
 
 def pages() -> list[Path]:
-    """The pages that have generated parts."""
+    """Returns the pages that have generated parts."""
     return [page for page in sorted(FOLDER.rglob("*.md")) if PART.search(page.read_text("utf-8"))]
 
 
 def rewrite(page: str) -> str:
-    """The page with its parts as the code says now.
+    """Returns the page with its parts as the code says now.
 
     Raises:
         LookupError: the page names a part or a definition that does not exist.
@@ -97,7 +97,7 @@ def _table(*rows: tuple[str, ...]) -> Iterator[str]:
 
 
 def option_tables() -> Iterator[str]:
-    """One table for each group of options."""
+    """Yields one table for each group of options."""
     for name, group in _groups().items():
         commands = dict.fromkeys(command for found in group.values() for command in found)
         yield f"\n**{name}** ({', '.join(commands)})\n"
@@ -196,7 +196,7 @@ def _bound(value: float) -> str:
 
 
 def error_table() -> Iterator[str]:
-    """The kinds of errors that a client can get."""
+    """Yields the kinds of errors that a client can get."""
     rows = [
         (
             f"`{cls.__name__}`",
@@ -302,64 +302,6 @@ def _cell(step: tuple[Any, tuple[Any, ...]] | None) -> str:
 
 def _events_of(table: Mapping[Any, Mapping[Any, Any]]) -> type[StrEnum]:
     return type(next(event for row in table.values() for event in row))
-
-
-# ---- excerpts ----
-
-
-def excerpt(symbol: str) -> Iterator[str]:
-    """A definition as its file has it, with a link to the file. Of a long docstring the first
-    paragraph is shown."""
-    module, _, name = symbol.partition(":")
-    path = Path(*module.split(".")).with_suffix(".py")
-    if not (ROOT / path).is_file():
-        raise LookupError(f"a page shows {symbol}, and there is no {path}")
-    source = (ROOT / path).read_text(encoding="utf-8")
-    node = _definition(ast.parse(source), name, symbol)
-    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-    assert node.end_lineno is not None
-    lines = _with_short_docstring(node, source.splitlines())
-    shown = [line for line in lines[first - 1 : node.end_lineno] if line is not None]
-    indent = len(shown[0]) - len(shown[0].lstrip())
-    yield f"[`{path.as_posix()}`](../{path.as_posix()}), `{name}`\n"
-    yield "```python"
-    yield from (line[indent:] for line in shown)
-    yield "```"
-
-
-def _definition(tree: ast.AST, name: str, symbol: str) -> ast.stmt:
-    for part in name.split("."):
-        found = [node for node in getattr(tree, "body", ()) if part in _names(node)]
-        if not found:
-            raise LookupError(f"a page shows {symbol}, and the code has no {part} there")
-        tree = found[0]
-    assert isinstance(tree, ast.stmt)
-    return tree
-
-
-def _names(node: ast.stmt) -> list[str]:
-    """The names that a statement defines."""
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            return [node.name]
-        case ast.Assign(targets=targets):
-            return [target.id for target in targets if isinstance(target, ast.Name)]
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return [name]
-    return []
-
-
-def _with_short_docstring(node: ast.stmt, lines: list[str]) -> list[str | None]:
-    """The lines of a file; None where a paragraph of the docstring is left out."""
-    shown: list[str | None] = [*lines]
-    body = getattr(node, "body", None)
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        start, end = body[0].lineno, body[0].end_lineno or body[0].lineno
-        blank = next((i for i in range(start, end) if not lines[i].strip()), None)
-        if blank is not None:
-            shown[blank - 1] = f'{lines[blank - 1]}"""'
-            shown[blank:end] = [None] * (end - blank)
-    return shown
 
 
 # ---- models ----

@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def has_links(origin: str) -> bool:
-    """False for a file that is shown as code."""
+    """Returns whether links of the file are rewritten: not if it is shown as code."""
     return origin.endswith(".md") or (ROOT / origin).is_dir()
 
 
@@ -73,13 +73,13 @@ def rewrite(text: str, origin: str, here: str) -> str:
 
 
 def targets(origin: str, text: str) -> set[str]:
-    """The paths that a page or a folder links to."""
+    """Returns the paths that a page or a folder links to."""
     text = "".join(_FENCED.split(text)[::2])
     return {resolve(origin, found[1]) for found in _LINK.finditer(text)}
 
 
 def resolve(origin: str, target: str) -> str:
-    """A link as a path from the checkout's root."""
+    """Returns a link as a path from the checkout's root."""
     folder = origin if (ROOT / origin).is_dir() else posixpath.dirname(origin)
     path = posixpath.normpath(posixpath.join(folder, target))
     if not (ROOT / path).exists():
@@ -88,7 +88,7 @@ def resolve(origin: str, target: str) -> str:
 
 
 def place(origin: str) -> str:
-    """The place of a path of the checkout among the site's sources."""
+    """Returns the place of a path of the checkout among the site's sources."""
     if origin.startswith("docs/"):
         return origin.removeprefix("docs/")
     if (ROOT / origin).is_dir():
@@ -109,7 +109,7 @@ def origin_of(src_uri: str) -> str:
 
 
 def text_of(origin: str) -> str:
-    """A page as it is, a folder as a list of its files, a file as a block of code."""
+    """Returns a page as it is, a folder as a list of its files, a file as a block of code."""
     path = ROOT / origin
     if origin.endswith(".md"):
         return path.read_text(encoding="utf-8")

@@ -61,7 +61,7 @@ class PrefillSession:
     # ---- the path, top to bottom ------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[pb.PrefillEvent, None]:
-        """FirstToken, then HandedOff (unless that token ended the job)."""
+        """Yields FirstToken, then HandedOff (unless that token ended the job)."""
         with self._metrics.transfer_errors():
             self._handoff = self._source.begin(self._ticket, self._job.adapter)
             self._replica.adopt(self._sequence, self)
@@ -97,8 +97,9 @@ class PrefillSession:
             self._take(self._known_token or event)
 
     def _take(self, token: TokenEvent) -> None:
-        """The decode node learns it no later than the client does, and says it again: whichever
-        comes first to the router, it has all that this node says of the prompt."""
+        """Commits the first token in the same turn in which the client gets it. The decode node
+        reports it again with all that is known of the prompt, so the router may hear either
+        first."""
         assert self._handoff is not None
         first = self._describe(token)
         self._first_token.set_result(first)

@@ -215,7 +215,7 @@ class Supervisor:
             raise PdserveError(f"{what} ended with code {code} before it served")
 
     def _config_of(self, worker: Worker) -> RouterConfig:
-        """The whole router's, but for its own registry port and its part of the queue."""
+        """Returns the router's config with the worker's own registry port and part of the queue."""
         server, routing = self._config.server, self._config.routing
         server = replace(
             server,

@@ -32,7 +32,7 @@ def pip(*arguments: str) -> None:
 
 
 def unpacked(wheel: Path) -> bytes:
-    """A zip in a tar in a zip."""
+    """Unpacks a zip in a tar in a zip."""
     outer = zipfile.ZipFile(wheel)
     (name,) = [name for name in outer.namelist() if name.endswith(".jsii.tgz")]
     with tarfile.open(fileobj=io.BytesIO(outer.read(name))) as package:

@@ -168,7 +168,7 @@ def test_scheduling_stands_on_few_floors() -> None:
     assert floors("common.engine") <= 5
 
 
-def test_nobody_imports_a_source_folder_by_its_bare_name() -> None:
+def test_no_import_uses_the_bare_name_of_a_source_folder() -> None:
     """`import common…` finds the folder when Python runs in the checkout, makes a second copy of
     every class, and fails once installed."""
     folders = [*PACKAGES, "tests", "docs", "benchmarks", "examples"]

@@ -13,7 +13,7 @@ from benchmarks.bench_admission import PREFILL_NODES, RATE, at_load, main, read
 SAMPLE = Path(__file__).parent.parent / "benchmarks" / "traces" / "mooncake_conversation.csv.gz"
 
 
-def test_slos_keep_more_promises_than_any_limits_and_nobody_starves(
+def test_slos_keep_more_promises_than_any_limits_and_no_client_starves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "rows.json"

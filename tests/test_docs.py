@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from paths import ROOT
+from pdserve.cli.models import known_models
 from pdserve.common.config.options import options
 from pdserve.common.config.simulate import CalibrateConfig, SimulateConfig
 from pdserve.common.config.sources import ROLE_CONFIGS
@@ -86,12 +87,18 @@ def test_tables_and_excerpts_are_up_to_date(generate: ModuleType) -> None:
 
 
 def test_an_excerpt_is_the_code(generate: ModuleType) -> None:
-    link, *shown = "\n".join(generate.excerpt("docs.generate:excerpt")).split("\n")
-    assert link == "[`docs/generate.py`](../docs/generate.py), `excerpt`"
-    assert "\n".join(shown[2:-1]) in text_of(DOCS / "generate.py")
+    link, *shown = "\n".join(generate.excerpt("docs.excerpts:excerpt")).split("\n")
+    assert link == "[`docs/excerpts.py`](../docs/excerpts.py), `excerpt`"
+    assert "\n".join(shown[2:-1]) in text_of(DOCS / "excerpts.py")
     assert "paragraph is shown." in "\n".join(shown)
-    with pytest.raises(LookupError, match=r"docs\.generate:nothing"):
-        "".join(generate.excerpt("docs.generate:nothing"))
+    with pytest.raises(LookupError, match=r"docs\.excerpts:nothing"):
+        "".join(generate.excerpt("docs.excerpts:nothing"))
+
+
+def test_the_readme_counts_the_models() -> None:
+    results = [row["result"] for row in known_models().values()]
+    counts = f"Of its {len(results)} model types, {results.count('exact')} give exactly its tokens"
+    assert counts in text_of(ROOT / "README.md")
 
 
 # ---- what is linked and named ----

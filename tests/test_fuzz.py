@@ -205,7 +205,7 @@ def check_still_serves(sink: Sink, source: Sink) -> None:
 
 
 def check_what_was_heard(sink: Sink) -> None:
-    assert not sink.cache[:, :, OTHERS].any(), "a block that is nobody's was written"
+    assert not sink.cache[:, :, OTHERS].any(), "a block of no transfer was written"
     assert not sink.connector.counts["CONNECTOR_FAILED"], "an error without a type"
 
 

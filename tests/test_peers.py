@@ -33,7 +33,7 @@ def machine() -> Machine:
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_left() -> Iterator[None]:
+def no_process_is_left() -> Iterator[None]:
     before = descendants()
     yield
     assert descendants() <= before
@@ -86,4 +86,4 @@ def test_a_server_that_does_not_end_is_killed_with_its_children(
     server = Server("deaf", lambda port: [sys.executable, "-c", script])
     soon = replace(machine, start_timeout=2.0)
     with pytest.raises(Absent, match="is late"), running(server, soon, tmp_path):
-        pass  # nobody_is_left looks
+        pass  # no_process_is_left looks

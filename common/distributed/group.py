@@ -192,7 +192,8 @@ class GroupCoordinator:
             communicator.close()
 
     def _run(self, what: str, tensor: Tensor | None, call: Callable[[DeviceCommunicator], T]) -> T:
-        """torch reports a lost or silent peer as a RuntimeError (DistError is one)."""
+        """Runs a collective. torch reports a lost or silent peer as a RuntimeError (DistError is
+        one)."""
         if self._broken is not None:
             raise self._broken
         device = self.device if tensor is None else tensor.device

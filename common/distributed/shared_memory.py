@@ -76,7 +76,7 @@ class Descriptors:
         return self.own < 0
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes all descriptors; may be called again."""
         fds = [fd for fd in (self.own, self.segment, *self.living) if fd >= 0]
         self.own, self.segment, self.living = -1, -1, []
         for fd in fds:

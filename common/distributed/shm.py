@@ -76,8 +76,9 @@ class ShmCommunicator(GlooCommunicator):
         return parts
 
     def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """A slot begins with the offsets of each receiver's part in the sender's byte stream. From
-        them all ranks know how many rounds the longest stream takes."""
+        """Exchanges rows through the slots. A slot begins with the offsets of each receiver's part
+        in the sender's byte stream, from which all ranks know how many rounds the longest stream
+        takes."""
         received, rank = rows.new_empty((sum(receives), *rows.shape[1:])), self.context.rank
         width = row_bytes(rows)
         stream, target = as_bytes(rows), as_bytes(received)

@@ -110,8 +110,8 @@ class GlooCommunicator(TorchCommunicator):
         return f"gloo over {'address' if kind == 'hostname' else kind} {where}"
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Each rank sums a whole small tensor, which takes one exchange; of a large one each rank
-        sums a share, which moves the fewest bytes."""
+        """Sums tensors. Each rank sums a whole small tensor, which takes one exchange; of a large
+        one each rank sums a share, which moves the fewest bytes."""
         whole, size = tensor.view(-1), self.context.size
         if tensor.nbytes <= self.SMALL_BYTES:
             add_up(self._exchange(whole.expand(size, -1)).unbind(), whole)

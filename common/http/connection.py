@@ -89,7 +89,7 @@ class Crowd:
         self.busy(connection)
 
     def is_full(self, opening: int) -> bool:
-        """Whether the connections and `opening` more exceed the limit."""
+        """Returns whether the connections and `opening` more exceed the limit."""
         return len(self._all) + opening > self._most
 
     @property

@@ -144,7 +144,8 @@ class _Protocol(RequestHandler):
         return done
 
     def _is_unread(self, request: web.BaseRequest) -> bool:
-        """Whether the rest of the body may be too long to discard, so that it must close."""
+        """Returns whether the rest of the body may be too long to discard, so that it must
+        close."""
         if request.content.is_eof():
             return False
         size = request.content_length

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -203,7 +203,46 @@ class StateInputs(Protocol):
         """Computes `DeltaBackend.scan` in C++, into `out` from `room`."""
 
     def rule(self, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's `Rule`."""
+        """Computes the layer's `Rule`."""
+
+
+class OneUnitSizes(Protocol):
+    """The sizes of a layer with one unit."""
+
+    @property
+    def inner(self) -> int:
+        """The features of an output."""
+
+    @property
+    def numbers(self) -> int: ...  # as `StateInputs.numbers`
+
+
+Sizes = TypeVar("Sizes", bound=OneUnitSizes)
+
+
+@dataclass(frozen=True, slots=True)
+class OneUnitInputs(Generic[Sizes]):
+    """The parts of `StateInputs` of a layer whose state is one unit, which every rank computes."""
+
+    sizes: Sizes
+    mixed: Tensor  # [T, …] in the model's dtype: the inputs before the convolution
+
+    @property
+    def units(self) -> int:
+        return 1
+
+    @property
+    def numbers(self) -> int:
+        return self.sizes.numbers
+
+    def of_units(self, start: int, end: int) -> Self:
+        return self
+
+    def output(self) -> Tensor:
+        return self.mixed.new_empty(len(self.mixed), self.sizes.inner)
+
+    def room(self) -> Tensor:
+        return self.mixed.new_empty(len(self.mixed), self.sizes.inner, dtype=torch.float32)
 
 
 class DeltaBackend(StepBackend):

@@ -1,5 +1,5 @@
-"""Mamba's selective state space (arXiv:2312.00752): layers whose states are kept as those of the
-delta net (`delta_net.py`) are."""
+"""Mamba's selective state space (arXiv:2312.00752): layers whose states are stored like those of
+the delta net (`delta_net.py`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.common.model.delta_net import DeltaContext
+from pdserve.common.model.delta_net import DeltaContext, OneUnitInputs
 from pdserve.common.model.kernels.native import NativeKernels, call_of
 
 
 @dataclass(frozen=True, slots=True)
 class SelectiveSizes:
-    """The sizes of a layer, all of which is one unit."""
+    """The sizes of a layer, which is one unit."""
 
     inner: int  # channels
-    heads: int  # parts of the channels with steps of time, B and C of their own
+    heads: int  # parts of the channels, each with its own time steps, B and C
     state_dim: int
-    rank: int  # of what steps of time are made of
+    rank: int  # of the projection that makes the time steps
     kernel: int  # inputs that the convolution sees
 
     @property
@@ -29,19 +29,16 @@ class SelectiveSizes:
 
     @property
     def numbers(self) -> int:
-        """The numbers of a state: a vector per channel, and the inputs that the convolution still
-        needs."""
+        """Elements of a state: a vector per channel, and the last inputs of the convolution."""
         return self.matrices + (self.kernel - 1) * self.inner
 
 
 @dataclass(frozen=True, slots=True)
-class SelectiveInputs:
-    """The inputs of a layer for a step's T tokens before the convolution. Those without another
+class SelectiveInputs(OneUnitInputs[SelectiveSizes]):
+    """The inputs of a layer for a step's T tokens; `mixed` is `[T, inner]`. Those without another
     dtype are float32."""
 
-    sizes: SelectiveSizes
-    eps: float | None  # of the norms of what steps are made of, of B and of C; None: none are
-    mixed: Tensor  # [T, inner] in the model's dtype
+    eps: float | None  # of the norms of the steps' inputs, B and C; None: no norms
     weights: Tensor  # of the convolution, [kernel, inner]
     bias: Tensor  # [inner]
     chooses: Tensor  # [heads, rank + 2 · state_dim, inner / heads] in the model's dtype
@@ -51,27 +48,9 @@ class SelectiveInputs:
     rates: Tensor  # [inner, state_dim], of decay: negative
     skips: Tensor  # [inner], the factor of x that is added to the output
 
-    @property
-    def units(self) -> int:
-        return 1
-
-    @property
-    def numbers(self) -> int:
-        return self.sizes.numbers
-
-    def of_units(self, start: int, end: int) -> SelectiveInputs:
-        """Returns the inputs: every rank computes all channels."""
-        return self
-
-    def output(self) -> Tensor:
-        return torch.empty_like(self.mixed)
-
-    def room(self) -> Tensor:
-        return torch.empty_like(self.mixed, dtype=torch.float32)
-
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x `[N, inner]`, convolved → steps of time `[N, inner]`, B and C beside each other
-        `[N, heads, 2 · state_dim]`, both float32."""
+        """Returns, of convolved x `[N, inner]`, the time steps `[N, inner]`, and B and C beside
+        each other `[N, heads, 2 · state_dim]`, both float32."""
         sizes = self.sizes
         parts = (sizes.rank, sizes.state_dim, sizes.state_dim)
         by_head = x.to(self.mixed.dtype).unflatten(1, (sizes.heads, -1)).transpose(0, 1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.common.model.delta_net import DeltaContext
+from pdserve.common.model.delta_net import DeltaContext, OneUnitInputs
 from pdserve.common.model.kernels.native import NativeKernels, call_of
 
 MAX_CHUNK = 256  # tokens that torch computes at a time
@@ -45,34 +45,14 @@ class SSDSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class SSDInputs:
-    """A layer's inputs for a step's T tokens before the convolution; float32 but for `mixed`."""
+class SSDInputs(OneUnitInputs[SSDSizes]):
+    """A layer's inputs for a step's T tokens; `mixed` is `[T, width]`, the others are float32."""
 
-    sizes: SSDSizes
-    mixed: Tensor  # [T, width]
     steps: Tensor  # [T, heads], time steps
     rates: Tensor  # [heads], decay rates, negative
     skips: Tensor  # [heads], factors of x in the output
     weights: Tensor  # of the convolution, [kernel, width]
     bias: Tensor  # [width]
-
-    @property
-    def units(self) -> int:
-        return 1
-
-    @property
-    def numbers(self) -> int:
-        return self.sizes.numbers
-
-    def of_units(self, start: int, end: int) -> SSDInputs:
-        """Returns the inputs: every rank computes all heads."""
-        return self
-
-    def room(self) -> Tensor:
-        return self.mixed.new_empty(len(self.mixed), self.sizes.inner, dtype=torch.float32)
-
-    def output(self) -> Tensor:
-        return self.mixed.new_empty(len(self.mixed), self.sizes.inner)
 
     def scan_natively(
         self, kernels: NativeKernels, states: Tensor, context: DeltaContext, out: Tensor

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
-from pdserve.common.config.engine import AUTO
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.block_hash import HASHER
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
@@ -30,11 +29,7 @@ from pdserve.common.node.model_facts import ModelFacts, check_job
 from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
 from pdserve.common.node.replica import Call, Replica, S, T
 from pdserve.common.node.server import NodeServer
-from pdserve.common.node.utilisation import (
-    LentCoresCollector,
-    Utilisation,
-    UtilisationCollector,
-)
+from pdserve.common.node.utilisation import Utilisation
 from pdserve.common.obs.exposition import NODE_NAMES, Exposition
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.obs.process import serve_until_stopped
@@ -117,7 +112,6 @@ class EngineNode(ABC, Generic[S, T]):
         self.address = ""
         self.draining = False
         self.info = pb.NodeInfo()  # the current registration
-        self._utilisation: list[Utilisation] = []  # of each replica
         self.replicas: list[Replica[S, T]] = []  # at least one once `serve` runs
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -179,8 +173,6 @@ class EngineNode(ABC, Generic[S, T]):
         try:
             self._fit_context(ranks)
             self.replicas = [self._replica(index, each) for index, each in enumerate(ranks)]
-            parallel = self.config.engine.parallel
-            self._utilisation = [Utilisation.of(each, self.facts, parallel) for each in ranks]
             await self._start()
             timeout = self.config.node.drain_timeout
             return await serve_until_stopped(self._failed, self._drain, timeout)
@@ -190,24 +182,19 @@ class EngineNode(ABC, Generic[S, T]):
 
     def _fit_context(self, ranks: Sequence[Ranks]) -> None:
         """Sets the context window to what every replica's cache holds (--max-model-len auto)."""
-        engine = self.config.engine
         num_blocks = min(each.ready[0].caches[0].num_blocks for each in ranks)
-        models = self.facts.max_model_len
-        self.facts = self.facts.within(engine, num_blocks)
-        if engine.model.max_model_len == AUTO:
-            logger.info(
-                "--max-model-len auto: %d tokens of the model's %d; the cache has %d blocks of %d",
-                self.facts.max_model_len, models, num_blocks, engine.cache.block_size,
-            )  # fmt: skip
+        self.facts = self.facts.within(self.config.engine, num_blocks)
 
     def _replica(self, index: int, ranks: Ranks) -> Replica[S, T]:
+        engine = self.config.engine
         return Replica(
             index,
             self._name(index),
             self.blame,
             ranks,
+            Utilisation.of(ranks, self.facts, engine.parallel),
             self.facts.max_model_len,
-            self.config.engine.scheduler.engine_stall_timeout,
+            engine.scheduler.engine_stall_timeout,
             self.make_transfers,
             self.metrics,
         )
@@ -219,9 +206,7 @@ class EngineNode(ABC, Generic[S, T]):
     async def _start(self) -> None:
         if self.config.engine.cache.enable_prefix_caching:
             self.spawn(asyncio.to_thread(HASHER.load))
-        export(self.replicas, self.metrics)
-        self.metrics.registry.register(UtilisationCollector(self._utilisation))
-        self._export_lent_cores()
+        export(self.replicas, self.config.engine.parallel.share_cores, self.metrics)
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()
         self.server.add("KVEvents", pb_grpc.add_KVEventsServicer_to_server, self._kv_events)
@@ -235,13 +220,6 @@ class EngineNode(ABC, Generic[S, T]):
         shown = Exposition(self.metrics.registry, self.facts.name, prefix, NODE_NAMES)
         self.info = self._info()
         await self.server.start(self.info, self.load, shown, self.ready, self.spawn)
-
-    def _export_lent_cores(self) -> None:
-        ranks = [rank for replica in self.replicas for rank in replica.ranks.ready]
-        cores = [core for rank in ranks for core in rank.cores]
-        file = self.config.engine.parallel.share_cores
-        if file and cores:
-            self.metrics.registry.register(LentCoresCollector(file, cores))
 
     async def _serve_adapters(self) -> None:
         await self.adapters.start(
@@ -289,9 +267,8 @@ class EngineNode(ABC, Generic[S, T]):
         for it."""
         period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _CHECKS)
         while True:
-            for each in self._utilisation:
-                each.sample()
             for replica in self.replicas:
+                replica.utilisation.sample()
                 if replica.check_health():
                     error = self._stalled(replica.unhealthy_reason)
                     logger.warning("%s; %d requests fail", error, len(replica.sessions))

@@ -158,8 +158,8 @@ class Subscription:
         self._wake.set()
 
     def _others(self, told: Collection[int | None]) -> bool:
-        """Whether to send another message without a pause: one of a replica that is not in `told`,
-        or a full one."""
+        """Returns whether to send another message without a pause: one of a replica that is not in
+        `told`, or a full one."""
         full = self._behind >= MAX_BATCH
         return full or any(each.data_parallel_rank not in told for each in self._pending)
 

@@ -13,6 +13,7 @@ from pdserve.common.engine.rates import mean_rates
 from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.balance import decodes
 from pdserve.common.node.replica import Replica
+from pdserve.common.node.utilisation import LentCoresCollector, UtilisationCollector
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 
@@ -58,9 +59,14 @@ def transfer_counts(replicas: Replicas) -> Counter[str]:
     return counts
 
 
-def export(replicas: Replicas, metrics: NodeMetrics) -> None:
-    """Adds the replicas to the metrics."""
+def export(replicas: Replicas, share_cores: str | None, metrics: NodeMetrics) -> None:
+    """Adds the replicas to the metrics, and how long their cores in the table `share_cores` were
+    lent."""
     metrics.registry.register(SchedulerCollector([each.scheduler for each in replicas]))
+    metrics.registry.register(UtilisationCollector([each.utilisation for each in replicas]))
+    cores = [core for each in replicas for rank in each.ranks.ready for core in rank.cores]
+    if share_cores and cores:
+        metrics.registry.register(LentCoresCollector(share_cores, cores))
     metrics.transfer_events.follow(lambda: transfer_counts(replicas))
     for each in replicas:
         metrics.engine_healthy.labels(str(each.index)).set_function(each.is_healthy)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from pdserve.common.config.engine import EngineConfig
+from pdserve.common.config.engine import AUTO, EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.kv_groups import KV_AUTO
 from pdserve.common.core.model_spec import ModelSpec
@@ -20,6 +21,8 @@ from pdserve.common.model.device import choose_dtype, device_type, dtype_name
 from pdserve.common.model.implementation import read_spec
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import fit_context
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,11 @@ class ModelFacts:
         """Returns the facts with the context window of a cache that has `num_blocks` of the first
         KV group."""
         fitting = fit_context(engine, self.spec.kv_groups, num_blocks, self.max_model_len)
+        if engine.model.max_model_len == AUTO:
+            logger.info(
+                "--max-model-len auto: %d tokens of the model's %d; the cache has %d blocks of %d",
+                fitting, self.max_model_len, num_blocks, engine.cache.block_size,
+            )  # fmt: skip
         return replace(self, max_model_len=fitting)
 
     def kv_identity(self, block_size: int) -> dict[str, str]:

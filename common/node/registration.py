@@ -104,8 +104,8 @@ class Registrations:
         logger.info("router %s is no longer among --router and does not answer: left", address)
 
     def _wanted(self) -> dict[str, str]:
-        """The addresses to register at → the router of --router that each belongs to: the resolved
-        addresses, and the siblings of the routers that answer there."""
+        """Returns the addresses to register at → the router of --router that each belongs to: the
+        resolved addresses, and the siblings of the routers that answer there."""
         named = {each: router for router, found in self._found.items() for each in found}
         siblings = {
             _joined(address.rpartition(":")[0].strip("[]"), str(port)): router

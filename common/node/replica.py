@@ -19,6 +19,7 @@ from pdserve.common.engine.messages import ExpertLoad, RankReady
 from pdserve.common.engine.sequence import Finish
 from pdserve.common.engine.sequence import Sequence as EngineSequence
 from pdserve.common.node.ranks import Ranks
+from pdserve.common.node.utilisation import Utilisation
 from pdserve.common.obs.metrics import NodeMetrics
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Replica(Generic[S, T]):
         name: str,
         blame: Blame,
         ranks: Ranks,
+        utilisation: Utilisation,
         max_model_len: int,
         stall_timeout: float,
         make_transfers: Callable[[Sequence[RankReady], Call], T],
@@ -76,6 +78,7 @@ class Replica(Generic[S, T]):
         self.name = name
         self.blame = blame
         self.ranks = ranks
+        self.utilisation = utilisation
         self.scheduler = ranks.scheduler
         self.engine = EngineCore(ranks.executor, ranks.scheduler, self, max_model_len)
         self.transfers = make_transfers(ranks.ready, self.engine.call)

@@ -101,7 +101,8 @@ class StepCost:
         part.token_flops += 2 * matrix.rows * matrix.columns
 
     def _attention(self, shape: StepShape) -> Cost:
-        """Two products (scores, weighted sum) per query-key pair and query head."""
+        """Returns the cost of two products (scores, weighted sum) per query-key pair and query
+        head."""
         spec, footprint = self.footprint.spec, self.footprint
         latent, heads = spec.latent, spec.num_heads // footprint.tp
         sizes = 2 * spec.head_dim if latent is None else latent.key_dim + latent.value_dim
@@ -137,9 +138,9 @@ class StepCost:
         return Cost(2.0 * shape.sampled * numbers, read)
 
     def _experts(self, shape: StepShape) -> Cost:
-        """The router, the shared expert if any, and the routed experts. Assumes that tokens choose
-        experts uniformly: T tokens with k of E experts each use E · (1 - (1 - k / E)^T) different
-        ones. For several steps T is the mean."""
+        """Returns the cost of the router, the shared expert if any, and the routed experts. Assumes
+        that tokens choose experts uniformly: T tokens with k of E experts each use E · (1 - (1 - k
+        / E)^T) different ones. For several steps T is the mean."""
         moe, footprint = self.footprint.spec.moe, self.footprint
         assert moe is not None
         mean = shape.tokens / max(1, shape.steps)

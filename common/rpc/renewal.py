@@ -29,8 +29,8 @@ class RenewedFiles:
         self._lock = threading.Lock()
 
     def renewed(self) -> bool:
-        """Whether the files have changed since they were last used, and are valid. Checks at most
-        once per `PERIOD`; invalid files are logged once, and the old ones stay in use."""
+        """Returns whether the files have changed since they were last used, and are valid. Checks
+        at most once per `PERIOD`; invalid files are logged once, and the old ones stay in use."""
         with self._lock:
             return self._renewed(monotonic())
 

@@ -123,7 +123,8 @@ class KVCache:
     def allocate(
         cls, shapes: Sequence[CacheShape], device: torch.device, spare: int = 0
     ) -> KVCache:
-        """On a GPU each tensor has `spare` extra blocks, which no sequence uses."""
+        """Allocates the cache. On a GPU each tensor has `spare` extra blocks, which no sequence
+        uses."""
         if device.type == "cpu":
             return _allocate_shared(shapes)
         caches = []

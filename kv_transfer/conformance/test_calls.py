@@ -150,7 +150,7 @@ def test_truncated_endpoint(kit: Kit) -> None:
         check_typed(failed)
 
 
-def test_nobody_listens(kit: Kit) -> None:
+def test_a_closed_endpoint_fails_retryably(kit: Kit) -> None:
     """The sink is gone before the source connects: Failed, the decode side's fault, and another
     try may succeed."""
     gone = kit.node().end

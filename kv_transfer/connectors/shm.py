@@ -31,7 +31,7 @@ from pdserve.kv_transfer.blocks import (
 from pdserve.kv_transfer.connector import Capabilities, RankContext, SourceTransfer
 from pdserve.kv_transfer.connectors.base import pull
 from pdserve.kv_transfer.connectors.base.channel import FrameHash
-from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, send_frame, time_limit
+from pdserve.kv_transfer.connectors.base.handshake import greeting_limit, send_frame
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.layout import CacheView, Rect
@@ -89,7 +89,7 @@ class ShmConnector(pull.PullConnector[Greeting]):
             socket.send_fds(pipe.sock, [b"F"], readable)
 
     def open(self, pipe: SocketPipe, greeting: Greeting) -> MappedCache:
-        with time_limit(pipe, GREETING_S, Blame.PREFILL):
+        with greeting_limit(pipe, Blame.PREFILL):
             _, fds, _, _ = socket.recv_fds(pipe.sock, 1, 2)
         try:
             if len(fds) != 1 + greeting.holds:

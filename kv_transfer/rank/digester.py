@@ -48,7 +48,7 @@ class Hashed(NamedTuple):
 
 
 def _none_landed(transfer_id: bytes, epoch: int, rect: Rect, run: BlockRun) -> None:
-    """The `LandedDigest` of a connector that hashes nothing."""
+    """Returns None: the `LandedDigest` of a connector that hashes nothing."""
 
 
 class Digester:

@@ -110,11 +110,11 @@ class Measured:
     of: Statistic  # how repetitions are combined
 
     def step(self, cell: Cell) -> float:
-        """The seconds of a step."""
+        """Returns the seconds of a step."""
         return self.of(self.cells[cell].steps)
 
     def parts(self, cell: Cell) -> dict[str, float]:
-        """The seconds by part, minus the clocks' own cost; the correction can give 0."""
+        """Returns the seconds by part, minus the clocks' own cost; the correction can give 0."""
         found = self.cells[cell].parts
         names = dict.fromkeys(name for each in found for name in each)
         return {name: max(0.0, self.of(each.get(name, 0.0) for each in found)) for name in names}

@@ -4,9 +4,9 @@ When a process ends while the cluster serves:
 
     exit 0   the node was drained on purpose: the others continue
     exit 2   its options are wrong: the cluster stops
-    other    `--restart on-failure` starts it again: at once, then after 1, 2, 4 and 8 seconds if
-             each run lasts less than a minute. After the fifth such restart it stays down; the
-             cluster continues if it can serve without it. `--restart no`: the cluster stops
+    other    `--restart on-failure` starts it again (`Restarts`). If it ends too often it stays
+             down; the cluster continues if it can serve without it. `--restart no`: the cluster
+             stops
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import aiohttp
 
 from pdserve.cli.child import Child, ChildSpec, Write
 from pdserve.cli.host_share import CoreTable, NodeShare
+from pdserve.cli.restarts import Restarts
 from pdserve.client.server import client_session
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.node import (
@@ -47,9 +48,6 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "both": (sys.executable, "-m", "pdserve.decode_node.both"),
 }
 POLL_INTERVAL = 0.1
-FIRST_BACKOFF, LAST_BACKOFF = 1.0, 30.0  # seconds, doubled from the second death in a row on
-MAX_RESTARTS = 5  # consecutive
-SETTLED = 60.0  # seconds of uptime that reset the count of restarts
 KILL_GRACE = 5.0  # seconds past the drain time-out before SIGKILL
 
 
@@ -120,8 +118,8 @@ class Cluster:
         return False
 
     def interrupt(self) -> None:
-        """First call: stop serving and drain. Second: SIGTERM again, which cuts the drain short.
-        Third: kill."""
+        """Stops serving and drains; a second call cuts the drain short by another SIGTERM, a third
+        one kills."""
         self._interrupts += 1
         if not self.ended.done():
             self.ended.set_result(None)
@@ -198,7 +196,7 @@ class Cluster:
         return file
 
     def _ports_file(self, index: int) -> str:
-        """The file to which router number `index` writes its ports."""
+        """Returns the file to which router number `index` writes its ports."""
         given = self.config.server.ports_file or f"{self._folder.name}/router.json"
         return f"{given}.{index}" if index else given
 
@@ -264,10 +262,10 @@ class Cluster:
 
     async def _watch(self, child: Child) -> None:
         """Restarts `child` or ends the cluster, by the table at the top of this file."""
-        deaths = 0
+        restarts = Restarts(child, self.write)
         while True:
-            since = monotonic()
             code = await child.wait()
+            ended = monotonic()
             if child in self._leaving:
                 return
             if code == 0 and child not in self._routers:
@@ -277,35 +275,16 @@ class Cluster:
             if code == 2:
                 self._fail(ConfigError(f"{child.name} cannot start as configured"))
                 return
-            end = f"{child.name} ended with {describe_exit(code)}"
             if self.config.restart == "no":
-                self._fail(NodeError(end))
+                self._fail(NodeError(restarts.describe(code)))
                 return
-            deaths = 1 if monotonic() - since >= SETTLED else deaths + 1
-            if deaths > MAX_RESTARTS:
-                self._give_up(child, f"{end} {deaths} times in a row")
+            if not await restarts.restart(code):
+                self._give_up(child, restarts.describe(code))
                 return
-            backoff = FIRST_BACKOFF * 2 ** (deaths - 2) if deaths > 1 else 0.0
-            when = f"in {backoff:.0f} s" if backoff else "now"
-            self.write("up", f"{child.name}: {describe_exit(code)}; restart {when}")
-            ended = monotonic()
-            await self._start_again(child, backoff)
             if child in self._routers:
-                self._says_when_ready(child, ended)
+                self._log_when_ready(child, ended)
 
-    async def _start_again(self, child: Child, backoff: float) -> None:
-        """Retries until the process runs: the host may be short of memory or process slots."""
-        while True:
-            await asyncio.sleep(backoff)
-            backoff = min(max(2 * backoff, FIRST_BACKOFF), LAST_BACKOFF)
-            try:
-                await child.start()
-                return
-            except (OSError, ConfigError) as error:
-                why = error.message if isinstance(error, ConfigError) else error.strerror
-                self.write("up", f"{child.name}: {why}; retry in {backoff:.0f} s")
-
-    def _says_when_ready(self, router: Child, ended: float) -> None:
+    def _log_when_ready(self, router: Child, ended: float) -> None:
         """Logs when a restarted router, whose predecessor ended at `ended`, has nodes again."""
 
         async def say() -> None:
@@ -383,8 +362,8 @@ def _with_key(auth: AuthConfig) -> AuthConfig:
 
 
 def own_session(server: ServerConfig, timeout: float | None = None) -> aiohttp.ClientSession:
-    """A client session for our own router on this host. It does not verify the certificate, which
-    need not name this address."""
+    """Returns a client session for our own router on this host. It does not verify the certificate,
+    which need not name this address."""
     keys = server.admin_api_key or server.api_key
     key = keys and keys.split(",")[0].strip()
     return client_session(key, verify=False, timeout=timeout)
@@ -394,7 +373,3 @@ def connect_host(host: str) -> str:
     """Returns the address, in URL form, that reaches a server bound to `host` from this host."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
-
-
-def describe_exit(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -126,7 +126,7 @@ def read_answer(chunks: Sequence[dict[str, Any]]) -> DemoResult:
 
 
 def timeline_table(answer: DemoResult) -> Table:
-    """The request's stages in order with their times, then TTFT, TPOT and the total."""
+    """Returns the request's stages in order with their times, then TTFT, TPOT and the total."""
     line = answer.timeline
     table = Table("stage", "time", "what happened", title="where the time went")
     table.add_row("queue", _ms(line.queued), "waited for admission and nodes")

@@ -203,7 +203,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def sealed_memory() -> Iterator[Finding]:
-    """A CPU node keeps its KV cache in a sealed memfd."""
+    """Checks that memfds can be sealed: a CPU node keeps its KV cache in one."""
     try:
         os.close(os.memfd_create("pdserve-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except (AttributeError, OSError) as error:
@@ -214,7 +214,7 @@ def sealed_memory() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Only NCCL and Ray use /dev/shm; pdserve's own segments are memfds."""
+    """Checks /dev/shm, which only NCCL and Ray use; pdserve's own segments are memfds."""
     with suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
         ample = free >= MIN_SHM

@@ -176,7 +176,7 @@ async def _probe(server: Server, state: Mapping[str, Any]) -> list[Finding]:
 
 
 def _prompt(nodes: Collection[Mapping[str, Any]]) -> str:
-    """A prompt of at least two full blocks, where the context allows it."""
+    """Returns a prompt of at least two full blocks, where the context allows it."""
     most = _context(nodes)
     block = max((node.get("block_size") or 16 for node in nodes), default=16)
     length = min(max(MIN_PROMPT, 3 * block), MAX_PROMPT, max(8, most // 4))
@@ -185,7 +185,7 @@ def _prompt(nodes: Collection[Mapping[str, Any]]) -> str:
 
 
 def _context(nodes: Iterable[Mapping[str, Any]]) -> int:
-    """The tokens of the shortest context of the nodes."""
+    """Returns the tokens of the shortest context of the nodes."""
     return min((node.get("max_model_len") or MAX_PROMPT for node in nodes), default=MAX_PROMPT)
 
 
@@ -209,7 +209,7 @@ async def _ask(server: Server, model: str, prompt: str) -> Probe:
 
 
 def _paths(probes: Sequence[Probe], nodes: Mapping[str, Any]) -> Iterator[Finding]:
-    """A finding for each pair of nodes that answered."""
+    """Yields a finding for each pair of nodes that answered."""
     for pair in dict.fromkeys(probe.pair for probe in probes):
         lines = [probe.line for probe in probes if probe.pair == pair]
         prefill, decode = pair

@@ -116,7 +116,7 @@ def _gpu_memory(config: PlanConfig) -> int:
 def as_json(
     config: PlanConfig, plans: Sequence[RolePlan], topology: Topology | None
 ) -> dict[str, Any]:
-    """The plan as JSON data; sizes are in bytes."""
+    """Returns the plan as JSON data; sizes are in bytes."""
     found: dict[str, Any] = {}
     if plans:
         found = {"model": config.model, "roles": {plan.role: asdict(plan) for plan in plans}}

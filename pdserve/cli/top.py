@@ -115,7 +115,7 @@ def _read(found: Any, server: Server) -> ClusterState:
 
 
 def table(state: ClusterState) -> Table:
-    """A title for the cluster, and a row per node, sorted by role and id."""
+    """Returns a title for the cluster, and a row per node, sorted by role and id."""
     title = f"{state.running} running, {state.waiting} waiting"
     if not state.ready:
         title = f"not ready: {printable(state.reason, 200)}; {title}"

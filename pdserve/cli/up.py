@@ -115,7 +115,7 @@ def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
 
 
 def model_name(config: ClusterConfig) -> str:
-    """The model name that clients use; `config` comes from `with_model`."""
+    """Returns the model name that clients use; `config` comes from `with_model`."""
     return config.engine.model.served_name
 
 

@@ -239,10 +239,7 @@ class AsyncResumingClient:
                     async for chunk in chunks:
                         yield chunk
             except (aiohttp.ClientError, OSError, PdserveError) as error:
-                pause = progress.failed(error)
-                if self._turn == turn:
-                    self._turn += 1
-                await asyncio.sleep(pause)
+                await self._next_router(turn, progress.failed(error))
 
     async def complete(
         self,
@@ -268,10 +265,13 @@ class AsyncResumingClient:
                     answer: dict[str, Any] = await response.json()
                     return answer
             except (aiohttp.ClientError, OSError, PdserveError) as error:
-                pause = tries.failed(error)
-                if self._turn == turn:
-                    self._turn += 1
-                await asyncio.sleep(pause)
+                await self._next_router(turn, tries.failed(error))
+
+    async def _next_router(self, turn: int, pause: float) -> None:
+        """Waits; the next try goes to another router, unless a concurrent request moved on."""
+        if self._turn == turn:
+            self._turn += 1
+        await asyncio.sleep(pause)
 
     async def _once(
         self, url: str, path: str, progress: Progress, headers: Mapping[str, str]

@@ -26,7 +26,7 @@ def console_of(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
 def number(
     kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf
 ) -> Callable[[str], Any]:
-    """An argparse `type`: a number from `least` to `most`."""
+    """Returns an argparse `type`: a number from `least` to `most`."""
 
     def convert(text: str) -> Any:
         try:
@@ -43,7 +43,7 @@ def number(
 
 
 def positive(text: str) -> float:
-    """An argparse `type`: a number greater than 0."""
+    """Parses a number greater than 0; an argparse `type`."""
     value: float = number(float)(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
@@ -51,7 +51,7 @@ def positive(text: str) -> float:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An argparse `type`: a JSON object."""
+    """Parses a JSON object; an argparse `type`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

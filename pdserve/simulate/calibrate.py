@@ -1,9 +1,9 @@
 """`pdserve calibrate`: measures a prefill and a decode node of this host, and writes what
 `pdserve simulate` needs.
 
-Prompts go through a real cluster, one at a time, and their timelines say how long each part took:
-steps with all that is around them, and the hand-off with its commit and digests. At the end of each
-turn both nodes compute at once, which slows both down where they share caches and memory.
+Prompts go through a real cluster, one at a time. Their timelines give the duration of each part:
+steps with their overheads, and the hand-off with its commit and digests. At the end of each turn
+both nodes compute at once, which slows both down if they share caches and memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ ONE_OF_EACH: dict[str, Any] = {
     "peak_bandwidth": 1.0,
     "share_cores": "off",  # no idle peer's cores, which a busy cluster would not have
 }
-SHORT, LONG = 5, 21  # tokens of answers; the difference of their times is that of 16 steps
+SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
-MOST_BESIDE = 256  # tokens of the answer meanwhile
+MOST_BESIDE = 256  # tokens of that node's answer, at most
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
 Samples = dict[tuple[Any, ...], list[float]]  # by what was measured
@@ -128,7 +128,7 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
 
 
 def _tokens(point: tuple[int, int]) -> tuple[int, int]:
-    """Orders points of `prefill` so that the last one is what `_beside` computes."""
+    """Orders points of `prefill`: the last one is the prompt of `_beside`."""
     return point[0], -point[1]
 
 
@@ -170,8 +170,8 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
 def _beside(
     ask: _Asks, chunk: int, least: tuple[int, int], steps: int
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Measures prompts while the decode node computes an answer of so many steps, and its steps.
-    The first and the last prompt are partly alone."""
+    """Measures prompts while the decode node computes an answer of `steps` steps, and those steps.
+    The first and the last prompt run partly alone, and do not count."""
     batch, context = least
     seconds: list[float] = []
     with ThreadPoolExecutor(1) as beside:
@@ -183,7 +183,7 @@ def _beside(
 
 
 def _decoded(output: RequestOutput) -> float:
-    """Returns the seconds in which the decode node made its tokens."""
+    """Returns the seconds that the decode node took for its tokens."""
     return float(output.timeline["finished"] - output.timeline["transferred"])
 
 

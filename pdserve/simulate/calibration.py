@@ -32,11 +32,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: list[tuple[int, int, float]]  # sequences, context, seconds
     transfer: list[tuple[int, float]]  # bytes, seconds
     kv_bytes_per_token: float
-    router_s: float = 0.0  # of a request's time to its first token, what no node explains
-    answer_s: float = 0.0  # of its time after that, what no step and no hand-off explains
-    cores: float = 1.0  # that a step computes on; 0: it computes on a GPU
-    prefill_beside: float = 1.0  # how many times as long a step with prompts, and one that only
-    decode_beside: float = 1.0  # decodes, takes while another node of the host computes
+    router_s: float = 0.0  # a request's time to its first token, less the prefill node's part
+    answer_s: float = 0.0  # its time after that, less the steps and the hand-off
+    cores: float = 1.0  # of a node; 0: it computes on a GPU
+    # Slowdown of a step with prompts, and of one that only decodes, while another node of the host
+    # computes: at least 1.
+    prefill_beside: float = 1.0
+    decode_beside: float = 1.0
 
     def write(self, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
@@ -122,8 +124,8 @@ class Times:
     """Computes durations from a calibration."""
 
     def __init__(self, calibration: Calibration, speed: float = 1.0) -> None:
-        """`speed`: how many times as fast this node computes. Raises ValueError: a table is empty,
-        or a number cannot be."""
+        """`speed`: this node's speed, relative to the calibrated one. Raises ValueError: a table is
+        empty, or a number is out of range."""
         rows = (*calibration.prefill, *calibration.decode, *calibration.transfer)
         if any(not (0 <= number < float("inf")) for row in rows for number in row):
             raise ValueError("a table has a negative or non-finite number")
@@ -155,7 +157,7 @@ class Times:
         return max(LEAST, seconds / self._speed)
 
     def beside(self, work: Work) -> float:
-        """Returns how many times as long the step takes while another node of its host computes."""
+        """Returns the step's slowdown while another node of its host computes."""
         return self._prefill_beside if work.chunk_tokens else self._decode_beside
 
     @property

@@ -64,8 +64,8 @@ class Setup:
     num_blocks: int = 10_000  # per node
     block_size: int = BLOCK
     event_delay: float = 0.0  # seconds until the router hears what a node has cached
-    host_cores: float = 0.0  # of the one host that all nodes are on; 0: each has cores of its own
-    joining: str = ""  # nodes, as `layout`, that come later and have nothing cached
+    host_cores: float = 0.0  # of one host with all nodes; 0: each node has cores of its own
+    joining: str = ""  # nodes that join later with empty caches, written like `layout`
     join_after: float = 0.0  # seconds
 
 

@@ -1,5 +1,5 @@
-"""A node's engine on a virtual clock: the production scheduler and KV pool, steps that take as long
-as a calibration says, and dummy tokens.
+"""A node's engine on a virtual clock: the production scheduler and KV pool, steps with durations
+from a calibration, and dummy tokens.
 
     admit → schedule → (time passes) → computed, sampled          as in `common.engine.core`
 
@@ -50,7 +50,7 @@ class _Run:
 
     batch: StepDelta
     begun: float
-    seconds: float  # of each, if its node computes alone
+    seconds: float  # per step, if no other node of its host computes
     steps: int
     turn: Turn
 
@@ -153,7 +153,7 @@ class SimulatedEngine:
         took = (now - run.begun) / run.steps
         work = _work(run.batch)
         self.rates.step(work.chunk_tokens, work.sequences, took)
-        steady = 0  # tokens that came a step after the last
+        steady = 0  # tokens that came one step after the token before
         for entry in run.batch.sequences:
             job = self._jobs[entry.seq_id]
             steady += self._apply(job, len(entry.token_ids), entry.samples, run, took)
@@ -162,8 +162,8 @@ class SimulatedEngine:
         self._begin()
 
     def _apply(self, job: Job, count: int, samples: bool, run: _Run, took: float) -> int:
-        """Takes the run's part of a sequence, whose steps took so many seconds each; returns how
-        many of its tokens came a step after the last."""
+        """Applies a run, whose steps took `took` seconds each, to a sequence; returns how many of
+        its tokens came one step after the token before."""
         now = self._loop.time()
         sequence, scheduler = job.sequence, self.scheduler
         scheduler.computed(sequence, count)

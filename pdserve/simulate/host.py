@@ -12,17 +12,17 @@ from math import inf
 class Turn:
     """Work in progress on a `Host`."""
 
-    left: float  # seconds alone, since the host's clock was read last
-    beside: float  # how many times as long it takes while others compute
+    left: float  # seconds of work, at `Host._at`, if it ran alone
+    beside: float  # its slowdown while others compute
     ended: Callable[[], None]
 
 
 class Host:
-    """Runs steps side by side. If more run than have cores, each gets an equal share of all cores
-    (processor sharing, Kleinrock 1967)."""
+    """Runs steps side by side. If they are more than the host has room for, each gets an equal
+    share of all cores (processor sharing, Kleinrock 1967)."""
 
     def __init__(self, places: float = inf) -> None:
-        """`places`: steps that have cores of their own at once."""
+        """`places`: the number of steps that can have their own cores at once."""
         self._places = places
         self._loop = asyncio.get_running_loop()
         self._at = self._loop.time()
@@ -30,7 +30,7 @@ class Host:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float, beside: float, ended: Callable[[], None]) -> Turn:
-        """Runs a step that takes so many seconds alone, `beside` times as many beside others; then
+        """Runs a step that takes `seconds` alone and `beside` times as long beside others, then
         calls `ended`."""
         self._pass()
         turn = Turn(seconds, beside, ended)
@@ -39,7 +39,7 @@ class Host:
         return turn
 
     def left(self, turn: Turn) -> float:
-        """Returns the seconds that it would still take alone."""
+        """Returns the remaining seconds of a step, if it ran alone."""
         self._pass()
         return turn.left
 

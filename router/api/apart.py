@@ -59,8 +59,8 @@ def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
 
 
 def _read(pipe: int, child: int, deadline: float) -> bytes:
-    """Everything that the child writes. A stopped child misses its own alarm, so it is killed
-    here."""
+    """Returns everything that the child writes. A stopped child misses its own alarm, so it is
+    killed here."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -74,7 +74,7 @@ def _read(pipe: int, child: int, deadline: float) -> bytes:
 
 
 def _work_and_exit(work: Callable[[], bytes], bounds: Bounds, pipe: int) -> None:
-    """The child's main function. The signals of its timers end it at any point."""
+    """Runs as the child's main function. The signals of its timers end it at any point."""
     status = 1
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)

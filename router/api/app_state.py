@@ -42,7 +42,7 @@ _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
 
 def stopping() -> Unavailable:
-    """The error for requests while this process ends: another router may serve them."""
+    """Returns the error for requests while this process ends: another router may serve them."""
     return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 
@@ -143,8 +143,8 @@ class AppState:
             )
 
     def response_model(self, name: str | None) -> str:
-        """The model's name in a response to a request for `name`: an adapter's own, or the model's
-        first.
+        """Returns the model's name in a response to a request for `name`: an adapter's own, or the
+        model's first.
 
         Raises:
             ModelNotFound: there is no such model.

@@ -60,9 +60,9 @@ class APIKeys:
             )
 
     def is_operator(self, authorization: str | None) -> bool:
-        """Whether this key may make calls that affect other clients, and see their requests. With
-        `--admin-api-key` only its keys may. Without it every client may, unless `--api-key` has
-        several keys (of several parties). Call `check` first."""
+        """Returns whether this key may make calls that affect other clients, and see their
+        requests. With `--admin-api-key` only its keys may. Without it every client may, unless
+        `--api-key` has several keys (of several parties). Call `check` first."""
         if self._admin_digests:
             return _shows(authorization, self._admin_digests)
         return len(self._digests) <= 1
@@ -78,14 +78,14 @@ class APIKeys:
             )
 
     def client(self, authorization: str | None, address: str | None) -> str:
-        """The client's name in shares of this server: its key, or without keys its host."""
+        """Returns the client's name in shares of this server: its key, or without keys its host."""
         if self._digests:
             return _name(_digest((authorization or "").partition(" ")[2].strip()))
         return host_of(address)
 
     def cache_salt(self, client: str, given: str | None) -> str:
-        """The salt of a request's cached blocks; `client` is the result of `client`, `given` the
-        request's own salt.
+        """Returns the salt of a request's cached blocks; `client` is the result of `client`,
+        `given` the request's own salt.
 
         Raises:
             InvalidRequest: it is empty or too long.
@@ -96,8 +96,8 @@ class APIKeys:
 
 
 def host_of(address: str | None) -> str:
-    """The host's name in shares. For IPv6 it is the network, as one host may have any number of
-    addresses."""
+    """Returns the host's name in shares. For IPv6 it is the network, as one host may have any
+    number of addresses."""
     try:
         host = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:  # a Unix socket, or a connection that is gone
@@ -134,12 +134,12 @@ def _weights(given: str | None, most: int) -> list[float]:
 
 
 def _name(digest: bytes) -> str:
-    """The name of a key's client."""
+    """Returns the name of a key's client."""
     return "key " + digest.hex()[:16]
 
 
 def _shows(authorization: str | None, digests: list[bytes]) -> bool:
-    """Whether the value is `Bearer` and one of the keys."""
+    """Returns whether the value is `Bearer` and one of the keys."""
     scheme, _, key = (authorization or "").partition(" ")
     given = _digest(key.strip())
     # All digests are compared and have one length, so that the time gives no key away.

@@ -88,7 +88,8 @@ def make_chat(
 
 
 def _stops(state: AppState, parser: type[ToolParser]) -> list[int]:
-    """The tokens that end an answer in this format, where the checkpoint does not say so."""
+    """Returns the tokens that end an answer in this format, where the checkpoint does not say
+    so."""
     tokenizer = state.model.tokenizer
     found = [tokenizer.marker(mark) for mark in parser.stop_markers]
     return [each for each in found if each is not None and each not in tokenizer.eos_token_ids]
@@ -105,7 +106,7 @@ class ChatChoices:
         self._parsers: dict[int, AnswerParser] = {}  # of the choices that have begun
 
     def parse(self, delta: TextDelta) -> tuple[list[Event], str | None]:
-        """The events of one delta, and the choice's finish reason, if this is its last."""
+        """Returns the events of one delta, and the choice's finish reason, if this is its last."""
         if (parser := self._parsers.get(delta.choice)) is None:
             parser = self._parsers[delta.choice] = self._plan.parser(self._tool_parser)
         events = parser.push(delta.text, final=delta.finish_reason is not None)

@@ -52,7 +52,7 @@ class CompatBody(_SameBody):
         )
 
     def same(self) -> Fields:
-        """The fields that chat has under the same name."""
+        """Returns the fields that chat has under the same name."""
         names = (*SAME, "model", "temperature", "top_p", "stream", "chat_template_kwargs")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -61,7 +61,7 @@ class CompatBody(_SameBody):
         raise NotImplementedError
 
     def echoed(self) -> tuple[str, ...]:
-        """JSON of the fields that an answer repeats, however long they are."""
+        """Returns JSON of the fields that an answer repeats, however long they are."""
         return ()
 
     def conversation(self) -> list[Fields]:
@@ -250,7 +250,7 @@ def _anthropic_tool(tool: Fields) -> Fields:
 
 
 def _turn(message: Fields, where: str) -> Iterator[Fields]:
-    """One message for each tool result, then one for the turn's own text and calls."""
+    """Yields one message for each tool result, then one for the turn's own text and calls."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise InvalidRequest(f"{where}.role must be user or assistant", param=f"{where}.role")

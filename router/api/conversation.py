@@ -80,7 +80,7 @@ def _try(
 
 
 def _may_be_costly(config: ChatConfig, body: ChatTemplateBody) -> bool:
-    """True for a client's own template, and for the server's with large values."""
+    """Returns True for a client's own template, and for the server's with large values."""
     if body.chat_template is not None:
         return config.trust_request_chat_template  # otherwise `render` refuses it
     return not _is_slight(body.chat_template_kwargs)
@@ -103,7 +103,7 @@ def _is_slight(value: Any) -> bool:
 def render(
     tokenizer: Tokenizer, config: ChatConfig, body: ChatTemplateBody, messages: list[Message]
 ) -> str:
-    """The conversation as text.
+    """Returns the conversation as text.
 
     Raises:
         InvalidRequest: there are no messages, or the template refuses them.
@@ -143,8 +143,8 @@ def text_of(message: Message) -> str:
 
 
 def _as_template_message(message: Message, as_parts: bool, harmony: bool) -> dict[str, Any]:
-    """The message as templates take it: `developer` becomes `system`, the arguments of calls are
-    objects, and reasoning has one of its two names."""
+    """Returns the message as templates take it: `developer` becomes `system`, the arguments of
+    calls are objects, and reasoning has one of its two names."""
     given = message.model_dump(exclude_none=True)
     if reasoning := given.pop("reasoning", None):
         given.setdefault("reasoning_content", reasoning)
@@ -174,8 +174,8 @@ def _as_object(arguments: str | dict[str, Any] | None) -> Any:
 
 
 def _as_template_tool(tool: Tool) -> dict[str, Any]:
-    """The tool without `strict`, which is for the server. Templates read `parameters`, so that a
-    tool without any gets an empty object."""
+    """Returns the tool without `strict`, which is for the server. Templates read `parameters`, so
+    that a tool without any gets an empty object."""
     given = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
     function = {name: value for name, value in given["function"].items() if value is not None}
     function.setdefault("parameters", {"type": "object", "properties": {}})

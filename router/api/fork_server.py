@@ -48,7 +48,7 @@ class FrozenError(ConnectionError):
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process. Waiting for CPU or disk does not count."""
+    """Returns whether a signal has stopped the process. Waiting for CPU or disk does not count."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     return False
@@ -251,7 +251,7 @@ def serve(control: socket.socket, load: Callable[[bytes], Work]) -> int:
 
 
 def _fork(connection: socket.socket, control: socket.socket, work: Work) -> int:
-    """The worker's process id, or a negative errno."""
+    """Returns the worker's process id, or a negative errno."""
     assert threading.active_count() == 1, "a lock that another thread holds would stay held"
     parent = os.getpid()
     try:

@@ -68,7 +68,7 @@ class GrammarCompiler:
         self._turns: WeakValueDictionary[Turn, asyncio.Lock] = WeakValueDictionary()
 
     async def __call__(self, structured: StructuredOutput, client: str) -> str:
-        """The grammar that nodes take.
+        """Returns the grammar that nodes take.
 
         Raises:
             InvalidRequest: the constraint has no grammar; `param` names the client's field.

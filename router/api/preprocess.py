@@ -187,7 +187,7 @@ def as_chat(body: CompatBody, messages: bool = True) -> ChatBody:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first of pydantic's errors; `param` is a path such as `messages[0].role`."""
+    """Returns the first of pydantic's errors; `param` is a path such as `messages[0].role`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['msg']}", code="INVALID_JSON")
@@ -239,7 +239,7 @@ class Structure:
 
 
 def failed(error: BaseException) -> PdserveError:
-    """The typed error for an exception in preprocessing."""
+    """Returns the typed error for an exception in preprocessing."""
     if isinstance(error, MemoryError):
         return RequestTooLarge("preparing the body takes too much memory")
     if isinstance(error, (RecursionError, UnicodeError, OverflowError)):  # the values cause them
@@ -281,7 +281,7 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocesse
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
-    """The prompts, counted before anything is made of them."""
+    """Returns the prompts, counted before anything is made of them."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]

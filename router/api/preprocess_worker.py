@@ -132,7 +132,7 @@ def _work(preprocessor: Preprocessor, log: LogConfig, connection: socket.socket)
 
 
 def frames_of(preprocessor: Preprocessor, ask: Ask, raw: bytes) -> list[bytes]:
-    """The frames of the reply; every body has one."""
+    """Returns the frames of the reply; every body has one."""
     request_id_var.set(ask.request_id)
     templates: Templates = "apart" if ask.costly else "elsewhere"
     model = preprocessor.model.within(ask.window)

@@ -156,7 +156,8 @@ class PreprocessWorkers:
         return answer
 
     async def _worker(self) -> _Worker:
-        """An idle worker that is alive, or a fresh one: the host may have killed an idle one."""
+        """Returns an idle worker that is alive, or a fresh one: the host may have killed an idle
+        one."""
         while self._idle:
             if (worker := self._idle.pop()).alive and not is_stopped(worker.pid):
                 return worker

@@ -23,8 +23,8 @@ STOP, BAD_WORDS = PARAMETERS["stop"], PARAMETERS["bad_words"]
 
 
 def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int) -> SamplingParams:
-    """Validated sampling parameters. `given` has the client's by name; other names in it are
-    ignored. A missing one, or None, takes the default; a missing seed is drawn at random.
+    """Returns validated sampling parameters. `given` has the client's by name; other names in it
+    are ignored. A missing one, or None, takes the default; a missing seed is drawn at random.
 
     Raises:
         InvalidRequest: a value is out of range; `param` names it.
@@ -51,7 +51,8 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
 
 @lru_cache(maxsize=32)  # the prompts of a body have the same, and so have a client's requests
 def _encode_words(model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word at the start of a text and after a space, which mostly differ."""
+    """Returns the tokens of each word at the start of a text and after a space, which mostly
+    differ."""
     sequences: dict[tuple[int, ...], None] = {}
     longest = PARAMETERS["bad_words_token_ids"].longest
     for word in words:
@@ -69,7 +70,7 @@ def _encode_words(model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int
 
 
 def _for_nodes(parameter: Parameter, value: Any) -> Any:
-    """The value as SamplingParams holds it."""
+    """Returns the value as SamplingParams holds it."""
     if isinstance(value, Collection) and not isinstance(value, str):
         parameter.check_count(value)  # first: there may be millions
     if parameter.kind is ParamType.TOKEN_IDS:
@@ -87,13 +88,13 @@ def _for_nodes(parameter: Parameter, value: Any) -> Any:
 
 
 def make_choices(n: int | None) -> int:
-    """The number of choices; 1 when absent."""
+    """Returns the number of choices; 1 when absent."""
     PARAMETERS["n"].check_range(n := 1 if n is None else n)
     return n
 
 
 def make_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple without repeats."""
+    """Returns stop strings as a tuple without repeats."""
     given = (stop,) if isinstance(stop, str) else (stop or ())
     stops = tuple(dict.fromkeys(given[: MAX_TOKENS_NAMED + 1]))
     STOP.check_count(stops if len(given) <= MAX_TOKENS_NAMED else given)

@@ -89,7 +89,7 @@ TYPES: dict[ParamType, Any] = {
 
 
 def _json_schema(each: Parameter) -> dict[str, Any]:
-    """A parameter's bounds and meaning in JSON Schema."""
+    """Returns a parameter's bounds and meaning in JSON Schema."""
     numbers = {"minimum": each.low, "maximum": each.high} if each.kind in NUMBERS else {}
     lists = {"maxItems": each.most} if each.most and each.kind is not ParamType.BIASES else {}
     texts = {"maxLength": each.longest} if each.longest else {}

@@ -19,7 +19,7 @@ _OPTIONS = {
 
 
 def structured_of(body: GenerationBody) -> StructuredOutput | None:
-    """The constraint in a body; None: any text is allowed.
+    """Returns the constraint in a body; None: any text is allowed.
 
     Raises:
         InvalidRequest: a constraint is wrong, or there are several; `param` names the field.
@@ -66,8 +66,8 @@ def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutput | N
 
 
 def from_structured_outputs(given: Mapping[str, Any] | None) -> StructuredOutput | None:
-    """The constraint in vLLM's `StructuredOutputsParams`; a null is absent there, too. Raises as
-    `structured_of`."""
+    """Returns the constraint in vLLM's `StructuredOutputsParams`; a null is absent there, too.
+    Raises as `structured_of`."""
     if given is None:
         return None
     name = "structured_outputs"

@@ -141,8 +141,8 @@ def with_calls(
 
 
 def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
-    """The constraint that makes the answer a call; it replaces that on a text. None: the answer
-    need not be a call.
+    """Returns the constraint that makes the answer a call; it replaces that on a text. None: the
+    answer need not be a call.
 
     Raises:
         InvalidRequest: tools are too large, or cannot be put side by side.
@@ -158,7 +158,7 @@ def forced_calls(body: ChatBody, plan: AnswerPlan) -> StructuredOutput | None:
 
 
 def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:
-    """The schemas of the arguments, by the names of tools that may be called."""
+    """Returns the schemas of the arguments, by the names of tools that may be called."""
     return {
         tool.function.name: {"type": "object", **(tool.function.parameters or {})}
         for tool in body.tools or ()
@@ -167,7 +167,7 @@ def _schemas(body: ChatBody, plan: AnswerPlan) -> dict[str, Any]:
 
 
 def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> StructuredOutput:
-    """The constraint that allows a text as in `structured`, or one call instead."""
+    """Returns the constraint that allows a text as in `structured`, or one call instead."""
     calls, moved = _calls(schemas)
     try:
         text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
@@ -193,15 +193,15 @@ def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> Structure
 
 
 def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:
-    """The JSON schema of a list of calls."""
+    """Returns the JSON schema of a list of calls."""
     calls, moved = _calls(schemas)
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": moved}
 
 
 def _calls(schemas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """A schema for each call, and the `$defs` that they refer to: the tools' own schemas, each
-    moved with everything in it."""
+    """Returns a schema for each call, and the `$defs` that they refer to: the tools' own schemas,
+    each moved with everything in it."""
     calls = [
         {
             "type": "object",
@@ -226,7 +226,7 @@ def _calls(schemas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _moved(part: Any, root: str) -> Any:
-    """A schema, or a list of them, with its references rewritten to begin at `root`.
+    """Returns a schema, or a list of them, with its references rewritten to begin at `root`.
 
     Raises:
         ValueError: it names a part of itself by a keyword, not by its place.
@@ -272,7 +272,7 @@ def _kind(part: Any, root: dict[str, Any]) -> ArgumentKind:
 
 
 def _types(part: Any) -> set[str]:
-    """The types of the values that a schema allows; `any` where it does not say."""
+    """Returns the types of the values that a schema allows; `any` where it does not say."""
     if not isinstance(part, dict):
         return {"any"}
     if (given := part.get("type")) is not None:
@@ -311,7 +311,7 @@ def check_tools(tools: list[Tool]) -> list[Tool]:
 
 
 def _choice(body: ChatBody, config: ChatConfig, tools: list[Tool]) -> tuple[str, tuple[str, ...]]:
-    """The tool choice, and the names of the tools that may be called."""
+    """Returns the tool choice, and the names of the tools that may be called."""
     names = tuple(tool.function.name for tool in tools)
     choice = body.tool_choice or (AUTO if names else NONE)
     if choice == NONE:

@@ -54,20 +54,20 @@ class ServedAdapters:
             raise ModelNotFound(f"The adapter `{name}` is not loaded.", param="lora_name")
 
     def using(self, adapter: Adapter | None) -> AbstractContextManager[None]:
-        """Inside, a request uses the adapter, and nodes must have it."""
+        """Counts a request that uses the adapter, which nodes must have meanwhile."""
         return _counted(self._in_use, adapter)
 
     def running(self, adapter: Adapter | None) -> AbstractContextManager[None]:
-        """Inside, the request has a slot."""
+        """Counts a request that has a slot."""
         return _counted(self._running, adapter)
 
     def at_work(self) -> tuple[list[str], list[str]]:
-        """The names of adapters of running requests, and of waiting ones."""
+        """Returns the names of adapters of running requests, and of waiting ones."""
         waiting = {each.name for each in self._in_use - self._running}
         return sorted({each.name for each in self._running}), sorted(waiting)
 
     def wanted(self) -> dict[str, str]:
-        """The adapters that nodes must have: folders by digest."""
+        """Returns the adapters that nodes must have: folders by digest."""
         return {each.digest: each.path for each in (*self._in_use, *self._served.values())}
 
 

@@ -54,7 +54,7 @@ class Claims:
 
     @asynccontextmanager
     async def of(self, key: AnswerKey | None, client: str) -> AsyncGenerator[Claim | None, None]:
-        """The claim of a request with a key, held meanwhile. `client`: as `Job.client`."""
+        """Holds the claim of a request with a key; None: no key. `client`: as `Job.client`."""
         if key is None:
             yield None
             return
@@ -65,7 +65,7 @@ class Claims:
             claim.leave()
 
     def nodes(self) -> list[Node]:
-        """The live nodes that may hold claims."""
+        """Returns the live nodes that may hold claims."""
         return [node for node in self._registry.nodes() if self._may_hold(node)]
 
     def _may_hold(self, node: Node) -> bool:

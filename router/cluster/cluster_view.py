@@ -35,7 +35,7 @@ class ClusterView:
     # ---- usable nodes and pairs --------------------------------------------------------------
 
     def candidates(self, role: int) -> Candidates:
-        """The nodes of a role that may get a request now."""
+        """Returns the nodes of a role that may get a request now."""
         return Candidates(self._kinds.of_role(role), self.is_usable)
 
     def is_usable(self, node: Node) -> bool:
@@ -101,8 +101,8 @@ class ClusterView:
         return False, "; ".join(reasons)
 
     def placed_by_others(self) -> tuple[int, int]:
-        """The choices that other routers have on this cluster's nodes, and how many routers there
-        are, by the nodes' reports."""
+        """Returns the choices that other routers have on this cluster's nodes, and how many routers
+        there are, by the nodes' reports."""
         nodes = self._nodes(pb.ROLE_DECODE, pb.ROLE_BOTH)  # a choice has one of these
         loads = [node.load for node in nodes if self.registry.is_alive(node)]
         routers = max((load.routers for load in loads), default=1)
@@ -123,7 +123,7 @@ class ClusterView:
     # ---- reasons -----------------------------------------------------------------------------
 
     def unusable_reasons(self, role: int) -> Iterator[str]:
-        """The reasons why registered nodes of a role may not get a request now."""
+        """Yields the reasons why registered nodes of a role may not get a request now."""
         reasons = ((node.id, self._why_unusable(node)) for node in self._nodes(role))
         return (f"{node_id}: {reason}" for node_id, reason in reasons if reason is not None)
 
@@ -150,7 +150,7 @@ class ClusterView:
         return f"no prefill node pairs with a decode node ({'; '.join(reasons)})"
 
     def _why_missing(self, *roles: int) -> str:
-        """The reasons why some of these roles have no usable node."""
+        """Returns the reasons why some of these roles have no usable node."""
         missing = [role for role in roles if not self.candidates(role)]
         what = " and ".join(f"no usable {ROLE_NAMES[role]} node" for role in missing)
         reasons = chain.from_iterable(map(self.unusable_reasons, missing))
@@ -167,7 +167,7 @@ class ClusterView:
     # ---- /v1/cluster and the metrics ---------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """All nodes and up to MAX_PAIRINGS usable pairs, for `/v1/cluster`."""
+        """Returns all nodes and up to MAX_PAIRINGS usable pairs, for `/v1/cluster`."""
         unpaired = self._unpaired()
         return {
             "nodes": [self._describe(node, unpaired) for node in self.registry.nodes()],
@@ -184,7 +184,8 @@ class ClusterView:
         }
 
     def glance(self, node_id: str) -> dict[str, Any]:
-        """The node's last reported state and load in short; only its id if it is not registered."""
+        """Returns the node's last reported state and load in short; only its id if it is not
+        registered."""
         node = next((node for node in self.registry.nodes() if node.id == node_id), None)
         if node is None:
             return {"node_id": node_id, "state": "gone"}
@@ -202,7 +203,7 @@ class ClusterView:
         ]
 
     def _flows(self) -> list[dict[str, Any]]:
-        """The transfers between registered nodes."""
+        """Returns the transfers between registered nodes."""
         present = {node.id for node in self.registry.nodes()}
         return [
             {"prefill": pair[0], "decode": pair[1], **asdict(flow)}
@@ -211,13 +212,13 @@ class ClusterView:
         ]
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """Nodes by (role, state), for the metrics."""
+        """Counts nodes by (role, state), for the metrics."""
         unpaired = self._unpaired()
         return Counter((node.role, self._state(node, unpaired)) for node in self.registry.nodes())
 
     def _unpaired(self) -> dict[str, str]:
-        """The reasons, by id, why prefill and decode nodes fit no registered node of the other
-        role."""
+        """Returns the reasons, by id, why prefill and decode nodes fit no registered node of the
+        other role."""
         prefills, decodes = map(self._kinds.of_role, (pb.ROLE_PREFILL, pb.ROLE_DECODE))
         if not (prefills and decodes):
             return {}
@@ -274,7 +275,7 @@ class ClusterView:
 
 
 def _described(node: Node) -> dict[str, Any]:
-    """The node's own description as JSON. It is kept, because making it takes 0.1 ms."""
+    """Returns the node's own description as JSON. It is kept, because making it takes 0.1 ms."""
     if node.described is None or node.described[0] is not node.info:
         info = MessageToDict(node.info, preserving_proto_field_name=True)
         info["role"] = node.role

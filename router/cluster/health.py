@@ -53,8 +53,8 @@ class AwakeClock:
             await asyncio.sleep(TICK)
 
     def stood_still(self) -> bool:
-        """Whether a standstill has just ended. Peers may have dropped this process, and its timers
-        have expired, though only the process itself was late. This needs `run`."""
+        """Returns whether a standstill has just ended. Peers may have dropped this process, and its
+        timers have expired, though only the process itself was late. This needs `run`."""
         return self() - self._woke < AFTER_STANDSTILL
 
 

@@ -21,10 +21,10 @@ Rank = tuple[float, float, float, int, str]
 
 
 def rank(node: Node) -> Rank:
-    """The node's place in the order of load: the fewest tokens to prefill come first, then the
-    fewest requests, per replica; among equals the fewest waiting tokens per replica by its report,
-    then the most free blocks on one. What other routers have placed there is known by the node's
-    reports."""
+    """Returns the node's place in the order of load: the fewest tokens to prefill come first, then
+    the fewest requests, per replica; among equals the fewest waiting tokens per replica by its
+    report, then the most free blocks on one. What other routers have placed there is known by the
+    node's reports."""
     replicas, load = node.replicas, node.load
     return (
         node.num_prefill_tokens / replicas,
@@ -134,11 +134,12 @@ class Kinds:
         return [kind for kind in self._kinds.values() if kind.role == role]
 
     def of(self, node: Node) -> Kind:
-        """The node's kind; that of a node which is not registered any more is one of its own."""
+        """Returns the node's kind; that of a node which is not registered any more is one of its
+        own."""
         return self._of.get(node) or Kind(node.info)
 
     def sources(self, decode: Kind) -> list[Kind]:
-        """The kinds of prefill nodes that pair with a kind of decode nodes."""
+        """Returns the kinds of prefill nodes that pair with a kind of decode nodes."""
         same_kv = self._by_fingerprint.get((pb.ROLE_PREFILL, decode.fingerprint), ())
         return [kind for kind in same_kv if kind.fits(decode)]
 

@@ -120,7 +120,8 @@ class Node:
         return f"its clock is {abs(self.skew):.0f} s {way} the router's: set the clocks (NTP)"
 
     def excused(self, error: PdserveError) -> PdserveError:
-        """The error of a call to it, or another one if a standstill of this router explains it."""
+        """Returns the error of a call to it, or another one if a standstill of this router explains
+        it."""
         between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
         if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
             return error
@@ -143,7 +144,7 @@ def _credible(told: pb.Rates) -> Rates:
 
 
 def mismatch(prefill: Node, decode: Node) -> str:
-    """The differences between two nodes that do not pair."""
+    """Returns the differences between two nodes that do not pair."""
     ours, theirs = prefill.info.fingerprint_parts, decode.info.fingerprint_parts
     differences = [
         f"{part} {ours.get(part)} ≠ {theirs.get(part)}"

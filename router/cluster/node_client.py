@@ -44,7 +44,7 @@ class NodeClient:
         return DecodeCall(self._channel, self._node, request, self._metadata)
 
     async def retarget(self, transfer_id: bytes) -> pb.Ticket:
-        """A ticket of the next epoch, for another prefill node.
+        """Returns a ticket of the next epoch, for another prefill node.
 
         Raises:
             PdserveError: ALREADY_LANDED when there is no need.
@@ -150,7 +150,7 @@ class PrefillCall(NodeCall):
         return getattr(event, field)
 
     async def _read(self) -> pb.PrefillEvent | None:
-        """The next event; None at the end of the stream."""
+        """Returns the next event; None at the end of the stream."""
         try:
             with self._typed_errors():
                 event = await self._call.read()

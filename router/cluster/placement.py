@@ -217,8 +217,9 @@ class NodeSelector:
         return (None,) if self._find_decode(request) is not None else None
 
     def _find_decode(self, request: PlacementRequest) -> tuple[Node, PromptPath] | None:
-        """A request that has tokens stays with its version, and does not wait for a prefill node: a
-        decode node can compute it, too."""
+        """Returns a decode node and the path of the prompt's KV; None: no node fits now. A request
+        with tokens keeps its version, and does not wait for a prefill node: a decode node can
+        compute its prompt too."""
         view, avoid = self._view, request.avoid
         decodes, boths = self._able(pb.ROLE_DECODE, request), self._able(pb.ROLE_BOTH, request)
         short = request.num_tokens < self._config.local_prefill_threshold
@@ -318,7 +319,7 @@ def _without(nodes: Candidates, avoid: Collection[str]) -> Candidates:
 
 
 def _adapted(nodes: Candidates, request: PlacementRequest) -> Candidates:
-    """The nodes that have the request's adapter, if it has one."""
+    """Returns the nodes that have the request's adapter, if it has one."""
     adapter = request.adapter
     return nodes.where(lambda node: adapter in node.adapters) if adapter else nodes
 

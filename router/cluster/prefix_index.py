@@ -87,7 +87,8 @@ class PrefixIndex:
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        """The number of blocks that some place has, or had when it was cleared a moment ago."""
+        """Returns the number of blocks that some place has, or had when it was cleared a moment
+        ago."""
         return sum(map(len, self._shards))
 
     def num_blocks(self, place: Hashable) -> int:

@@ -43,7 +43,7 @@ async def probe_nodes(registry: Registry, channels: Channels, heartbeat_timeout:
 
 
 def is_due(node: Node, now: float, channels: Channels, heartbeat_timeout: float) -> bool:
-    """Whether to ask the node now."""
+    """Returns whether to ask the node now."""
     if node.unreachable or not is_connected(channels.get(node.info.address)):
         return True
     return now - node.last_answer >= QUIET * heartbeat_timeout * random.uniform(*SPREAD)

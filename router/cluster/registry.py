@@ -165,7 +165,7 @@ class Registry:
             logger.info("%s: its clock agrees with the router's again", node.id)
 
     def deregister(self, node_id: str, instance: str = "") -> None:
-        """The node drains: its requests continue, and it gets no new ones."""
+        """Marks the node as draining: its requests continue, and it gets no new ones."""
         node = self._nodes.get(node_id)
         if node is not None and node.info.instance == instance:
             del self._nodes[node_id]
@@ -249,8 +249,8 @@ class Registry:
         return list(self._nodes.values())
 
     def connected(self) -> list[Node]:
-        """Registered nodes, and leaving ones that still have requests of this router; the latter
-        send no heartbeats."""
+        """Returns registered nodes, and leaving ones that still have requests of this router; the
+        latter send no heartbeats."""
         self._leaving = [node for node in self._leaving if node.in_flight]
         return self.nodes() + self._leaving
 

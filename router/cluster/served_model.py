@@ -59,7 +59,7 @@ class ServedModel:
             )
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
-        """The ids, if all are in the vocabulary."""
+        """Returns the ids, if all are in the vocabulary."""
         check_token_ids(token_ids, self.vocab_size, param)
         return tuple(token_ids)
 
@@ -72,8 +72,8 @@ class ServedModel:
     def fit_max_tokens(
         self, prompt_tokens: int, requested: int | None, default: int | None, param: str
     ) -> int:
-        """The number of tokens to generate: what was requested, or `default` (None = no limit) as
-        far as the window allows.
+        """Returns the number of tokens to generate: what was requested, or `default` (None = no
+        limit) as far as the window allows.
 
         Raises:
             InvalidRequest: the prompt is empty, or it and the request exceed the window.
@@ -99,8 +99,8 @@ class ServedModel:
     def truncate(
         self, token_ids: Sequence[int], most: int | None, max_tokens: int | None
     ) -> Sequence[int]:
-        """The last `most` of a prompt's tokens; None takes all, -1 as many as leave room for
-        `max_tokens`."""
+        """Returns the last `most` of a prompt's tokens; None takes all, -1 as many as leave room
+        for `max_tokens`."""
         if most is None:
             return token_ids
         if most == -1:
@@ -114,8 +114,8 @@ class ServedModel:
         return token_ids[-most:]
 
     def encode(self, text: str, param: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text. Encoding takes about a microsecond and 250 bytes of memory a
-        character, so that a text that cannot fit the window is refused first.
+        """Returns the token ids of a text. Encoding takes about a microsecond and 250 bytes of
+        memory per character, so a text that cannot fit the window is refused before.
 
         Raises:
             InvalidRequest: the text is too long.

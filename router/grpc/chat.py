@@ -20,7 +20,7 @@ _SHARED = ("max_tokens", "truncate_prompt_tokens", "prompt_logprobs")
 
 
 def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the JSON body for the same chat; `given` has the sampling parameters.
+    """Returns the fields of the JSON body for the same chat; `given` has the sampling parameters.
 
     Raises:
         InvalidRequest: the parameters of a tool or of the template are no JSON, or are too large;
@@ -58,7 +58,7 @@ def chat_fields(chat: pb.Chat, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(request_id: str, update: TextDelta, choices: ChatChoices | None) -> pb.GenerateResponse:
-    """The response for one delta; a chat's has text, reasoning and calls apart."""
+    """Returns the response for one delta; a chat's has text, reasoning and calls apart."""
     response = pb.GenerateResponse(
         request_id=request_id,
         index=update.choice,
@@ -86,7 +86,7 @@ def answer(request_id: str, update: TextDelta, choices: ChatChoices | None) -> p
 
 
 def structured_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
-    """The message as `structured_outputs` of a JSON body."""
+    """Returns the message as `structured_outputs` of a JSON body."""
     fields: dict[str, Any] = {
         "disable_any_whitespace": message.disable_any_whitespace,
         "whitespace_pattern": message.whitespace_pattern or None,

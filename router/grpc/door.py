@@ -191,7 +191,7 @@ class ClientDoor(Door):
 
 
 def client_of(keys: APIKeys, context: Context) -> str:
-    """The client's name, as `APIKeys.client` has it."""
+    """Returns the client's name, as `APIKeys.client` has it."""
     return keys.client(metadata_of(context, AUTHORIZATION), _address(context))
 
 
@@ -209,7 +209,7 @@ def metadata_of(context: Context, key: str) -> str | None:
 
 
 def details(error: PdserveError, request: Message | None = None) -> Sequence[Message]:
-    """The details of an error; `request` resolves the path of a wrong field."""
+    """Returns the details of an error; `request` resolves the path of a wrong field."""
     about = {"blame": str(error.blame), "retryable": str(error.retryable).lower()}
     found: list[Message] = [ErrorInfo(reason=error.code, domain=DOMAIN, metadata=about)]
     if isinstance(error, RequestError) and error.param is not None and request is not None:
@@ -228,7 +228,7 @@ def details(error: PdserveError, request: Message | None = None) -> Sequence[Mes
 
 
 def _path(param: str, request: Message) -> str:
-    """The path from the gRPC request to the field that HTTP calls `param`."""
+    """Returns the path from the gRPC request to the field that HTTP calls `param`."""
     first = re.split(r"[.\[]", param, maxsplit=1)[0]
     if first not in request.DESCRIPTOR.fields_by_name:
         if first == "tokens" and isinstance(request, pb.DetokenizeRequest):

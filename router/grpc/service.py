@@ -238,7 +238,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _make_request(
         self, request: pb.GenerateRequest, client: str = ""
     ) -> tuple[GenerationRequest, ChatChoices | None]:
-        """The generation, and for a chat the parser of its choices."""
+        """Returns the generation, and for a chat the parser of its choices."""
         if request.request_id and not is_plain_id(request.request_id):
             raise InvalidRequest("request_id must be a word of ASCII", param="request_id")
         self._state.response_model(request.model or None)
@@ -288,8 +288,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _body(
         self, request: Message, fields: Callable[[], dict[str, Any]], client: str
     ) -> BodyBuffer:
-        """The JSON body for the same request. A thread makes it from a large message; clients take
-        turns."""
+        """Returns the JSON body for the same request. A thread makes it from a large message;
+        clients take turns."""
 
         def make() -> bytes:
             try:
@@ -313,12 +313,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _given(request: pb.GenerateRequest, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's parameters by name, as `AppState.make_request` takes them."""
+    """Returns the client's parameters by name, as `AppState.make_request` takes them."""
     return {**sampling, "cache_salt": request.cache_salt or None, "priority": request.priority}
 
 
 def _outline(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """The request's kind of prompt without its contents, for the paths of wrong fields."""
+    """Returns the request's kind of prompt without its contents, for the paths of wrong fields."""
     outline = pb.GenerateRequest()
     match request.WhichOneof("prompt"):
         case "text":

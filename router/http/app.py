@@ -207,7 +207,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _path(request: web.Request) -> str:
-    """The path without --root-path."""
+    """Returns the path without --root-path."""
     return request.path.removeprefix(request.app[ROOT_PATH])
 
 

@@ -62,8 +62,9 @@ class ChatChoiceWriter:
         }
 
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
-        """The role first, once; then content, reasoning and calls; the finish reason in a chunk of
-        its own. The first chunk of a text has the log-probabilities and ids of its tokens."""
+        """Returns the role first, once; then content, reasoning and calls; the finish reason in a
+        chunk of its own. The first chunk of a text has the log-probabilities and ids of its
+        tokens."""
         chunks: list[dict[str, Any]] = []
         if index not in self._begun:
             self._begun.add(index)
@@ -108,7 +109,8 @@ def _delta(event: Event) -> dict[str, Any]:
 
 
 def _message(events: Iterable[Event]) -> dict[str, Any]:
-    """The message of a whole answer; it has only the fields that the answer has, and `content`."""
+    """Returns the message of a whole answer; it has only the fields that the answer has, and
+    `content`."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []

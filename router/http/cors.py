@@ -80,7 +80,7 @@ class CORS:
         return given.get(_SITE) == "same-origin" or self._is_own(origin, given.get(hdrs.HOST, ""))
 
     def _is_own(self, origin: str, host: str) -> bool:
-        """Whether the page came from this server: from the host and port in the request.
+        """Returns whether the page came from this server: from the host and port in the request.
 
         DNS rebinding makes a foreign name lead here. A server on loopback therefore accepts names
         of loopback only, and addresses, which no DNS server answers for."""
@@ -92,7 +92,7 @@ class CORS:
         return is_same and (not self.on_loopback or _is_local(found[2].lower()))
 
     def allowed(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The CORS headers of the answer to a request with the headers `given`."""
+        """Returns the CORS headers of the answer to a request with the headers `given`."""
         origin = given.get(hdrs.ORIGIN)
         anyone = "*" in (self.origins or ())
         if anyone and not self.credentials:
@@ -106,7 +106,7 @@ class CORS:
         return headers
 
     def preflight(self, given: Mapping[str, str], methods: Collection[str]) -> dict[str, str]:
-        """More headers for a preflight of a path that takes these methods."""
+        """Returns more headers for a preflight of a path that takes these methods."""
         asked = given.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         if "*" in self.headers:  # by name: `*` does not cover Authorization
             headers = asked if 0 < len(asked) <= _MAX_NAMES else "Authorization, Content-Type"
@@ -121,7 +121,7 @@ class CORS:
 
 
 def _address(found: re.Match[str]) -> tuple[str, str]:
-    """Host and port of an origin."""
+    """Returns the host and port of an origin."""
     return found[2].lower(), found[3] or _PORTS[found[1].lower()]
 
 

@@ -42,7 +42,7 @@ def json_response(
 
 
 def error_body(error: PdserveError) -> dict[str, Any]:
-    """The JSON of an error, for a response or an event of a stream."""
+    """Returns the JSON of an error, for a response or an event of a stream."""
     return _body(error.http_status, error.message, error.param, error.code.lower())
 
 
@@ -56,7 +56,8 @@ def error_response(error: PdserveError) -> web.Response:
 
 
 def http_error_response(error: web.HTTPException) -> web.Response:
-    """The response for aiohttp's own errors: unknown path, wrong method, too large a body, …"""
+    """Returns the response for aiohttp's own errors: unknown path, wrong method, too large a body,
+    …"""
     message = _MESSAGES.get(error.status) or error.text or HTTPStatus(error.status).phrase
     body = _body(error.status, message, None, code_of(error).lower())
     allow = error.headers.get("Allow")
@@ -64,14 +65,14 @@ def http_error_response(error: web.HTTPException) -> web.Response:
 
 
 def code_of(error: web.HTTPException) -> str:
-    """A code like those of `PdserveError`."""
+    """Returns a code like those of `PdserveError`."""
     if error.status == RequestTooLarge.http_status:  # its phrase depends on Python's version
         return RequestTooLarge.default_code
     return HTTPStatus(error.status).phrase.upper().replace(" ", "_")
 
 
 def as_typed(error: Exception) -> PdserveError:
-    """The typed error, or for a defect an internal error that names only the request."""
+    """Returns the typed error, or for a defect an internal error that names only the request."""
     if isinstance(error, PdserveError):
         return error
     logger.error("unexpected error", exc_info=error)

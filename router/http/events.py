@@ -31,14 +31,14 @@ class ResponseFormat(Protocol):
     def event(self, event: Event) -> Iterable[ServerEvent]: ...
 
     def finish(self, reason: str, stop_reason: str | int | None) -> Iterable[ServerEvent]:
-        """The choice is complete; both reasons are chat's."""
+        """Ends the choice; both reasons are in chat's words."""
 
     def end(self, stats: GenerationStats) -> Iterable[ServerEvent]: ...
 
     def error(self, error: PdserveError) -> Iterable[ServerEvent]: ...
 
     def whole(self, stats: GenerationStats) -> dict[str, Any]:
-        """The gathered answer, as the body of a response that is not streamed."""
+        """Returns the gathered answer, as the body of a response that is not streamed."""
 
 
 async def respond_as(
@@ -96,7 +96,7 @@ class EventWriter:
 
 
 def _encoded(events: Iterable[ServerEvent]) -> bytes:
-    """Each event is encoded before the next one is made: they share objects that grow."""
+    """Encodes each event before the next one is made: they share objects that grow."""
     return b"".join(
         b"event: %b\ndata: %b\n\n" % (each["type"].encode(), encode(each)) for each in events
     )

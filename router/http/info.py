@@ -184,7 +184,7 @@ _UI_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 
 def path_of(name: str) -> str:
-    """The path that serves a file; `index.html` is the page itself."""
+    """Returns the path that serves a file; `index.html` is the page itself."""
     return "/ui" if name == "index.html" else f"/ui/{name}"
 
 

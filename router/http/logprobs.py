@@ -21,14 +21,14 @@ def logprob_of(token: SampledToken) -> float:
 
 
 def token_name(token_id: int, text: str, body: GenerationBody) -> str:
-    """The name of a token in log-probabilities."""
+    """Returns the name of a token in log-probabilities."""
     return f"token_id:{token_id}" if body.return_tokens_as_token_ids else text
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Iterable[SampledToken], body: GenerationBody
 ) -> dict[str, Any]:
-    """One entry for each token."""
+    """Returns one entry for each token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -63,7 +63,8 @@ class CompletionLogprobs:
         prompt: Sequence[int] = (),
         scored: PromptLogprobs | None = None,
     ) -> dict[str, list[Any]]:
-        """The lists for more tokens; before them the `prompt`'s, if it is echoed and `scored`."""
+        """Returns the lists for more tokens; before them the `prompt`'s, if it is echoed and
+        `scored`."""
         echoed = scored if self._body.echo else None
         offsets = [self._offsets.push(token.token_id) for token in tokens]
         if echoed is not None:
@@ -85,7 +86,7 @@ class CompletionLogprobs:
         return result
 
     def _top(self, token: SampledToken) -> dict[str, float]:
-        """The most likely tokens and the chosen one, which may be one of them."""
+        """Returns the most likely tokens and the chosen one, which may be one of them."""
         top = token.logprobs.top if token.logprobs else ()
         pairs: dict[str, float] = {}
         for token_id, logprob in (*top, (token.token_id, logprob_of(token))):
@@ -104,8 +105,8 @@ class CompletionLogprobs:
 
 
 def _echo_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
-    """The offset of each of a prompt's tokens in its text, be that the client's or the decoded one.
-    Tokens that the tokenizer puts before a text (a BOS) are at offset 0."""
+    """Returns the offset of each of a prompt's tokens in its text, be that the client's or the
+    decoded one. Tokens that the tokenizer puts before a text (a BOS) are at offset 0."""
     decoded = tokenizer.decode(prompt, skip_special_tokens=False)
     is_its_end = decoded.endswith(text)
     offsets = TextOffsets(tokenizer, skip_special_tokens=not is_its_end)

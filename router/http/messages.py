@@ -49,7 +49,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 
 def as_anthropic(refusal: web.Response) -> web.Response:
-    """The same error in Anthropic's format."""
+    """Returns the same error in Anthropic's format."""
     assert isinstance(refusal.body, bytes)
     refusal.body = msgspec.json.encode(_error(msgspec.json.decode(refusal.body), refusal.status))
     return refusal
@@ -109,7 +109,8 @@ class MessagesFormat:
                 yield self._delta("input_json_delta", partial_json=text)
 
     def finish(self, reason: str, stop_reason: str | int | None) -> Iterator[ServerEvent]:
-        """A call is no finish reason to chat where the client named the tool."""
+        """Ends the choice. Chat reports no `tool_calls` if the client named the tool, so the blocks
+        decide."""
         called = any(block["type"] == "tool_use" for block in self._blocks)
         if reason == "stop" and isinstance(stop_reason, str):
             self._ending = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
@@ -153,7 +154,7 @@ class MessagesFormat:
 
 
 def _object(arguments: str) -> Any:
-    """The arguments of a call; empty if it was cut short."""
+    """Returns the arguments of a call; empty if it was cut short."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

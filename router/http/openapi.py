@@ -84,7 +84,7 @@ async def page(request: web.Request) -> web.Response:
 
 @cache
 def document(routes: tuple[Route, ...], root_path: str = "") -> dict[str, Any]:
-    """The description in OpenAPI 3.1."""
+    """Returns the description in OpenAPI 3.1."""
     bodies = sorted({route.body for route in routes if route.body}, key=lambda body: body.__name__)
     _, schemas = models_json_schema(
         [*((body, "validation") for body in bodies), (Error, "serialization")],

@@ -105,7 +105,7 @@ async def _read(request: web.Request, limit: int) -> BodyBuffer:
 
 
 def encoding_of(request: web.Request) -> str:
-    """The Content-Encoding; several are joined."""
+    """Returns the Content-Encoding; several are joined."""
     return ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).strip().lower()
 
 
@@ -114,12 +114,12 @@ BODIES = web.AppKey("bodies", Bodies)
 
 
 def client_of(request: web.Request) -> str:
-    """The client's name, as `APIKeys.client` has it."""
+    """Returns the client's name, as `APIKeys.client` has it."""
     return request.app[STATE].keys.client(authorization_of(request), request.remote)
 
 
 def authorization_of(request: web.Request) -> str | None:
-    """The key as OpenAI's clients send it; Anthropic's have a header of their own."""
+    """Returns the key as OpenAI's clients send it; Anthropic's have a header of their own."""
     own = request.headers.get("X-Api-Key")
     return request.headers.get(AUTHORIZATION) or (own and f"Bearer {own}")
 

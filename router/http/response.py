@@ -67,19 +67,19 @@ class AnswerWriter(Protocol):
     def stream(self) -> bool: ...
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed. A thread may call this."""
+        """Returns the body of an answer that is not streamed. A thread may call this."""
 
     def begin(self) -> bytes: ...
 
     def takes_long(self, batch: Updates) -> bool:
-        """Whether `write` should be called by a thread."""
+        """Returns whether `write` should be called by a thread."""
 
     def write(self, batch: Updates) -> bytes: ...
 
     def end(self) -> bytes: ...
 
     def error(self, error: PdserveError) -> bytes:
-        """The events that say why the stream ends here."""
+        """Returns the events that give the reason why the stream ends here."""
 
 
 async def respond(
@@ -181,10 +181,10 @@ class ChoiceWriter(Protocol):
     """The prompt's log-probabilities that a choice has still to show, by the choice's index."""
 
     def choice(self, index: int, whole: TextDelta) -> dict[str, Any]:
-        """A complete choice; `whole` has all of its text and tokens."""
+        """Returns a complete choice; `whole` has all of its text and tokens."""
 
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
-        """The choices of the chunks for one delta, one for each chunk."""
+        """Returns the choices of the chunks for one delta, one for each chunk."""
 
 
 @dataclass
@@ -264,7 +264,7 @@ class OpenAIWriter:
         return b""
 
     def takes_long(self, batch: Updates) -> bool:
-        """A prompt may have hundreds of thousands of log-probabilities."""
+        """Returns True for prompts' log-probabilities, which may be hundreds of thousands."""
         for _, update in batch:
             if isinstance(update, PromptLogprobs):
                 return True
@@ -294,7 +294,7 @@ class OpenAIWriter:
         return [self._head + encode(choice) + self._tail() for choice in choices]
 
     def _with_id(self, ids: EventIds, prompt: int, delta: TextDelta, events: list[bytes]) -> None:
-        """The last event of a delta has the id, which stands for all of them."""
+        """Adds the id to the last event of a delta; it stands for all of them."""
         ids.add(prompt, delta)
         if events:
             events[-1] = b"%bid: %b\n\n" % (events[-1][:-1], urlsafe_b64encode(ids.next()))
@@ -320,7 +320,7 @@ class OpenAIWriter:
         return b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def _tail(self) -> bytes:
-        """The next event behind its choice, which is mostly the same."""
+        """Returns the next event behind its choice, which is mostly the same."""
         if not (self.choices.beside or self.continuous_usage):
             return self._usual_tail
         rest, self.choices.beside = self.choices.beside, {}

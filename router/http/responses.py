@@ -106,7 +106,7 @@ class ResponsesFormat:
     # ---- items -------------------------------------------------------------------------------
 
     def _text(self, kind: str, text: str) -> Iterator[ServerEvent]:
-        """The events for more text of a message, or of reasoning."""
+        """Yields the events for more text of a message, or of reasoning."""
         words = "output_text" if kind == "message" else "reasoning_text"
         if not (self._open and self._items[-1]["type"] == kind):
             yield from self._close()

@@ -118,14 +118,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _refuse(error: Exception) -> web.Response:
-    """The response to bytes that are no HTTP request."""
+    """Returns the response to bytes that are no HTTP request."""
     response = error_response(as_typed(error))
     response.headers[REQUEST_ID] = new_request_id("req")
     return response
 
 
 def https_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The TLS context; None without --ssl-certfile.
+    """Returns the TLS context; None without --ssl-certfile.
 
     Raises:
         ConfigError: the files cannot be read or do not belong together.

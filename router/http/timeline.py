@@ -13,15 +13,15 @@ PATH_HEADER = "X-PDServe-Path"
 
 
 def timeline_of(stats: Iterable[GenerationStats]) -> dict[str, Any]:
-    """The key `pdserve`, for clients that ask for it: the timeline of the prompt that was answered
-    last."""
+    """Returns the key `pdserve`, for clients that ask for it: the timeline of the prompt that was
+    answered last."""
     if (last := _timed(stats)) is None:
         return {}
     return {"pdserve": {"timeline": asdict(last.receipt())}}
 
 
 def path_header(stats: Iterable[GenerationStats]) -> dict[str, str]:
-    """The header that says where the same prompt was computed and how its KV moved."""
+    """Returns the header that says where the same prompt was computed and how its KV moved."""
     if (last := _timed(stats)) is None:
         return {}
     line = last.timeline

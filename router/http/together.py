@@ -89,7 +89,8 @@ class Together:
         return b""
 
     def _cluster(self) -> dict[str, Any]:
-        """The cluster's state, with this process's id, by which operators tell workers apart."""
+        """Returns the cluster's state, with this process's id, by which operators tell workers
+        apart."""
         return {**self._state.pipeline.cluster(), "pid": os.getpid()}
 
 

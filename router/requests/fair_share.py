@@ -241,7 +241,8 @@ class FairShare:
         return self._may_hold(client, amount) and self.held + needed <= self._open_to(client)
 
     def _may_hold(self, client: str, amount: int) -> bool:
-        """A client that holds nothing may exceed its limit with one single piece."""
+        """Returns whether it fits the client's limit, or the client holds nothing: a single large
+        request may exceed the limit."""
         own = self._held_by[client]
         return own == 0 or own + amount <= self.client_limit
 

@@ -95,7 +95,7 @@ class GenerationStats:
     stages: Stages = field(default_factory=Stages, compare=False)
 
     def receipt(self, end: float | None = None) -> Timeline:
-        """The timeline with all stages until `end` (monotonic), or until now, when it is
+        """Returns the timeline with all stages until `end` (monotonic), or until now, when it is
         written."""
         end = monotonic() if end is None else end
         total = end - self.stages.start
@@ -261,11 +261,10 @@ async def generate(
     outlet: Outlet | None = None,
     unread: Unread | None = None,
 ) -> AsyncGenerator[Updates, None]:
-    """Serves the prompts of one client, each in a task of its own, and yields what has come since
-    the last time and was not written through the outlet. They are served at their own pace: a
-    client that reads slowly, or not at all, holds no slot on the nodes. They begin in order,
-    MAX_BEGUN of them at once. The first error of any ends all. However this ends, all tasks have
-    ended then.
+    """Serves the prompts of one client, each in its own task, and yields the updates that were not
+    written through the outlet. A slow client does not hold a slot on the nodes: prompts go on while
+    it does not read. They begin in order, MAX_BEGUN at once; the first error ends all. All tasks
+    have ended when this ends.
 
     Raises:
         Cancelled: more than MAX_BEHIND updates were not read, or too many of all clients, of which
@@ -290,7 +289,7 @@ async def generate(
 
 
 async def _serve(serve: Serve, prompt: int, request: GenerationRequest, queue: UpdateQueue) -> None:
-    """One prompt's task; puts its outcome into the queue."""
+    """Serves one prompt, as its task; puts its outcome into the queue."""
     try:
         queue.put(prompt, await serve(request, partial(queue.put, prompt)))
     except asyncio.CancelledError:

@@ -126,8 +126,8 @@ class Pipeline:
         return generate(requests, self._serve, outlet, self.unread)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
-        """The whole of a prompt: its deltas are put into its client's queue; its outcome is this
-        coroutine's, counted and logged once."""
+        """Serves a prompt: puts its deltas into its client's queue; counts and logs its outcome
+        once."""
         state = RequestState(request, put, self._tokenizer, self._config, self._vocab_size)
         self.timelines.begun(state)
         try:
@@ -155,7 +155,7 @@ class Pipeline:
         return self._finished(state)
 
     async def _make(self, state: RequestState) -> None:
-        """The whole answer, in as many attempts as it takes."""
+        """Waits for a request with the same Idempotency-Key, if there is one; then serves."""
         request = state.request
         ask = Ask(
             amount=request.n,
@@ -166,12 +166,13 @@ class Pipeline:
             slo=NO_SLO if state.arrival is None else state.arrival.slo,
         )
         async with self.claims.of(state.key, request.batch.alias) as claim:
-            if claim is not None:  # while another request waits, this one takes no place
+            if claim is not None:  # while another request waits, this one takes no slot
                 state.deadline.queued("the request that has its Idempotency-Key")
                 await claim.settled(monotonic() + self._config.queue_timeout)
-            await self._serve_placed(state, ask, claim)
+            await self._serve_in_slot(state, ask, claim)
 
-    async def _serve_placed(self, state: RequestState, ask: Ask, claim: Claim | None) -> None:
+    async def _serve_in_slot(self, state: RequestState, ask: Ask, claim: Claim | None) -> None:
+        """Takes a slot, and serves the prompt in as many attempts as it takes."""
         state.deadline.queued("a place: the router serves as many as it may")
         async with self.admission.slot(ask), state.deadline.running():
             state.on_first_token = partial(self._first_token, state, ask)
@@ -196,7 +197,7 @@ class Pipeline:
                     await self._next_attempt(state)
 
     async def _keyed(self, state: RequestState, claim: Claim) -> None:
-        """Joins the job by which another request makes the same answer, or makes it."""
+        """Joins the job of another request for the same answer, or starts one."""
         what = "the request that makes the same answer"
         with state.deadline.waiting(what) as until:
             elsewhere = await claim.elsewhere(until)
@@ -250,7 +251,7 @@ class Pipeline:
         return stats
 
     def look_around(self) -> None:
-        """Takes into account which nodes there are, and what other routers have placed on them."""
+        """Updates admission by the nodes' number and by what other routers have placed on them."""
         self.admission.placed_by_others(*self.view.placed_by_others())
         self.admission.cluster(*self.view.replicas())
 
@@ -264,7 +265,7 @@ class Pipeline:
         return self.admission.running + self.admission.waiting
 
     def cluster(self) -> dict[str, Any]:
-        """The nodes and their state, as JSON for people."""
+        """Returns the nodes and their state, as JSON for people."""
         ready, reason = self.ready()
         admission = self.admission
         load: dict[str, Any] = {"running": admission.running, "waiting": admission.waiting}

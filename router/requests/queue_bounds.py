@@ -83,7 +83,8 @@ class QueueBound:
         return Overloaded(f"{count} {self.what}{whose} are waiting already", retry_after=1.0)
 
     def _total(self, counts: Counter[str]) -> int:
-        """A body may exceed the client's share, but displaces others' only up to the share."""
+        """Returns the total that displaces others: a client's body may exceed its share, but counts
+        only up to the share."""
         return sum(min(count, self._client_limit) for count in counts.values())
 
 

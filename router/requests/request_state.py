@@ -112,7 +112,7 @@ class RequestState:
 
     @property
     def job(self) -> GenerateJob:
-        """The work that is left: the choices that are open, from where they are."""
+        """The remaining work: the open choices, with their tokens so far."""
         request = self.request
         return GenerateJob(
             request.request_id,
@@ -150,7 +150,7 @@ class RequestState:
         )
 
     def _blocks(self, block_size: int) -> PromptBlocks:
-        """The prompt's blocks, as nodes of this block size cache them."""
+        """Returns the prompt's blocks, as nodes of this block size cache them."""
         if (blocks := self._prompt_blocks.get(block_size)) is None:
             request = self.request
             blocks = PromptBlocks(
@@ -191,7 +191,7 @@ class RequestState:
         self._timeline.setdefault(moment, now - self._start)
 
     def placed(self, path: PromptPath, decode_node: str) -> None:
-        """An attempt begins on a decode node; the KV of the previous attempt is lost."""
+        """Notes an attempt on a decode node; the KV of the previous attempt is lost."""
         self.set(path=path, decode_node=decode_node, prefill_node="")
         self.set(kv_connectors=(), verified_runs=0)
 
@@ -260,9 +260,9 @@ class RequestState:
             self._timeline[name] = self._timeline.get(name, 0) + amount
 
     def take(self, event: TokenEvent, role: str, version: str, position: int | None = None) -> None:
-        """Tokens that a node of this role has made: their text is on its way to the client. What
-        comes for a choice after a stop string has ended it is dropped. `position` is the first
-        one's in the choice's output, where the node says it.
+        """Takes new tokens from a node of this role, and puts their text into the client's queue.
+        Drops tokens of a choice that a stop string has ended. `position`: the first token's
+        position in the choice's output, if the node tells it.
 
         Raises:
             NodeError: a token that cannot be, the fault of the node that made it. Once it were

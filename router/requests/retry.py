@@ -111,8 +111,8 @@ class Deadline:
 
     @contextmanager
     def waiting(self, waits_for: str = "a node") -> Iterator[float]:
-        """While the request waits for a node, or for what `waits_for` says: yields the end of the
-        wait (`monotonic`)."""
+        """Counts the time in which the request waits for `waits_for`; yields the end of the wait
+        (`monotonic`)."""
         since = monotonic()
         self._late_enough = 0.0
         if self._limit is not None and not self._limit.expired():

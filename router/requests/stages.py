@@ -121,7 +121,8 @@ class Stages:
             self._enter(Phase.MIGRATION, ROUTER, last.told_at or last.start)
 
     def stages(self, end: float) -> tuple[TimelineStage, ...]:
-        """The stages of some length until `end` (monotonic), each from where the last one ends."""
+        """Returns the stages of some length until `end` (monotonic), each from where the last one
+        ends."""
         found: list[TimelineStage] = []
         for name, node, start, seconds in self._parts(end):
             last = found[-1] if found else None

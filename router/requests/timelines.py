@@ -114,7 +114,8 @@ class Timelines:
 
 
 def _is_named(ids: tuple[str, ...], name: str) -> bool:
-    """The prompts of a request of several have its id and a number."""
+    """Returns whether `name` is one of the ids, or the id of the whole request: its prompts have
+    that id and a number."""
     return name in ids or ("-" in name and ids[0].startswith(f"{name}-"))
 
 

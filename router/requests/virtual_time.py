@@ -27,7 +27,7 @@ class VirtualTime:
         self._next: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """The clients that are remembered."""
+        """Returns the clients that are remembered."""
         return len(self._next)
 
     def weight(self, client: str) -> float:

@@ -69,7 +69,7 @@ class _Families(Collector):
 
 
 def _merged(one: Metric, other: Metric) -> list[Any]:
-    """The samples of both, one of each name and labels, in the first one's order."""
+    """Returns the samples of both, one of each name and labels, in the first one's order."""
     join = _join(one)
     found = {_key(sample): sample for sample in one.samples}
     for sample in other.samples:

@@ -1,5 +1,5 @@
 """`pdserve bench step` on tiny models: what is measured, what the table says, what is refused.
-How long anything takes is nobody's business here."""
+Times are not checked here."""
 
 from __future__ import annotations
 

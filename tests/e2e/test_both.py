@@ -39,7 +39,7 @@ def up() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_one_process_serves_and_listens_for_nobody_else(up: Cluster) -> None:
+def test_one_process_serves_and_listens_on_its_two_ports_only(up: Cluster) -> None:
     (node,) = up.nodes()
     assert node["role"] == "both" and node["node_id"].startswith("both-")
     state = up.get("/v1/cluster").json()

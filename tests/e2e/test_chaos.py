@@ -192,7 +192,7 @@ def test_hostile_clients_are_not_noticed(tmp_path: Path) -> None:
 
 
 async def bad_luck(cluster: WarmCluster) -> Report:
-    """A decode node dies, of all places while nobody looks, and its requests are not moved."""
+    """A decode node dies, and its requests do not move to another."""
     soak = Soak(seconds=0.0)
     async with clients(cluster, soak.asks(VOCAB_SIZE)[:21]) as load:
         await load.learn()

@@ -76,7 +76,7 @@ def test_all_replicas_work(cluster: WarmCluster) -> None:
 
 
 def test_a_prompt_goes_to_the_replica_that_knows_it(cluster: WarmCluster) -> None:
-    """Where nobody is busy, it would go to replica 0 for any other reason."""
+    """All replicas are idle, so for any other reason it would go to replica 0."""
     (node,) = cluster.nodes("decode")
     cases = [prompt(number) for number in range(200, 203)]
     full_blocks = sum(len(case) // 16 * 16 for case in cases)

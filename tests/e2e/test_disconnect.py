@@ -82,7 +82,7 @@ def count(cluster: WarmCluster, what: str) -> int:
 
 
 def is_quiet(cluster: WarmCluster) -> bool:
-    """The router serves nobody and has nobody on a node."""
+    """Returns whether the router serves no request and has none on a node."""
     state = cluster.get("/v1/cluster").json()
     placed = sum(node["in_flight"] for node in state["nodes"])
     return bool((state["running"], state["waiting"], placed) == (0, 0, 0))

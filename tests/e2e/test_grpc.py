@@ -307,7 +307,7 @@ def test_health_and_reflection(cluster: WarmCluster, role: str) -> None:
             request = health_pb2.HealthCheckRequest(service=service)
             assert health.Check(request, timeout=60).status == SERVING
         with pytest.raises(grpc.RpcError) as unknown:
-            health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=60)
+            health.Check(health_pb2.HealthCheckRequest(service="unknown"), timeout=60)
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         question = reflection_pb2.ServerReflectionRequest(list_services="")
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)

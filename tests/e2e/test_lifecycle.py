@@ -24,7 +24,7 @@ MODEL = "mistral"
 PROMPT = "Once upon a time there was a naïve girl named Zoë. She lived in an old mill"
 ROUTING = {
     "queue_timeout": 0.5,
-    "heartbeat_timeout": 10,  # nobody dies here without a word: who is late is not lost
+    "heartbeat_timeout": 10,  # no node dies here, and a late one is not lost
     "request_timeout": 6 * slowness(),  # how long a stream waits for a decode node to come back
     "max_concurrent_requests": 1,
     "max_queued_requests": 0,
@@ -45,7 +45,7 @@ def check_exact(service: Service) -> None:
 
 
 def check_refused(service: Service, status: int) -> str:
-    """Nobody serves; returns the reason given."""
+    """Checks that the request is refused; returns the reason."""
     response = service.post("/v1/completions", prompt=PROMPT)
     assert response.status_code == status, response.text
     assert int(response.headers["Retry-After"]) >= 1
@@ -264,7 +264,7 @@ def test_sigkill_of_up_leaves_no_process(fragile: Cluster) -> None:
     fragile.wait_for(lambda: fragile.home.processes() == [])
 
 
-# ---- options nobody can serve with ----------------------------------------------------------
+# ---- invalid options -------------------------------------------------------------------------
 
 ROUTER = ("router", "--port=0", "--grpc-port=0", "--registry-port=0")
 WRONG = [

@@ -404,7 +404,7 @@ def test_a_client_over_grpc_names_its_span_too(slow: WarmCluster, receiver: Rece
     assert "34" * 8 in {span.parent for span in trace}
 
 
-def test_a_receiver_that_is_away_delays_nobody(slow: WarmCluster, receiver: Receiver) -> None:
+def test_an_absent_receiver_delays_no_request(slow: WarmCluster, receiver: Receiver) -> None:
     receiver.stop()
     answers = (seconds(ask(slow, number)) for number in range(700 - 700 % 6, 750, 6))
     # A machine that stands still lengthens a stage of one answer, a receiver those of all.

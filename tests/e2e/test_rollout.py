@@ -272,5 +272,5 @@ def test_a_drained_prefill_node_finishes_its_transfer() -> None:
         answer = asyncio.run(run())
         expected = reference.greedy(cluster.model, LONG.prompt, 8)
         assert tuple(answer.choices[0].tokens) == expected
-        assert answer.migrations == 0  # nobody else did it
+        assert answer.migrations == 0  # no other node served it
         cluster.wait_idle()

@@ -372,7 +372,7 @@ def whole(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_a_dead_router_left_ends_with_its_lease(cluster: WarmCluster) -> None:
-    """It goes on meanwhile, and is freed when nobody comes for it."""
+    """It goes on meanwhile, and is freed when no client asks for it."""
     other, body = cluster.at(OTHER), bodies(WAYS[0], max_tokens=400)
     renew_decode_node(cluster, SHORT_LEASE)
     with ThreadPoolExecutor() as pool, cluster.standing_still("decode"):
@@ -453,7 +453,9 @@ def test_a_key_is_of_one_request(cluster: WarmCluster) -> None:
     cluster.wait_idle()
 
 
-def test_who_leaves_a_shared_answer_ends_it_for_nobody_else(cluster: WarmCluster) -> None:
+def test_a_client_that_leaves_a_shared_answer_does_not_end_it_for_others(
+    cluster: WarmCluster,
+) -> None:
     """When the last one has left it ends."""
     body = bodies(WAYS[0], max_tokens=100, stream=True, temperature=1, seed=9)
     expected, joined = streamed_text(cluster, body), len(made_elsewhere(cluster))

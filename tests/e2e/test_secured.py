@@ -124,7 +124,7 @@ def test_b8_a_clients_key_is_no_operators(cluster: WarmCluster) -> None:
     assert cluster.get("/v1/timelines/clients").json()["data"][0]["completion_tokens"] == 2
 
 
-def test_the_keys_are_shown_to_nobody(cluster: WarmCluster) -> None:
+def test_the_cluster_s_state_shows_no_keys(cluster: WarmCluster) -> None:
     assert not [key for key in (KEY, ADMIN_KEY) if key in cluster.get("/v1/cluster").text]
 
 

@@ -107,7 +107,7 @@ def info(node_id: str, address: str, role: int = pb.ROLE_DECODE, **like: Any) ->
 
 
 def register(cluster: WarmCluster, node: pb.NodeInfo, key: str | None = None) -> str:
-    """The name of the status of a registration by whoever has `key`."""
+    """Returns the name of the status of a registration with `key`."""
     role = "decode" if node.role == pb.ROLE_DECODE else "prefill"
     method, address = "/pdserve.v1.Registry/Register", cluster.registry
     request = pb.RegisterRequest(node=node, load=LOAD)
@@ -142,8 +142,8 @@ def job() -> pb.DecodeRequest:
 
 
 def decode_run(cluster: WarmCluster, metadata: Any = (), opening: Any = None) -> str:
-    """The name of the status of a generation by whoever shows `metadata`; with `opening` its
-    stream is opened first."""
+    """Returns the name of the status of a generation with `metadata`; with `opening` its stream is
+    opened first."""
     (node,) = cluster.nodes("decode")
     with grpc.insecure_channel(node["address"]) as channel:
         stub = pb_grpc.DecodeStub(channel)

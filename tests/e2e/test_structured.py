@@ -1,4 +1,4 @@
-"""Answers that are what their clients want them to be, whoever computes them."""
+"""Structured output keeps its schema on all nodes and through failovers."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
     page.route("**/v1/**", guard)
     window.open()
     field = page.get_by_label("Key", exact=True)
-    field.fill("schlüssel")  # no header can have it, so nobody would ever refuse it
+    field.fill("schlüssel")  # no header can carry it, so no server would refuse it
     page.keyboard.press("Enter")
     assert field.evaluate("field => field.validity.patternMismatch")
     field.fill("")

@@ -112,7 +112,7 @@ class GroupCaches:
                 continue
             first = 0 if group.window is None else max(0, query - group.window + 1)
             assert cache.read(table, first, len(known)) == [*known[first:]], (
-                f"{group.name}: others'"
+                f"{group.name}: KV of another sequence"
             )
 
 
@@ -134,8 +134,8 @@ class StepsAlone(Executor):
 
 
 class ChecksumRanks(StepsAlone):
-    """Computes steps in order, at any time between the call and its answer. Now and then defers a
-    sequence that has bad words."""
+    """Computes steps in order, each at a random time between the call and its answer. Sometimes
+    defers a sequence that has bad words."""
 
     def __init__(self, rng: random.Random, groups: Sequence[KVGroup] = (FULL,)) -> None:
         self.rng = rng
@@ -143,11 +143,11 @@ class ChecksumRanks(StepsAlone):
         self._defers = not any(group.state for group in groups)
         self.sequences: dict[int, EngineSequence] = {}  # seq_id → the engine's sequence
         self.touched = Counter[int]()  # seq_ids of the steps in flight
-        # seq_ids whose next token fails, with the KV of its step.
+        # Sequences whose next token fails; the KV of that step is wrong.
         self.broken: set[int] = set()
         self.num_drawn = 0  # tokens that were used before the engine knew them
         self._last: dict[int, int] = {}  # seq_id → the token of the last step
-        self._unknown: set[int] = set()  # seq_ids that failed, and are computed all the same
+        self._unknown: set[int] = set()  # seq_ids that failed but are still in the step
         self._batch, self._draft_batch = _input_batch(), _input_batch()
         self._draft_cache = GroupCaches([FULL])
         self._computing, self._answering = asyncio.Lock(), asyncio.Lock()
@@ -261,8 +261,8 @@ class ChecksumRanks(StepsAlone):
 
 
 def check_known(entry: StepSequence, sequence: EngineSequence) -> None:
-    """Checks that a rank knows of a sequence what the engine knows, while their step is in flight,
-    and the token that the engine may not know yet."""
+    """Checks a rank's state of a sequence against the engine's while their step is in flight; the
+    rank may know one token more."""
     params, end = sequence.sampling, entry.start + len(entry.token_ids)
     tokens = sequence.token_ids
     if len(tokens) == entry.start:

@@ -19,16 +19,16 @@ KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
     "any": lambda view, transfer: True,
     "indexer": lambda view, transfer: view.cache.shape[1] == 1 and view.cache.shape[5] == 16,
     "latent": lambda view, transfer: view.cache.shape[1] == 1 and view.cache.shape[5] == 40,
-    "state": lambda view, transfer: view.cache.shape[4] == 1,  # one slot a block
-    "window": lambda view, transfer: transfer.first_block > 0,  # where no prefix is cached
+    "state": lambda view, transfer: view.cache.shape[4] == 1,  # one slot per block
+    "window": lambda view, transfer: transfer.first_block > 0,  # if no prefix is cached
 }
-"""Recognizes the KV of a group, in models that have one such group."""
+"""Kind → whether a transfer is of that kind of KV group, in models that have one such group."""
 
 
 class Spoiler(P2PConnector):
-    """Mixed into a connector. Options: `probability` that an arrival, a second try too, is
-    spoilt; `kind` of KV that is; `seed`; `ledger`, a file that gets a line for each that was: the
-    fault's name."""
+    """A mixin for connectors that corrupts arrivals at the sink. Options: `probability` of a
+    fault in each arrival, second tries included; `kind` of KV to corrupt; `seed`; `ledger`, a file
+    to which each fault's name is appended."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         options = dict(config)
@@ -40,7 +40,7 @@ class Spoiler(P2PConnector):
         super().__init__(context, options)
 
     def is_due(self, transfer: SinkTransfer) -> bool:
-        """Draws whether an arrival shall be spoilt."""
+        """Decides at random whether to corrupt an arrival."""
         if not transfer.block_ids or not self._is_kind(self.context.view, transfer):
             return False
         with self._lock:
@@ -59,7 +59,7 @@ class Spoiler(P2PConnector):
 
 
 class Corrupt(Spoiler):
-    """Spoils what has landed."""
+    """Corrupts KV that has landed, before the digests are compared."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         self._places: dict[bytes, tuple[Place, Data]] = {}

@@ -1,5 +1,5 @@
-"""Connectors that hash KV while it moves, and corrupt it in transit: after it was sent and before
-the sink hashes it. A ledger records it."""
+"""Connectors that hash KV while it moves, and corrupt it in transit: after the source sent it and
+before the sink hashes it. A ledger records each fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ group_connector.SHORT_NBYTES = 0  # hashes runs of small models too while they a
 
 
 class SpoiltOnTheWay(Spoiler):
-    """Spoils at most one frame of an epoch."""
+    """Corrupts at most one frame of an epoch."""
 
     def __init__(self, context: RankContext, config: Mapping[str, Any]) -> None:
         super().__init__(context, config)
@@ -47,7 +47,7 @@ class SpoiltOnTheWay(Spoiler):
 
 
 class SpoilingPipeMover(HashingPipeMover):
-    """The kernel writes something else into the blocks than was sent; the hash is of that."""
+    """Other bytes than the source sent reach the blocks, and the sink hashes those."""
 
     def __init__(self, connector: SpoiltOnTheWay, pipe: SocketPipe) -> None:
         super().__init__(connector.context.view, pipe)
@@ -82,7 +82,7 @@ class SpoiltTCP(SpoiltOnTheWay, TCPConnector):
 
 
 class SpoilingCache(MappedCache):
-    """The copy loop loads, and so stores and hashes, other bytes than the source has."""
+    """Copies other bytes than the source has, and hashes those."""
 
     connector: SpoiltOnTheWay
     frame: Frame

@@ -20,7 +20,7 @@ class ToyExtension:
         self.rank = rank
         self.emit = emit
         self.go = threading.Event()
-        self.over = threading.Event()  # set when the rank must end
+        self.over = threading.Event()  # set when the rank closes
 
     def handle(self, message: bytes) -> bytes:
         if message == b"thread":
@@ -43,8 +43,9 @@ class ToyExtension:
 
 
 class ToyWorker:
-    """`config`: `extension`, whether it has one; `fail_rank` and `exit_rank`, ranks that do not
-    start; `late_rank`, which starts when the file `late_until` exists."""
+    """Fails as `config` says. `extension`: whether it has one. `fail_rank`, `exit_rank`: ranks that
+    raise or exit at their start. `late_rank`: a rank that starts when the file `late_until`
+    exists."""
 
     def __init__(self, spec: WorkerSpec, emit: Emit) -> None:
         self.rank = spec.rank
@@ -60,9 +61,12 @@ class ToyWorker:
         return b"%d %d" % (self.rank, os.getpid())
 
     def step(self, message: bytes) -> bytes | Callable[[], bytes]:
-        """`wait` lasts until the extension is told to "go"; `raise R` and `exit R` concern rank R:
-        `raise R` lasts on the others until they are to end, so that none answers before R raises.
-        `later X` is X, but the next step does not wait for its result.
+        """Runs a command.
+
+        wait      waits until the extension gets "go"
+        raise R   rank R raises; the others wait until they close, so none answers before
+        exit R    rank R exits
+        later X   X, as a step that the next one does not wait for
         """
         command, _, argument = message.partition(b" ")
         if command == b"later":

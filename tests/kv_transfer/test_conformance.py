@@ -210,7 +210,7 @@ def test_everything_is_checked(runs: Runs, run: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_checked_unasked(tmp_path: Path) -> None:
-    """Whoever collects the kit's folder by accident runs none of it."""
+    """A pytest that collects the kit's folder by accident runs none of it."""
     outcomes = run_kit(tmp_path, ALL_CHECKS)
     assert outcomes and all(outcomes.values())
 

@@ -134,7 +134,7 @@ def test_a_source_that_cannot_introduce_itself_says_why(
 def test_late_frames_are_drained_and_counted(rank: Callable[..., Rank]) -> None:
     sink = rank(TCPConnector)
     with greeted(sink) as pipe:
-        say(pipe, *data_frame(0, 2))  # nobody accepted it yet
+        say(pipe, *data_frame(0, 2))  # not accepted yet
         wait_until(lambda: sink.connector.counts["unknown_frame"] == 1)
         sink.connector.accept(SinkTransfer(ID, 2, 0, SINK_IDS))
         say(pipe, *data_frame(0, 2, epoch=1))
@@ -183,7 +183,7 @@ def test_what_contradicts_the_agreement_fails_the_transfer(
 # ---- who may touch the blocks ----
 
 
-@pytest.mark.parametrize("within", ["a header", "a payload nobody wants", "a payload given up"])
+@pytest.mark.parametrize("within", ["a header", "an unknown payload", "a payload given up"])
 def test_a_peer_that_stalls_within_a_frame_is_lost_and_a_silent_one_is_not(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, within: str
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_frame_that_the_source_did_not_hold_to_its_end_does_not_count(
         assert (failed.code, failed.blame, failed.retryable) == ("EXPIRED", "prefill", True)
 
 
-def test_gate_waits_for_those_inside_and_lets_nobody_in() -> None:
+def test_a_closed_gate_waits_for_threads_inside_and_admits_none() -> None:
     gate, inside, leave = Gate(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -284,7 +284,7 @@ def test_a_connection_is_kept_and_replaced_when_it_broke(
             wait_until(lambda: not pipes._server._pipes)
 
 
-def test_a_connection_that_nobody_uses_is_closed(
+def test_an_idle_connection_is_closed(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transfer under way keeps it; it is made again for the next one."""

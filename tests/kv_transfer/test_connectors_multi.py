@@ -139,7 +139,7 @@ async def test_one_that_cannot_connect_is_replaced_within_the_transfer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with pair("shm,tcp", 2, 1) as made:
-        made.sink_node.children()["shm"].close(1.0)  # nobody listens any more
+        made.sink_node.children()["shm"].close(1.0)  # it no longer listens
         with caplog.at_level(logging.WARNING, "pdserve.kv_transfer.connectors.multi.connector"):
             for _ in range(3):
                 await hand_off(made)
@@ -310,7 +310,9 @@ def test_the_next_one_hears_all_that_was_announced(stage: Stage) -> None:
 @pytest.mark.parametrize(
     "failed", [fail("FINGERPRINT_MISMATCH", retryable=False), fail("PEER_LOST")]
 )
-def test_what_another_cannot_mend_is_told(stage: Stage, failed: Failed) -> None:
+def test_a_failure_that_another_connector_cannot_avoid_is_reported(
+    stage: Stage, failed: Failed
+) -> None:
     stage.submit()
     if failed.retryable:
         stage.a.context.emit(Progress(ID, 1, 8))  # something has moved

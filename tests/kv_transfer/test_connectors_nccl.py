@@ -31,8 +31,8 @@ from pdserve.kv_transfer.connector import (
     SinkTransfer,
 )
 from pdserve.kv_transfer.connectors.base import channel as base_channel
+from pdserve.kv_transfer.connectors.base import handshake
 from pdserve.kv_transfer.connectors.base.handshake import recv_frame, send_frame
-from pdserve.kv_transfer.connectors.nccl import connector as nccl
 from pdserve.kv_transfer.connectors.nccl.connector import NCCLConnector
 from pdserve.kv_transfer.connectors.nccl.group import NcclPair, Side
 from pdserve.kv_transfer.connectors.tcp import Options, TCPTransport
@@ -41,7 +41,7 @@ from pdserve.kv_transfer.gate import Gate
 from pdserve.kv_transfer.layout import Rect
 from waiting import wait_until
 
-PROMPT = 20.0  # seconds within which whoever is blocked must be free: before any time-out
+PROMPT = 20.0  # seconds within which a blocked thread must return: before any time-out
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_late_frame_of_another_size_ends_the_connection(
     channel.close()
 
 
-# ---- whoever is blocked is freed ----
+# ---- blocked threads return ----
 
 
 def test_quiesce_frees_a_sink_whose_source_has_stalled(make: Callable[..., Rank]) -> None:
@@ -176,7 +176,7 @@ def test_a_pair_that_cannot_meet(
     code: str,
 ) -> None:
     caplog.set_level("ERROR")  # a captured record keeps the error's frames, and so the group
-    monkeypatch.setattr(nccl, "MEET_S", 0.3 if code == "CONNECT_FAILED" else 60.0)
+    monkeypatch.setattr(handshake, "GREETING_S", 0.3 if code == "CONNECT_FAILED" else 60.0)
     source = make()
     listener = TCPTransport(Options()).listen("127.0.0.1")
     submit_to(source, listener.endpoint)

@@ -233,7 +233,7 @@ def test_a_table_that_could_shrink_is_refused() -> None:
 def test_a_peer_of_another_user_is_refused(
     make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel says who it is: nobody takes a place or a thread, on either side."""
+    """The kernel tells its user, so it takes neither a slot nor a thread, on either side."""
     sink, source = make(ShmConnector), make(ShmConnector)
     sink.connector.endpoint()
     monkeypatch.setattr(pull.os, "geteuid", lambda: 4711)

@@ -83,8 +83,8 @@ def test_two_events_out_of_turn_break_no_promise(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
 def test_three_events_out_of_turn_break_no_promise(name: str) -> None:
-    """All of two; of three, as many as half a minute allows. Where nothing fails and nobody leaves,
-    the blocks are always activated in the end."""
+    """All pairs, and as many triples as half a minute allows. Where nothing fails and no client
+    leaves, the blocks are always activated in the end."""
     report = explore(DEEP[name], choices=3, most_runs=20_000)
     assert report.outcomes >= ({"activated", "freed"} if DEEP[name].budget else {"activated"})
 

@@ -1,6 +1,6 @@
 """A source hashes what is more than a little as it sends it, and a sink that alone writes into its
 blocks as it writes: nothing is read again, and faults on the way are found. Blocks that others may
-write, or nobody hashed, are read."""
+write, or that were not hashed, are read."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_replicated_heads_share_the_sending() -> None:
     assert sorted(senders) == [0, 1, 2, 3]
 
 
-def test_plan_names_the_part_nobody_holds() -> None:
+def test_plan_names_the_part_that_no_source_holds() -> None:
     with pytest.raises(TransferError, match="head_start=2") as error:
         plan(shares([Rect(0, 4, 0, 2)]), shares([Rect(0, 4, 0, 4)]))
     assert error.value.code == "LAYOUT_MISMATCH"

@@ -165,7 +165,7 @@ def test_a_sink_opens_one_epoch_after_another_and_a_source_none() -> None:
     for epoch in (1, 2, 3):
         assert sink.on(SinkEvent.OPENED, epoch) == (Action.ISSUE_TICKET,)
         sink.on(SinkEvent.RETARGET)
-        assert sink.epoch == epoch  # until nobody can write any more
+        assert sink.epoch == epoch  # until nothing can write any more
         assert sink.on(SinkEvent.QUIESCED) == (Action.OPEN,)
         assert sink.epoch == epoch + 1
     assert source_machine(late).state is SourceState.SENDING

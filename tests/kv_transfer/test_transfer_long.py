@@ -156,7 +156,7 @@ async def test_long_runs_are_cut() -> None:
 async def test_a_source_whose_digests_never_come_gives_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its connector hashes as it sends and has stopped: nothing moves, so nobody renews."""
+    """Its connector hashes as it sends and has stopped: nothing moves, so no lease is renewed."""
     monkeypatch.setattr(group_connector, "SHORT_NBYTES", 0)
     monkeypatch.setattr(Channel, "deliver", lambda *frame: stopped.wait(20.0))
     stopped = threading.Event()
@@ -214,7 +214,7 @@ async def test_a_rank_that_failed_is_its_own_node_s_fault() -> None:
         assert (caught.value.code, caught.value.blame) == ("RANK_DIED", Blame.PREFILL)
 
 
-async def test_runs_that_a_rank_takes_at_once_starve_nobody() -> None:
+async def test_runs_that_a_rank_takes_at_once_do_not_block_the_event_loop() -> None:
     """They are as many as a failover announces again; the rank is one of this process."""
     turns, taken = 0, Counter[int]()  # of this task; commands in each
 

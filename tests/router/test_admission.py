@@ -103,7 +103,7 @@ async def test_one_client_leaves_places_and_room_in_the_queue_to_others():
         assert full.sizes == (4, 98)
         await full.refuses("greedy", match="this client")
         await full.let_go(first)
-        assert full.sizes == (4, 97)  # whoever holds fewest has the next free place
+        assert full.sizes == (4, 97)  # the client that holds fewest has the next free slot
 
 
 async def test_clients_that_hold_much_leave_places_to_who_holds_none():
@@ -120,7 +120,7 @@ async def test_clients_that_hold_much_leave_places_to_who_holds_none():
         assert full.admission.running == 16  # and the third as soon as one of them leaves
 
 
-async def test_places_are_counted_by_choices_and_large_requests_hold_nobody_up():
+async def test_slots_are_counted_by_choices_and_large_requests_do_not_block_others():
     async with queue(max_running=8, max_client_share=0.75) as full:
         await full.hold("greedy", 3, choices=128)
         assert full.sizes == (1, 2)
@@ -146,7 +146,7 @@ async def test_a_priority_is_for_the_client_s_own_queue():
     async with asyncio.TaskGroup() as group:
         for each in asked:
             group.create_task(ask(*each))
-    assert order[0] == ("a", 0)  # came when nobody waited
+    assert order[0] == ("a", 0)  # came when no request waited
     assert [p for client, p in order[1:] if client == "a"] == [-2, -1, 0, 2]
     assert [p for client, p in order if client == "b"] == [3, 9]
     assert {client for client, _ in order[1:5]} == {"a", "b"}  # in turn
@@ -181,7 +181,7 @@ async def test_in_a_full_queue_the_client_with_most_of_it_gives_way():
         await full.refuses("e")  # clients without end do not make the queue longer
 
 
-async def test_a_body_that_has_begun_does_not_give_way_and_holds_nobody_up():
+async def test_a_body_that_has_begun_does_not_give_way_and_does_not_block_others():
     async with queue(max_running=2, max_waiting=4, max_client_share=0.75) as full:
         await full.hold(Batch("a"), 20)
         await full.hold("b", 2)  # half of the queue, as two clients share it
@@ -224,7 +224,7 @@ async def test_a_place_granted_to_a_request_that_leaves_is_given_back():
 
 
 async def test_slots_are_shared_with_other_routers():
-    """Each keeps an equal part; what others give back goes to whoever waits."""
+    """Each keeps an equal part; slots that others give back go to waiting requests."""
     admission = Admission(max_running=8, max_waiting=4, timeout=5)
     admission.placed_by_others(8, 2)
     release, held = asyncio.Event(), []

@@ -1,4 +1,4 @@
-"""Constraints as clients word them, and compiling them where a hostile one hurts nobody."""
+"""Constraints as clients write them; a hostile one does not harm other requests."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_newcomer_waits_for_one_piece_of_each_client_that_waits() -> None:
     assert meanwhile["large"] <= 1 and meanwhile["burst"] * 50 <= 4000 + 50
 
 
-def test_time_that_nobody_else_wanted_is_not_paid_back() -> None:
+def test_idle_capacity_that_a_client_used_is_not_paid_back() -> None:
     """A client that was alone for long is not behind when another one comes."""
     desk = Desk()
     for _ in range(100):

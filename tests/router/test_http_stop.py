@@ -66,7 +66,7 @@ async def test_balancers_hear_of_a_stop_first(site: Site, monkeypatch: pytest.Mo
 async def test_without_a_balancer_a_stop_is_quick(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would see that it is not ready any more."""
+    """No balancer would see that it is not ready any more."""
     monkeypatch.setattr(module, "QUIET", 600)
     await site.complete(max_tokens=1)
     stop = asyncio.create_task(site.server.stop(drain_timeout=600))

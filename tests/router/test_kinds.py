@@ -124,7 +124,7 @@ class History:
     def step(self) -> None:
         happens = self.random.choices(
             [self.registers, self.beats, self.leaves, self.begins, self.ends, self.progresses,
-             self.passes, self.fails_to_answer, self.answers, self.breaks_link, self.mends_link],
+             self.passes, self.fails_to_answer, self.answers, self.breaks_link, self.link_recovers],
             [6, 12, 1, 8, 6, 2, 3, 1, 2, 2, 1],
         )[0]  # fmt: skip
         happens()
@@ -199,7 +199,7 @@ class History:
         for _ in range(self.random.randrange(5)):
             self.registry.links.failed(*self.link(), "no route")
 
-    def mends_link(self) -> None:
+    def link_recovers(self) -> None:
         self.registry.links.succeeded(*self.link())
 
     def request(self) -> PlacementRequest:

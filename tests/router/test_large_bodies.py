@@ -203,7 +203,7 @@ async def test_bodies_share_a_bounded_memory_and_clients_its_shares() -> None:
     small.chunks.put_nowait(b"x" * 100)
     small.chunks.put_nowait(b"")
     assert await read(small, "a") == 100  # counts for nothing
-    with pytest.raises(Unavailable):  # there is no room; whoever waits reads nothing
+    with pytest.raises(Unavailable):  # there is no room; a waiting request reads nothing
         await read(Slow(10 * MIB), "c")
     first.chunks.put_nowait(b"x" * MIB)
     first.chunks.put_nowait(b"")
@@ -242,7 +242,7 @@ async def test_the_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Overloaded):
         await read("a")
     other = asyncio.create_task(read("b"))
-    with pytest.raises(Overloaded):  # whoever has most waiting gives way, the newest first
+    with pytest.raises(Overloaded):  # the client with most waiting gives way, the newest first
         await many[-1]
     assert not any(task.done() for task in many[:-1])
     for task in (*many, other):

@@ -27,7 +27,7 @@ REQUEST = GenerationRequest("r", (1,), SamplingParams())
 async def spell(request: GenerationRequest, put: Put) -> GenerationStats:
     """Three letters in each step."""
     for at in range(0, len(TEXT), 3):
-        for _ in range(50):  # turns of the loop, in which whoever reads has read
+        for _ in range(50):  # turns of the loop, in which the reader has read
             await asyncio.sleep(0)
         for letter in TEXT[at : at + 3]:
             put(TextDelta(0, letter, (SampledToken(1),)))

@@ -80,7 +80,7 @@ def test_replicas_share_a_queue_and_not_the_prompt() -> None:
     assert choose(PrefixAware(), wants(1000, {some[1]: 600}), some) == "n1"
 
 
-def test_new_prompts_are_dealt_out_though_nobody_queues() -> None:
+def test_new_prompts_spread_over_nodes_without_queues() -> None:
     some, policy = nodes(0, 0, 0, 0), PrefixAware()
     chosen = [choose(policy, wants(1000, now=turn / 100), some) for turn in range(40)]
     assert [chosen.count(node.id) for node in some] == [10] * 4
@@ -292,7 +292,7 @@ class Remembers(Policy):
 
 
 class Herds(Policy):
-    """Takes whoever has most of the prompt."""
+    """Takes the node that has most of the prompt cached."""
 
     uses_prefixes = True
 
@@ -436,7 +436,7 @@ async def test_a_prefix_is_found_and_only_the_rest_counts_as_load() -> None:
     assert world.count("prefix_index_queries", "decode") == 0
 
 
-async def test_without_such_a_policy_nobody_asks() -> None:
+async def test_a_policy_without_prefixes_does_not_look_them_up() -> None:
     world = World("least-load")
     world.cached = {"p1": 7}
     world.match = None  # type: ignore[assignment]

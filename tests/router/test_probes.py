@@ -102,7 +102,7 @@ async def test_a_node_whose_connection_ends_is_left_without_waiting() -> None:
 
 async def test_nodes_that_are_not_there_are_noticed_at_once() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens
+        taken.bind(("127.0.0.1", 0))  # nothing listens
         async with probed(f"127.0.0.1:{taken.getsockname()[1]}", FOR_EVER) as registry:
             await eventually(lambda: registry.nodes()[0].unreachable)
 

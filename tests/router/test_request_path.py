@@ -318,7 +318,7 @@ async def test_an_answer_to_retarget_that_does_not_parse_is_the_decode_nodes_fau
     assert len(node.jobs) > 0 and breakers(four) == {BreakerState.CLOSED}
 
 
-async def test_what_fails_after_the_last_token_is_nobody_s_failure(
+async def test_a_call_that_fails_after_the_last_token_does_not_count(
     pair: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request's tasks are only waited for then: a call that breaks just now, say."""
@@ -702,7 +702,7 @@ async def test_a_node_that_tells_what_cannot_be_is_left(four: FakeCluster, rude:
         assert len(four[name].jobs) < 6 and node.breaker.state is not BreakerState.CLOSED
 
 
-async def test_what_comes_after_the_end_is_nobodys(four: FakeCluster) -> None:
+async def test_events_after_the_end_are_dropped(four: FakeCluster) -> None:
     four["d0"].tells = four["d1"].tells = lambda event: (event, event, event)[
         : 3 if isinstance(event, pb.TokenEvent) and event.finish_reason else 1
     ]
@@ -761,7 +761,7 @@ async def test_a_lease_that_lapses_on_the_decode_node_breaks_the_pair(pair: Fake
 async def test_transfers_that_fail_on_the_prefill_node_end_in_a_local_prefill(
     pair: FakeCluster,
 ) -> None:
-    """They are no failures of its engine, whoever is to blame: the request is not poison."""
+    """They do not count as failures of its engine, so the request is not poison."""
     pair["p0"].on_run = fails(TransferError("a defect", code="INTERNAL", blame=Blame.PREFILL))
     await pair.ask()
     assert pair["d0"].local_prefills == 1

@@ -124,7 +124,7 @@ async def ends(reader: asyncio.StreamReader) -> bytes:
 # ---- clients that ask without a pause -------------------------------------------------------
 
 
-async def test_a_pipeline_of_requests_starves_nobody(tmp_path: Path) -> None:
+async def test_pipelined_requests_do_not_block_the_event_loop(tmp_path: Path) -> None:
     turns, asked = 0, Counter[int]()  # of this task; requests in each
     talker = Talker(1)
     talker.ready = lambda: (asked.update([turns]), (True, ""))[1]  # type: ignore[method-assign]
@@ -141,11 +141,11 @@ async def test_a_pipeline_of_requests_starves_nobody(tmp_path: Path) -> None:
         writer.close()
 
 
-# ---- answers that nobody takes --------------------------------------------------------------
+# ---- clients that do not read ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_place_is_free_when_the_nodes_have_finished_though_nobody_reads(
+async def test_a_slot_is_free_when_the_nodes_have_finished_and_the_client_does_not_read(
     tmp_path: Path, stream: bool
 ) -> None:
     talker = Talker(400)  # 20 MB
@@ -154,7 +154,7 @@ async def test_a_place_is_free_when_the_nodes_have_finished_though_nobody_reads(
         ask(writer, stream=stream)
         async with asyncio.timeout(60):
             await talker.finished.wait()
-        assert talker.open == 0  # its place is free; nobody has read a byte
+        assert talker.open == 0  # its slot is free; no byte was read
         received = 0
         async with asyncio.timeout(60):
             while received < 400 * len(PIECE):  # and nothing is lost
@@ -196,7 +196,7 @@ async def test_a_client_that_reads_by_fits_and_starts_gets_all(
     assert (b"Transfer-Encoding: chunked" in got) == (version == "1.1")
 
 
-async def test_an_endless_answer_that_nobody_reads_is_cancelled(
+async def test_an_endless_answer_to_a_client_that_does_not_read_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation_module, "MAX_BEHIND", 500)

@@ -257,6 +257,6 @@ def test_a_text_that_can_be_no_call_does_not_wait_for_its_end() -> None:
 def test_unknown_names_and_classes_are_refused() -> None:
     assert tool_parser("mistral") is MistralParser
     with pytest.raises(ConfigError, match=r"choose one of: deepseek_v3, .*hermes"):
-        tool_parser("nobody")
+        tool_parser("unknown")
     with pytest.raises(ConfigError, match="no subclass of ToolParser"):
         tool_parser("json:JSONDecoder")

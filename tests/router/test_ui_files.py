@@ -23,7 +23,7 @@ SCRIPTS = ("app.js", "charts.js", "chat.js", "cluster.js", "dom.js", "requests.j
 FILES = {"/ui": "index.html", **{f"/ui/{name}": name for name in (*SCRIPTS, "style.css")}}
 
 
-async def test_everybody_gets_the_files_and_nobody_the_cluster_without_the_key(
+async def test_the_page_needs_no_key_and_the_cluster_s_state_does(
     tmp_path: Path,
 ) -> None:
     folder = byte_level_folder(tmp_path)

@@ -38,7 +38,7 @@ def _constants(net: Any) -> SelectiveInputs:
     eps, norms = _norms(net, sizes, chooses)
     return SelectiveInputs(
         sizes,
-        eps,
+        eps=eps,
         mixed=chooses.new_empty(0, inner),
         weights=weights,
         bias=none if net.conv1d.bias is None else net.conv1d.bias.detach().float(),

@@ -25,8 +25,8 @@ class Share;
 class Job {
 public:
     using Body = void (*)(const void* context, Share&);
-    // The owner's thread: nobody holds a tile. The old ticket goes first: whoever sees the new count
-    // then finds that the ticket it has read is not the present one.
+    // The owner's thread, while no thread holds a tile. The old ticket goes first, so a thread that
+    // sees the new count finds that the ticket it has read is not the present one.
     void open(int64_t count, Body body, const void* context) {
         const uint64_t ticket = ((ticket_.load(std::memory_order_relaxed) >> 32) + 1) << 32;
         ticket_.store(ticket | NONE, std::memory_order_relaxed);

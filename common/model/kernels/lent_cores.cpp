@@ -38,7 +38,7 @@ int64_t now() {
     return int64_t(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
 }
 
-// One core of the table: 64 bytes, zeros while nobody owns it.
+// One core of the table: 64 bytes, zeros while it has no owner.
 struct Core {
     static constexpr uint32_t OWNED = 1, COMPUTING = 2;  // above them, which guest holds it
 

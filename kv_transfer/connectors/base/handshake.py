@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 from pdserve.common.core.errors import Blame, TransferError
@@ -67,14 +67,10 @@ def _refusal(code: str, message: str) -> TransferError:
     return TransferError(message, code=code, blame=Blame.PREFILL, retryable=False)
 
 
-def greeting_limit(pipe: KVPipe, peer: Blame) -> AbstractContextManager[None]:
-    """Limits the whole greeting of two ranks, as `time_limit`."""
-    return time_limit(pipe, GREETING_S, peer)
-
-
 @contextmanager
-def time_limit(pipe: KVPipe, seconds: float, peer: Blame) -> Iterator[None]:
-    """Interrupts the pipe when the body takes longer as a whole, even if bytes trickle in.
+def greeting_limit(pipe: KVPipe, peer: Blame) -> Iterator[None]:
+    """Interrupts the pipe when the body takes longer than GREETING_S as a whole, even if bytes
+    trickle in.
 
     Raises:
         TransferError: CONNECT_FAILED, instead of the interrupted pipe's OSError.
@@ -85,7 +81,7 @@ def time_limit(pipe: KVPipe, seconds: float, peer: Blame) -> Iterator[None]:
         late.set()
         pipe.interrupt()
 
-    timer = threading.Timer(seconds, interrupt)
+    timer = threading.Timer(GREETING_S, interrupt)
     timer.daemon = True
     timer.start()
     try:
@@ -93,7 +89,7 @@ def time_limit(pipe: KVPipe, seconds: float, peer: Blame) -> Iterator[None]:
     except OSError as error:
         if not late.is_set():
             raise
-        message = f"the {peer} rank sent no greeting within {seconds:g} s"
+        message = f"the {peer} rank sent no greeting within {GREETING_S:g} s"
         raise TransferError(message, code="CONNECT_FAILED", blame=peer) from error
     finally:
         timer.cancel()

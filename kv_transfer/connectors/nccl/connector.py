@@ -20,9 +20,9 @@ from pdserve.common.core.errors import Blame, ConfigError
 from pdserve.kv_transfer.blocks import gather, piece_nbytes, scatter
 from pdserve.kv_transfer.connector import RankContext
 from pdserve.kv_transfer.connectors.base.channel import Mover, OwnStream, parts
-from pdserve.kv_transfer.connectors.base.handshake import time_limit
+from pdserve.kv_transfer.connectors.base.handshake import greeting_limit
 from pdserve.kv_transfer.connectors.base.sockets import SocketPipe
-from pdserve.kv_transfer.connectors.nccl.group import MEET_S, PairGroup, PairStore, Side, join
+from pdserve.kv_transfer.connectors.nccl.group import PairGroup, PairStore, Side, join
 from pdserve.kv_transfer.connectors.pipe_connector import PipeConnector
 from pdserve.kv_transfer.connectors.tcp import Options as TCPOptions
 from pdserve.kv_transfer.connectors.tcp import TCPListener, TCPTransport
@@ -72,10 +72,10 @@ class GroupPipe(SocketPipe):
 
     def meet(self, stall_s: float, device: torch.device) -> PairGroup:
         """Joins the group. Raises OSError when the other rank is gone, TransferError when it does
-        not join within MEET_S seconds or sends other frames."""
+        not join within GREETING_S seconds or sends other frames."""
         peer = Blame.DECODE if self._side is Side.SOURCE else Blame.PREFILL
         store = PairStore(self, peer)
-        with time_limit(self, MEET_S, peer):
+        with greeting_limit(self, peer):
             self._group = join(store, self._side, self.sock, stall_s, device)
             store.finish()
         return self._group

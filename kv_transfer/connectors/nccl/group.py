@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 
 from pdserve.common.core.errors import Blame
-from pdserve.kv_transfer.connectors.base.handshake import recv_greeting, send_frame
+from pdserve.kv_transfer.connectors.base.handshake import GREETING_S, recv_greeting, send_frame
 from pdserve.kv_transfer.frame import Frame, FrameKind, bad_frame
 from pdserve.kv_transfer.pipe import KVPipe
 
-MEET_S = 5.0  # within which both ranks must join
 DONE = ""  # the key that ends the exchange
 BREAK_TAG = 1  # of a receive to which the peer never sends
 # Between two looks at a part on its way: 64 MiB may take less than a millisecond.
@@ -89,7 +88,7 @@ class GlooPair(PairGroup):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         host = sock.getsockname()[0]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=MEET_S)
+        options._timeout = timedelta(seconds=GREETING_S)
         options._threads = 1
         super().__init__(dist.ProcessGroupGloo(store, side, 2, options), side, stall_s)
 
@@ -176,7 +175,8 @@ def join(
 
 @contextmanager
 def connection_errors() -> Iterator[None]:
-    """torch reports a lost or silent peer as a RuntimeError (DistError is one)."""
+    """Raises ConnectionError for torch's RuntimeError, by which it reports a lost or silent
+    peer."""
     try:
         yield
     except RuntimeError as error:

@@ -49,15 +49,15 @@ _ROWS = (
 
 
 def found_in(template: str) -> tuple[str | None, str | None]:
-    """The names of the parsers for tool calls and for reasoning; None: the template has no marks
-    of any."""
+    """Returns the names of the parsers for tool calls and for reasoning; None: the template has no
+    marks of any."""
     rows = [row for row in _ROWS if all(mark in template for mark in row.marks)]
     tools = next((row.tools for row in rows if row.tools), None)
     return tools, next((row.reasoning for row in rows if row.reasoning), None)
 
 
 def resolved(config: ChatConfig, template: str) -> ChatConfig:
-    """The configuration with names in the place of `auto`.
+    """Returns the configuration with names in the place of `auto`.
 
     Raises:
         ConfigError: the template shows no format of tool calls, or two that exclude each other.

@@ -29,7 +29,7 @@ class BareCallParser(ToolParser):
         self.content(reader.kept())
 
     def _begun(self) -> Step[str]:
-        """The name, if parameters follow; else empty."""
+        """Returns the name, if parameters follow; else empty."""
         reader, name = self.reader, ""
         for mark, key in (("{", "name"), (",", "parameters")):
             if not (yield from reader.literal(mark)):

@@ -133,7 +133,7 @@ class MistralParser(NamedCallParser):
 
     @staticmethod
     def new_id(name: str, index: int) -> str:
-        """Nine letters and digits: Mistral's templates refuse other ids."""
+        """Returns nine letters and digits: Mistral's templates refuse other ids."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def one(self) -> Step[bool]:

@@ -42,7 +42,7 @@ def quoted_by(quote: str) -> Notation:
 
 
 def from_python(text: str) -> str | None:
-    """A Python value as JSON; None if the text is none."""
+    """Returns a Python value as JSON; None if the text is none."""
     reader, parts = Reader(), list[str]()
     reader.feed(text)
     reader.close()
@@ -51,7 +51,7 @@ def from_python(text: str) -> str | None:
 
 
 def _run(step: Step[bool]) -> bool:
-    """The result of a step that waits for nothing."""
+    """Returns the result of a step that waits for nothing."""
     try:
         next(step)
     except StopIteration as stop:

@@ -64,7 +64,7 @@ class Reader:
         return taken
 
     def peek(self) -> Step[str]:
-        """The next character; empty at the end."""
+        """Returns the next character; empty at the end."""
         while not len(self) and not self._closed:
             yield
         return self._text[self._at : self._at + 1]
@@ -161,7 +161,7 @@ class Reader:
 
 
 def decode(text: str) -> object:
-    """The value of a JSON text; None if it is invalid. Half a character becomes `?`."""
+    """Returns the value of a JSON text; None if it is invalid. Half a character becomes `?`."""
     try:
         value = json.loads(text, strict=False)
         return _whole(value) if _HALF.search(text) else value
@@ -175,16 +175,16 @@ def _whole(value: object) -> object:
 
 
 def encode(text: str) -> str:
-    """The text as a JSON string."""
+    """Returns the text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def nowhere(text: str) -> None:
-    """A sink that drops the text."""
+    """Drops the text; a sink."""
 
 
 @cache
 def _plain(first: str) -> re.Pattern[str]:
-    """A character, then such as begin no marker, without the space at the end; `first` has the
-    characters with which markers begin."""
+    """Returns a character, then such as begin no marker, without the space at the end; `first` has
+    the characters with which markers begin."""
     return re.compile(rf".[^{re.escape(first)}]*(?<!\s)", re.DOTALL)

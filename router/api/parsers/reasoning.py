@@ -50,9 +50,9 @@ FAMILIES = {
 
 
 def begins_thinking(family: str, prompt: str, continued: str | None = None) -> bool:
-    """Whether the answer begins inside a thought. Templates that switch thinking on or off end the
-    prompt with an open or a closed thought. `continued` is the message that the answer continues,
-    if there is one."""
+    """Returns whether the answer begins inside a thought. Templates that switch thinking on or off
+    end the prompt with an open or a closed thought. `continued` is the message that the answer
+    continues, if there is one."""
     thought = FAMILIES[family]
     if continued is not None:
         return _last(continued, thought.begins) > _last(continued, thought.ends)
@@ -68,8 +68,8 @@ def _last(text: str, marks: tuple[str, ...]) -> int:
 
 
 def may_think(family: str, prompt: str, continued: str | None = None) -> bool:
-    """Whether a thought may still come: the template has not closed one, and the answer does not
-    continue a text."""
+    """Returns whether a thought may still come: the template has not closed one, and the answer
+    does not continue a text."""
     if continued is not None:
         return begins_thinking(family, prompt, continued)
     thought = FAMILIES[family]
@@ -86,7 +86,7 @@ class ThoughtTokens:
 
 
 def thought_tokens(family: str, tokenizer: Tokenizer) -> ThoughtTokens | None:
-    """None: the model writes its marks as text."""
+    """Returns the tokens that begin and end a thought; None: the model writes them as text."""
     if family == HARMONY:
         begin, end = tokenizer.marker(CHANNEL), tokenizer.marker(MESSAGE)
         heading = tokenizer.encode(FINAL, add_special_tokens=False)
@@ -102,7 +102,7 @@ def _token(tokenizer: Tokenizer, marks: tuple[str, ...]) -> int | None:
 
 
 def has_special_marks(family: str, tokenizer: Tokenizer) -> bool:
-    """Whether the marks are special tokens, which the detokenizer must not drop then."""
+    """Returns whether the marks are special tokens, which the detokenizer must not drop then."""
     thought = FAMILIES[family]
     marks = (CHANNEL,) if family == HARMONY else (*thought.begins, *thought.ends)
     tokens = [token for mark in marks if (token := tokenizer.marker(mark)) is not None]
@@ -140,7 +140,7 @@ class ReasoningParser(Parser):
 
 
 def reasoning_parser(family: str, thinking: bool) -> Parser:
-    """A parser for one answer."""
+    """Returns a parser for one answer."""
     if family != HARMONY:
         return ReasoningParser(thinking, FAMILIES[family])
     harmony = HarmonyReasoning()

@@ -216,8 +216,8 @@ class TaggedCallParser(SectionParser):
 
 
 def as_json(text: str, kind: ArgumentKind | None) -> str:
-    """An argument's value as JSON. It may be JSON, or Python as in `['a', True]`; else it is a
-    text."""
+    """Returns an argument's value as JSON. It may be JSON, or Python as in `['a', True]`; else it
+    is a text."""
     stripped = text.strip()
     if kind is ArgumentKind.TEXT_OR_NULL:
         return "null" if stripped == "null" else encode(text)

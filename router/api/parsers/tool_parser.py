@@ -98,14 +98,14 @@ class ToolParser(Parser):
 
     @staticmethod
     def new_id(name: str, index: int) -> str:
-        """An id for the call of that tool, the conversation's `index`-th."""
+        """Returns an id for the call of that tool, the conversation's `index`-th."""
         return new_call_id()
 
     def kind_of(self, name: str, argument: str) -> ArgumentKind:
         return self._kinds.get(name, {}).get(argument, ArgumentKind.OTHER)
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call begins; `call_id` is the model's own, if it wrote one."""
+        """Begins a call; `call_id` is the model's own, if it wrote one."""
         self.reader.kept()
         self.num_calls += 1
         self.in_call = True
@@ -197,7 +197,7 @@ def _unquoted(given: str) -> str:
 
 @cache
 def tool_parser(name: str) -> type[ToolParser]:
-    """The class behind `--tool-call-parser`.
+    """Returns the class behind `--tool-call-parser`.
 
     Raises:
         ConfigError: there is no parser of that name.

@@ -144,8 +144,8 @@ async def test_a_short_call_needs_no_thread(make: Callable[[], Executor]) -> Non
 async def test_calls_are_served_though_there_is_no_room_for_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks are free when a rank has answered that nobody writes into them, or is dead: this one
-    must not pass for dead because strangers have taken all threads."""
+    """Blocks are free when a rank has answered that nothing writes into them, or is dead. This one
+    must not pass for dead because other processes have taken all threads."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -201,7 +201,7 @@ async def test_shutdown_closes_extension_then_worker(
 def test_threads_that_still_speak_do_not_keep_a_rank_from_its_end() -> None:
     """ZeroMQ's sockets are not safe between threads, and a context ends when all are closed."""
     context, spoke = zmq.Context(), threading.Event()
-    context.setsockopt(zmq.LINGER, 0)  # nobody reads
+    context.setsockopt(zmq.LINGER, 0)  # the peer does not read
     with context.socket(zmq.PULL) as node:
         port = node.bind_to_random_port("tcp://127.0.0.1")
         socket = context.socket(zmq.PUSH)
@@ -272,7 +272,7 @@ async def test_a_stop_ends_though_zeromq_does_not(
 async def test_a_stop_ends_though_a_rank_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A process that waits for a disk cannot be killed; and whoever gave it its place is mute."""
+    """A process that waits for a disk cannot be killed, and its launcher does not answer."""
     executor = MultiprocessExecutor(specs(2))
     launcher = executor._launcher
     kill = launcher.kill
@@ -321,8 +321,8 @@ async def test_shutdown_kills_a_busy_rank_at_the_deadline() -> None:
 
 
 @both
-async def test_an_event_that_nobody_understands_is_not_lost(make: Callable[[], Executor]) -> None:
-    """Whoever waits for what the event told would wait for ever."""
+async def test_an_event_whose_handler_fails_ends_the_rank(make: Callable[[], Executor]) -> None:
+    """A call that waits for the event would otherwise wait for ever."""
     executor = make()
     reasons: list[str] = []
 
@@ -378,7 +378,7 @@ class ThisRank:
         pass
 
 
-async def test_a_rank_that_sends_without_a_pause_starves_nobody() -> None:
+async def test_a_rank_that_sends_without_a_pause_does_not_block_the_event_loop() -> None:
     launcher = ThisRank()
     executor = fanout.FanOutExecutor(specs(1), launcher)
     turns, taken = 0, Counter[int]()  # of this task; events in each

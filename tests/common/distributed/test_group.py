@@ -440,7 +440,7 @@ def test_who_came_last_may_die_before_it_says_so() -> None:
     with ThreadPoolExecutor(1) as thread:
         meeting = thread.submit(first.barrier, time.monotonic() + 30)
         time.sleep(0.1)
-        second._words[16] = 1  # all it did: publish; nobody was told
+        second._words[16] = 1  # it only published, without waking the other
         second.close()
         meeting.result(timeout=30)
     assert not first._spins  # who was late once may be so again

@@ -128,7 +128,7 @@ def test_a_host_with_other_weights_is_named() -> None:
         build_worker(spec, lambda event: None)
 
 
-def test_nobody_is_heard_who_does_not_know_the_key() -> None:
+def test_peers_without_the_key_are_not_heard() -> None:
     with zmq.Context() as context:
         node = context.socket(zmq.ROUTER)
         address = wire.listen(node, "127.0.0.1", 30.0)
@@ -140,7 +140,7 @@ def test_nobody_is_heard_who_does_not_know_the_key() -> None:
                 peer.curve_serverkey = key.encode()
                 peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
             peer.connect(address.url)
-            with suppress(zmq.Again):  # who is refused at once has nobody to send to
+            with suppress(zmq.Again):  # a peer that is refused at once has no connection
                 peer.send(b"%d" % number, zmq.NOBLOCK)
         assert node.poll(60_000) and node.recv_multipart()[1] == b"2"
         assert not node.poll(500)

@@ -134,7 +134,7 @@ async def test_blocks_are_admitted_while_a_step_runs() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-async def test_a_failed_step_ends_the_loop_and_nobody_waits_for_ever(stages: int) -> None:
+async def test_a_failed_step_ends_the_loop_and_pending_stops_return(stages: int) -> None:
     async with running(stages) as (engine, executor, _, task):
         sequence = engine.new_sequence(job(16), Choice())
         engine.add(sequence)

@@ -83,7 +83,7 @@ class Walk:
         self._check_kv(sequence)
 
     def computed(self, sequence: Sequence) -> None:
-        assert not sequence.cancelled, "nobody hears of one that was stopped"
+        assert not sequence.cancelled, "a stopped sequence reports nothing"
         self._check_kv(sequence)
 
     def sampled(

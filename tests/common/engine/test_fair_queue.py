@@ -1,5 +1,4 @@
-"""Clients beside each other on one replica: whoever asks for much, others find a seat and have
-their turn."""
+"""Clients share one replica: one with many requests leaves the others their seats and turns."""
 
 from __future__ import annotations
 

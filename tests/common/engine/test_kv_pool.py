@@ -57,8 +57,8 @@ def test_prompts_are_admitted_while_their_windows_fit() -> None:
         admit(pool, each)
     fit = pool.fit([], 8000, remote=False)
     assert fit.needed == (500, 98)
-    assert pool.has_room(fit, 0), "nobody has taken anything"
-    assert not pool.has_room(fit, 0, running), "those who run will"
+    assert pool.has_room(fit, 0), "no sequence has taken a block"
+    assert not pool.has_room(fit, 0, running), "running ones will"
     assert pool.has_room(pool.fit([], 90, remote=False), 0, running)
     assert pool.tightest(8000) == (98, 202, 202)
     pool.pools[0].allocate(pool.pools[0].num_free - 450)

@@ -96,7 +96,7 @@ class Step:
         return self.random(tokens, self.shape.num_heads, self.shape.head_dim, seed=99)
 
     def cache(self) -> Tensor:
-        """Returns what the step finds of one layer: NaN where nobody has written."""
+        """Returns one layer's cache before the step: NaN where nothing was written."""
         count, heads = sum(map(len, self.tables)), self.shape.num_kv_heads
         size = (1, 2, count, heads, self.block_size, self.shape.head_dim)
         cache = torch.full(size, float("nan"), dtype=self.dtype)

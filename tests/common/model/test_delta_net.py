@@ -43,8 +43,8 @@ def some_inputs(kind: str, tokens: int, dtype: torch.dtype = torch.float32) -> A
         chosen = MAMBA.rank + 2 * MAMBA.state_dim
         return SelectiveInputs(
             MAMBA,
-            1e-6,
             random(tokens, MAMBA.inner).to(dtype),
+            1e-6,
             random(MAMBA.kernel, MAMBA.inner),
             random(MAMBA.inner),
             random(MAMBA.heads, chosen, MAMBA.inner // MAMBA.heads).to(dtype),
@@ -69,7 +69,7 @@ def of_tokens(inputs: Any, tokens: torch.Tensor) -> Any:
 
 
 class Paged:
-    """States that begin as what nobody may read."""
+    """States that begin as NaN, which no kernel may read."""
 
     def __init__(self, kernels: str, inputs: Any) -> None:
         self.backend = DeltaBackend(choose_kernels(kernels, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""KV events: whoever takes them knows what a node has cached, however it began and fell behind."""
+"""A subscriber of KV events knows a node's cache, even if it joined late or fell behind."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def churn(pool: KVPool, rng: random.Random, rounds: int) -> Iterator[None]:
     ],
     ids=["full", "windows", "states"],
 )
-async def test_whoever_hears_all_events_knows_the_cache(layers: list[LayerKV]) -> None:
+async def test_all_events_together_describe_the_cache(layers: list[LayerKV]) -> None:
     groups = grouped(layers)
     pool = KVPool(groups, [32] * len(groups), SIZE, in_flight=8)
     log, mirror = KVEventLog(0, pool, NodeMetrics()), Mirror()
@@ -120,7 +120,7 @@ async def test_whoever_hears_all_events_knows_the_cache(layers: list[LayerKV]) -
     assert len(mirror.stored) > 100
 
 
-async def test_a_log_that_nobody_takes_does_not_listen() -> None:
+async def test_a_log_without_subscribers_does_not_listen() -> None:
     pool = one_group(32, SIZE)
     log, mirror = KVEventLog(0, pool, NodeMetrics()), Mirror()
     assert pool._listener is None and pool.pools[0].on_removed is None

@@ -134,7 +134,7 @@ async def test_a_file_that_is_never_read_keeps_no_other_adapter_waiting(
 async def test_a_rank_that_dies_at_the_start_is_no_error_of_the_configuration(
     tmp_path: Path,
 ) -> None:
-    """With whose exit code nobody would start the node again."""
+    """With that exit code a supervisor would not start the node again."""
 
     async def dead(message: bytes) -> bytes:
         raise NodeError("rank 0 was killed", code="RANK_DIED")

@@ -198,7 +198,7 @@ async def test_a_router_s_siblings_are_registered_with_as_if_they_were_given(
         serving(host) as (third, last),
     ):
         first.siblings = [other]
-        second.siblings = [port, last]  # a sibling's own word takes nobody further
+        second.siblings = [port, last]  # a sibling's siblings are not followed
         async with node(f"{host}:{port}") as here:
             await eventually(lambda: first.load.routers == second.load.routers == 2)
             assert not third.present

@@ -50,7 +50,7 @@ IDLE = Candidate(
         ([{"decoding_tokens": 65, "missing_tokens": 36}, {}], 1),
         # As much to do: the fewest sequences.
         ([{"pending_tokens": 5, "num_sequences": 2}, {"decoding_tokens": 5}], 1),
-        # Whoever would wait for blocks comes last, whatever it has cached.
+        # A replica without free blocks comes last, whatever it has cached.
         ([{"fits": False, "missing_tokens": 0}, {"decoding_tokens": 10_000}], 1),
         ([{"fits": False, "pending_tokens": 9}, {"fits": False, "pending_tokens": 8}], 1),
     ],

@@ -91,7 +91,7 @@ def test_a_queue_that_stands_still_and_then_moves() -> None:
         "KV memory exhausted: nothing was admitted, computed or freed for 21.0 s; the first of 9 "
         "waiting sequences needs 5 blocks, 3 of 8 are free"
     )
-    assert not watched.watchdog.stalled, "nobody has to move elsewhere"
+    assert not watched.watchdog.stalled, "no session has to move elsewhere"
     assert not watched.after(1, replace(QUEUED, admitted=1, waiting=8))
     assert not watched.after(10, IDLE)
     assert not watched.after(1000, IDLE), "idle time does not count"
@@ -141,7 +141,7 @@ def test_no_decode_node_reachable_until_one_answers() -> None:
 
 
 def test_an_address_out_of_reach_is_forgotten() -> None:
-    """Nobody sends work to a node that is unhealthy: it would stay so for ever."""
+    """An unhealthy node gets no work, so it would stay unhealthy for ever."""
     clock = Clock()
     peers = DecodePeers(clock)
     peers.used("d0:1")
@@ -173,7 +173,7 @@ async def test_probes_until_somebody_answers(monkeypatch: pytest.MonkeyPatch) ->
     watching = asyncio.create_task(peers.watch(probe, drop))
     await eventually(lambda: len(asked) == 3 and not peers.in_doubt())
     await asyncio.sleep(0.05)
-    assert asked == 3 * ["d0:1"], "nobody is asked once all answer"
+    assert asked == 3 * ["d0:1"], "no peer is asked once all answer"
     watching.cancel()
 
 
@@ -313,7 +313,7 @@ async def test_a_node_without_memory_says_so_and_recovers() -> None:
         await watched.pass_until(lambda: not node.ready()[0])
         assert "first of 1 waiting sequences needs 3 blocks, 0 of 256 are free" in node.ready()[1]
         pool.free(taken)
-        node.replicas[0].engine._work.set()  # as whoever frees blocks does
+        node.replicas[0].engine._work.set()  # as code that frees blocks does
         assert await waiting == 4
         await eventually(lambda: node.ready()[0])
 

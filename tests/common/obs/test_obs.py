@@ -83,7 +83,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def test_a_reader_that_stops_stops_nobody_and_learns_what_was_dropped(
+def test_a_stalled_reader_does_not_block_logging_and_learns_what_was_dropped(
     pipe: tuple[int, int],
 ) -> None:
     reader, fd = pipe
@@ -110,7 +110,7 @@ def test_a_line_is_bounded_and_a_closed_pipe_is_no_failure(pipe: tuple[int, int]
     assert len(os.read(reader, 2**20)) < 2 * MAX_CHARS
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), reader)  # the number stays this test's
-    writer.handle(record("to nobody"))
+    writer.handle(record("without a reader"))
     writer.flush()
     writer.close()
 
@@ -147,7 +147,7 @@ for number in range(%d):
 """
 
 
-def test_the_last_lines_are_written_before_a_process_ends_though_nobody_reads_them(
+def test_a_process_that_ends_writes_its_last_lines_or_gives_up_on_a_stalled_reader(
     pipe: tuple[int, int],
 ) -> None:
     def ended(lines: int, stderr: int) -> subprocess.CompletedProcess[bytes]:

@@ -81,7 +81,7 @@ def test_a_token_says_who_calls(key: ClusterKey, clock: Clock) -> None:
     key.check(token(clock), RUN)  # a server that does not know where it is dialled
 
 
-def test_no_key_or_another_one_is_refused_with_the_mend(key: ClusterKey, clock: Clock) -> None:
+def test_no_key_or_another_one_is_refused_with_the_remedy(key: ClusterKey, clock: Clock) -> None:
     fields = token(clock).split(" ")
     others = ("v2", "prefill", "x", "h:1", "9", "0" * 16, "f" * 64)
     changed = [" ".join([*fields[:i], other, *fields[i + 1 :]]) for i, other in enumerate(others)]
@@ -370,7 +370,7 @@ async def test_health_is_for_all_and_the_contracts_are_for_roles() -> None:
 
 
 async def test_a_token_is_good_for_the_message_it_was_made_for() -> None:
-    """Whoever relays a node's registration to the registry registers that node, not himself."""
+    """A relayed registration registers the node that signed it, not the relay."""
     async with registry_server() as (registry, address):
         key, mine = ClusterKey(KEY), pb.RegisterRequest(node=node("decode-1"), load=LOAD)
         theirs = pb.RegisterRequest(node=node("decode-1", address="6.6.6.6:1"), load=LOAD)
@@ -573,7 +573,7 @@ def test_a_live_node_is_not_taken_over_and_one_that_comes_back_is_new(
     assert (
         "refused to register d0 at 6.6.6.6:1: a live node has this id, at 10.0.0.3:1" in caplog.text
     )
-    # Nor kept alive, slandered or sent away by whoever does not know its instance.
+    # A caller that does not know its instance cannot keep it alive, report or remove it.
     assert not registry.heartbeat("d0", pb.NodeLoad(healthy=False, reason="slander"), "fake")
     registry.deregister("d0", "fake")
     (old,) = ClusterView(registry).candidates(pb.ROLE_DECODE).by_load()

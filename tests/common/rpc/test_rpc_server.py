@@ -1,4 +1,4 @@
-"""gRPC over links that are cut without a word, and pings that nobody minds."""
+"""gRPC over links that are cut without a reset, and pings that peers accept."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_a_peer_that_restarts_is_found_at_once() -> None:
     """Even after it was away for a while, which makes gRPC try less often, but not too seldom."""
     assert dict(rpc_channels._OPTIONS)["grpc.max_reconnect_backoff_ms"] <= 2000
     first = GrpcServer()
-    port = first.bind("127.0.0.1", free_port())  # nobody gets it while it is away
+    port = first.bind("127.0.0.1", free_port())  # no other process gets it meanwhile
     channels = Channels()
     await first.start()
     channel = channels.get(f"127.0.0.1:{port}")

@@ -610,7 +610,7 @@ def test_a_piece_is_its_first_connection_s(rank: Callable[..., Rank]) -> None:
         thief.sendall(begin + data(sink, 0, 4))
         wait_for_count(sink, "foreign_frame", 2)
         assert not sink.cache.any()
-        # A part of the piece is not free either; whoever tries is shown out.
+        # A part of the piece is taken too: a peer that tries to write it is disconnected.
         thief.sendall(Frame(FrameKind.BEGIN, ID, 1, Rect(0, 1, 0, 1)).encode())
         assert is_closed(thief)
         owner.sendall(data(sink, 0, 4))

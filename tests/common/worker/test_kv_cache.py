@@ -166,7 +166,7 @@ def test_cpu_caches_are_shared_through_one_descriptor() -> None:
     cache.close()
 
 
-def test_nobody_can_resize_the_shared_memory() -> None:
+def test_the_shared_memory_cannot_be_resized() -> None:
     cache = KVCache.allocate([SHAPE], CPU)
     assert cache.fd is not None
     for size in (0, cache_bytes(SHAPE) + 4096):

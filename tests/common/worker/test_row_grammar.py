@@ -82,7 +82,7 @@ def test_one_that_could_not_be_compiled_is_tried_again(tokens: GrammarTokens) ->
     assert isinstance(good, StepSequence)
 
 
-def test_what_nobody_waits_for_is_not_compiled(tokens: GrammarTokens) -> None:
+def test_grammars_of_clients_that_left_are_not_compiled(tokens: GrammarTokens) -> None:
     """The grammars are of clients that have left: there is one thread for all."""
     at_work, go, compiled = Event(), Event(), []
 
@@ -224,7 +224,7 @@ def test_masks_have_an_allowance(grammars: Grammars) -> None:
 # ---- a step's rows ----
 
 
-def test_a_step_for_nobody_else_waits_a_little(
+def test_a_step_without_other_rows_waits_a_little(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others do not wait for what is not ready."""
