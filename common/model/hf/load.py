@@ -139,6 +139,8 @@ def _read(
             raise
         except _READ_ERRORS as error:
             why = first_line(error)
+            if "allocate memory" in why:  # torch's, of many lines
+                why = "config.json has sizes for which there is not enough memory"
             raise ConfigError(f"the weights in {folder.path} cannot be loaded: {why}") from error
     problems = [
         f"{what}: {some_of(sorted(map(str, info[key])))}"
