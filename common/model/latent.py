@@ -13,7 +13,7 @@ than to compute the keys and values of the context, which are then attended to a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.attention import AttentionBackend, AttentionContext
-from pdserve.common.model.attention_torch import Chunk, Decodes, TorchAttention, TorchContext
+from pdserve.common.model.attention_torch import Chunk, TorchAttention, TorchContext
 from pdserve.common.model.layers import (
     ColumnParallelLinear,
     Linear,
@@ -153,29 +153,37 @@ class LatentBackend(TorchAttention):
         kv_cache: Tensor,
         context: TorchContext,
         chosen: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Writes `latents` `[T, 1, size]` and attends with queries `own` `[T, heads, nope_dim]` and
         `turned` `[T, heads, rope_dim]`; returns `[T, heads, value_dim]`. `chosen`: positions of the
-        tokens that each query attends to, int64 `[T, n]`, padded with -1; None: all."""
+        tokens that each query attends to, int64 `[T, n]`, padded with -1; None: all. `sinks`
+        `[heads]`: a score in the softmax that has no value."""
         cache = kv_cache[layer]
         context.slots.write(cache, latents)
         out = own.new_empty(len(own), own.shape[1], up.spec.value_dim)
         for group in context.decodes:
-            absorbed = self._absorb(own[group.rows], turned[group.rows], up)
+            past = self.read(cache[0], group.gather, group.length)  # [B, 1, length, size]
+            mask = group.mask
             if chosen is not None:
                 bias = _others(chosen[group.rows], group.length, self.dtype)[:, None, None]
-                group = replace(group, mask=bias if group.mask is None else group.mask + bias)
-            out[group.rows] = self._decode(absorbed, up, cache, group)
+                mask = bias if mask is None else mask + bias
+            if sinks is not None:
+                mask = past.new_zeros(len(past), 1, 1, group.length) if mask is None else mask
+                past, mask = _with_sinks(past, mask, sinks[:, None])
+            absorbed = self._absorb(own[group.rows], turned[group.rows], up)
+            out[group.rows] = self._decode(absorbed, up, past, mask)
         for chunk in context.chunks:
             rows = slice(chunk.start, chunk.end)
             past = latents[rows, 0] if chunk.gather is None else self._context(cache, chunk)
-            if chosen is not None:
-                mask = chunk.mask
-                if mask is None:
-                    mask = self._mask(torch.arange(chunk.length), chunk.length)
-                bias = _others(chosen[rows], chunk.length, self.dtype)
-                chunk = replace(chunk, mask=mask + bias)
-            out[rows] = self._attend(own[rows], turned[rows], past, up, chunk)
+            mask = chunk.mask
+            if mask is None and (chosen is not None or sinks is not None):
+                mask = self._mask(torch.arange(chunk.length), chunk.length)
+            if mask is not None and chosen is not None:
+                mask = mask + _others(chosen[rows], chunk.length, self.dtype)
+            if mask is not None and sinks is not None:
+                past, mask = _with_sinks(past, mask, sinks[:, None, None])
+            out[rows] = self._attend(own[rows], turned[rows], past, up, mask)
         return out
 
     def _context(self, cache: Tensor, chunk: Chunk) -> Tensor:
@@ -188,25 +196,27 @@ class LatentBackend(TorchAttention):
         products = torch.bmm(own.transpose(0, 1), up.keys).transpose(0, 1)
         return torch.cat((products, turned), dim=-1)
 
-    def _decode(self, absorbed: Tensor, up: UpProjection, cache: Tensor, group: Decodes) -> Tensor:
-        past = self.read(cache[0], group.gather, group.length)  # [B, 1, length, size]
+    def _decode(
+        self, absorbed: Tensor, up: UpProjection, past: Tensor, mask: Tensor | None
+    ) -> Tensor:
         sums = F.scaled_dot_product_attention(
             absorbed[:, None],
             past,
             past[..., : up.spec.kv_rank],
-            attn_mask=group.mask,
+            attn_mask=mask,
             scale=up.spec.scale,
         )
         return _outputs(sums[:, 0], up)
 
     def _attend(
-        self, own: Tensor, turned: Tensor, past: Tensor, up: UpProjection, chunk: Chunk
+        self, own: Tensor, turned: Tensor, past: Tensor, up: UpProjection, mask: Tensor | None
     ) -> Tensor:
+        """`mask` `[queries, length]` or `[heads, queries, length]`; None: plain causal."""
         spec = up.spec
         if self._absorbs(len(own), spec):
             absorbed = self._absorb(own, turned, up).transpose(0, 1)
             keys, values = past[None], past[None, :, : spec.kv_rank]
-            sums = self._masked(absorbed, keys, values, chunk, spec.scale)
+            sums = _masked(absorbed, keys, values, mask, spec.scale)
             return _outputs(sums.transpose(0, 1), up)
         latents, shared = past.split((spec.kv_rank, spec.rope_dim), dim=1)
         heads = own.shape[1]
@@ -215,7 +225,7 @@ class LatentBackend(TorchAttention):
         # CPU kernels that do not keep all scores need values of the keys' size.
         values = F.pad(values, (0, keys.shape[2] - values.shape[2]))
         queries = torch.cat((own, turned), dim=-1).transpose(0, 1)
-        found = self._masked(queries, keys, values, chunk, spec.scale)
+        found = _masked(queries, keys, values, mask, spec.scale)
         return found.transpose(0, 1)[..., : spec.value_dim]
 
     def _absorbs(self, queries: int, spec: LatentSpec) -> bool:
@@ -224,18 +234,27 @@ class LatentBackend(TorchAttention):
         longer = spec.size + spec.kv_rank - spec.key_dim - spec.value_dim
         return queries * longer < spec.kv_rank * (spec.nope_dim + spec.value_dim)
 
-    def _masked(
-        self, queries: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: float
-    ) -> Tensor:
-        return F.scaled_dot_product_attention(
-            queries[None],
-            keys[None],
-            values[None],
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            scale=scale,
-            enable_gqa=len(keys) != len(queries),
-        )[0]
+
+def _masked(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        queries[None],
+        keys[None],
+        values[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=len(keys) != len(queries),
+    )[0]
+
+
+def _with_sinks(past: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Appends a latent of zeros to `past` `[…, length, size]`, whose value is zero too, and its
+    scores `sinks` `[…, 1]` to the mask."""
+    shape = torch.broadcast_shapes(mask[..., :1].shape, sinks.shape)
+    scores = mask.expand(*shape[:-1], -1), sinks.to(mask.dtype).expand(shape)
+    return F.pad(past, (0, 0, 0, 1)), torch.cat(scores, dim=-1)
 
 
 def _others(chosen: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -165,6 +165,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     temperature = getattr(module, "temperature", None)
     latent = latent_of(module, scale)
+    if latent is not None and (softcap, temperature, slopes) != (None, None, None):
+        mask = Mask(oddity="its scores of latents have a soft cap, ALiBi or a temperature")
     up = None if latent is None else up_projection(module, latent)
     style = Style(scale, mask, softcap, s_aux, temperature, slopes, indices, latent, up)
     return running().attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]

@@ -252,16 +252,19 @@ class _Step(Answers):
         attention, ranks = self._model.attentions[group], self._model.group
         assert isinstance(attention, IndexBackend)
         assert style.latent is not None and style.up is not None
-        whole = self._model.layout.heads[layer].whole_queries
+        whole, sinks = self._model.layout.heads[layer].whole_queries, style.sinks
         if whole:
             share = len(style.up)
-            q = q[:, ranks.rank * share : (ranks.rank + 1) * share]
+            mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+            q, sinks = q[:, mine], None if sinks is None else sinks[mine]
         own, turned = q.split((style.latent.nope_dim, style.latent.rope_dim), dim=2)
         up, chosen = UpProjection(style.latent, style.up), style.chosen
         if chosen is not None:
             chosen = chosen[0] if chosen.shape[2] else None  # every query attends to all
         cache, context = self._caches[group], self._contexts[group]
-        out = attention.attend_latents(index, own, turned, latents, up, cache, context, chosen)
+        out = attention.attend_latents(
+            index, own, turned, latents, up, cache, context, chosen, sinks
+        )
         return (ranks.all_gather(out, dim=1) if whole else out)[None]
 
     def attend_fused(
