@@ -178,6 +178,8 @@ def _checked(name: str, config: Any, recorder: CallRecorder) -> list[Call | Stat
     for layer, call in enumerate(calls):
         if isinstance(call, Call) and call.style.mask.oddity:
             raise ConfigError(f"{name}: layer {layer}: {call.style.mask.oddity}")
+        if isinstance(call, Call) and (window := call.style.mask.window) is not None and window < 1:
+            raise ConfigError(f"{name}: layer {layer} attends to a window of {window} tokens")
     return calls
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV32Config
 
 from benchmarks.quantized_folder import Scheme, quantize_matrix
 from gguf_files import write_gguf
@@ -146,7 +146,9 @@ def test_a_class_that_runs_by_its_own_code(
 
 def test_the_matrix_of_latents_is_dequantized(tmp_path: Path) -> None:
     """Heads apply parts of it to queries and sums, not to its inputs."""
-    source = made(INDEXED["deepseek-v3.2"], tmp_path / "source")
+    sizes = {"q_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}
+    config = DeepseekV32Config(**{**INDEXED["deepseek-v3.2"].to_dict(), **sizes})
+    source = made(config, tmp_path / "source")
     names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     folder = packed(source, tmp_path / "a", W4A16, names)
     ours, dense = (read_spec(tmp_path / each, "auto", {}) for each in ("a", "a-dense"))
