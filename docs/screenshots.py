@@ -28,7 +28,7 @@ IMAGES = Path(__file__).with_name("images")
 QUESTION = "Tell me a story about a fox and a mill."
 START_TIMEOUT = 300_000  # ms
 CLIENTS = 3  # others
-FILLED = re.compile("(L.*){25}")  # a line of so many seconds
+FILLED = re.compile("(L.*){25}")  # a line that has been drawn for some seconds
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pdserve.kv_transfer.gate import Gate
 class KVPipe(ABC):
     """Moves bytes both ways, ordered and reliably. Each send meets a receive of equal size."""
 
-    on_moved: Callable[[], None] | None = None  # call it now and then while a tensor moves
+    on_moved: Callable[[], None] | None = None  # call it repeatedly while a tensor moves
     # A listener may set the peer's host, so that pipes of one host without a greeting take no place
     # of another host's.
     peer_host: str = ""
@@ -42,6 +42,11 @@ class KVPipe(ABC):
     def send_header(self, data: bytes) -> None:
         """Sends a header that another send follows at once; it may wait and go with that."""
         self.send_bytes(data)
+
+    def send_now(self, data: bytes) -> int:
+        """Sends what can be sent without waiting; returns how many bytes. The owning thread does
+        not use the pipe meanwhile. Default: none."""
+        return 0
 
     def recv_bytes(self, nbytes: int) -> bytes:
         """Receives at least one byte. Override to save the tensor."""

@@ -283,7 +283,7 @@ class PipelineCollector(Collector):
         admission = self._pipeline.admission
         for name, help, value in (
             ("num_requests_running", "Requests being served", admission.running),
-            ("num_requests_waiting", "Requests waiting for a place", admission.waiting),
+            ("num_requests_waiting", "Requests waiting for a slot", admission.waiting),
             (
                 "longest_standing_seconds",
                 "Longest time that a running request has made no progress",

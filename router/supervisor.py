@@ -31,7 +31,7 @@ from pdserve.router.workers.siblings import GATHER, METRICS, SERVING, read_ask, 
 
 logger = logging.getLogger(__name__)
 
-COLLECT_PERIOD = 5.0  # seconds; so much of what a killed worker counted may be lost
+COLLECT_PERIOD = 5.0  # seconds; a killed worker's counts of this time may be lost
 SETTLED = 60.0  # seconds after which a worker's death is its first again
 LONGEST_BACKOFF = 30.0  # seconds
 # Periods, each longer by `TIMEOUT`, after which a worker without an answer is killed: one that has

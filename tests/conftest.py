@@ -6,13 +6,13 @@ import gc
 import os
 import re
 import signal
+import uuid
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
+
+from workers import Group, NoWaiting, Workers
 
 # Tests use gRPC and start processes. Its fork handlers abort one of some thousand children between
 # fork and exec, where nothing needs gRPC; `pdserve up`, which forks too, has none in its process.
@@ -44,7 +44,7 @@ LONGEST = (
     *("test_secured", "test_bad_checkpoints", "test_misdeployed"),
     *("test_ray_nodes", "test_ray", "test_haproxy", "test_bench_placement"),  # of make test-all
 )
-KINDS = ("waiting", "clusters", "computing")  # of files
+KINDS = ("waiting", "computing", "clusters")  # of files
 DEALT_OUT = re.compile(  # what some cases have in common, of files whose cases are many
     r"test_exact\.py::(?!test_the_demo_model).*\[([a-z0-9]+(?:-moe|-gqa)?)[-\]]"
     r"|test_bits\.py::.*\[([a-z0-9-]+-(?:float32|bfloat16))"
@@ -54,9 +54,9 @@ DEALT_OUT = re.compile(  # what some cases have in common, of files whose cases 
 @pytest.fixture(autouse=True)
 def same_tensors() -> None:
     """Makes torch draw the same in every run."""
-    import torch  # not in the process that only deals the tests out
+    import torch  # not where only some other files are collected
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` notes its caller's stack for CUDA
     torch.set_num_threads(1)  # several would spin, waiting for cores that other tests have
 
 
@@ -68,59 +68,44 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.common.distributed.launch.spawn", forked_ranks.spawn)
 
 
-class ByFile(LoadScopeScheduling):
+def pytest_addoption(parser: pytest.Parser) -> None:
+    workers = parser.getgroup("workers", "processes that run tests")
+    workers._addoption(  # `addoption` keeps lower case for pytest and its plugins
+        *("-n", "--numprocesses"), type=int, default=0, help="in how many processes tests run"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(NoWaiting())
+    if count := config.option.numprocesses:
+        os.environ["TEST_RUN"] = uuid.uuid4().hex  # all its processes share what starts clusters
+        config.pluginmanager.register(Workers(count, by_file, choose))
+
+
+def by_file(items: list[pytest.Item]) -> list[Group]:
     """A file stays in one process, since its tests share clusters; but for `test_exact.py`, where a
     family does, whose answers are worked out once, and `test_bits.py`, where a model and type do,
-    which have clusters of their own. Each process takes files of one kind while there are any, so
-    that few wait, and few clusters compute, at one time."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file, found = nodeid.partition("::")[0], DEALT_OUT.search(nodeid)
-        return f"{file}::{found[1] or found[2]}" if found else file
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        own = KINDS[self.nodes.index(node) % len(KINDS)]
-        for kind in (own, "clusters", "computing", "waiting"):
-            if scope := next((each for each in self.workqueue if kind_of(each) == kind), None):
-                self.workqueue.move_to_end(scope, last=False)
-                break
-        super()._assign_work_unit(node)
+    which have clusters of their own."""
+    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        found = DEALT_OUT.search(item.nodeid)
+        part = found[1] or found[2] if found else ""
+        groups.setdefault((item.path, part), []).append(item)
+    return [*groups.values()]
 
 
-def kind_of(scope: str) -> str:
-    file = Path(scope.partition("::")[0])
+def choose(worker: int, groups: list[Group]) -> int:
+    """Each process takes files of one kind while there are any, so that few wait, and few clusters
+    compute, at one time."""
+    kinds = [kind_of(group[0].path) for group in groups]
+    own = KINDS[worker % len(KINDS)]
+    return next(kinds.index(kind) for kind in (own, *reversed(KINDS)) if kind in kinds)
+
+
+def kind_of(file: Path) -> str:
     if file.stem in WAITING:
         return "waiting"
     return "clusters" if file.parent.name == "e2e" else "computing"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Lets each process of the whole suite import the files in turn from another one on. pytest
-    compiles a file whose compiled form is not on disk: here each process finds those of the
-    others."""
-    config, given = session.config, getattr(session.config, "workerinput", None)
-    if given is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    here = Path(__file__).parent
-    skipped = {here / name for name in collect_ignore}
-    files = [file for file in sorted(here.rglob("test_*.py")) if not skipped & {*file.parents}]
-    first = len(files) * int(given["workerid"].removeprefix("gw")) // given["workercount"]
-    config.args = [str(file) for file in (*files[first:], *files[:first])]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    """The compiled code is there before the whole suite begins: a slow machine may need longer for
-    it than a test waits for a node."""
-    if hasattr(session.config, "workerinput"):
-        from pdserve.common.core.native import BuildError
-        from pdserve.common.model.kernels import native
-        from pdserve.kv_transfer.native.code import block_code
-
-        block_code()
-        with suppress(BuildError):
-            native.load_library()
 
 
 def pytest_collection_finish() -> None:
@@ -128,11 +113,6 @@ def pytest_collection_finish() -> None:
     and collections are many."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
-    config.option.loadscopereorder = False  # the order below holds
-    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

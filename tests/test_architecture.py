@@ -11,9 +11,11 @@ from functools import cache
 from pathlib import Path
 
 from paths import ROOT
+from pdserve.common.core.host import loading
 
 PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 RIDDLE = re.compile(r'"""\s*(?:Of|What|As|Those|Who)\b')  # how no docstring begins
+OBSCURE = re.compile(r"\b(?:no[b]ody|who[e]ver)\b|\bdef test_(?:what|who|whose|those)_", re.I)
 BARE_IMPORT = re.compile(rf"^\s*(?:from|import)\b.*(?<![\w.])(?:{'|'.join(PACKAGES)})\b", re.M)
 FACE = (
     "cli",
@@ -110,8 +112,10 @@ def area(module: str) -> str:
 @cache
 def modules() -> dict[str, ast.Module]:
     found = {}
-    for folder in (*PACKAGES, *(f"pdserve/{name}" for name in FACE)):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+    folders = (*PACKAGES, *(f"pdserve/{name}" for name in FACE))
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    with loading():  # a million objects
+        for path in paths:
             if "pb" not in path.parts:
                 inside = path.relative_to(ROOT).with_suffix("").parts
                 name = ".".join(("pdserve", *inside[inside[0] == "pdserve" :]))
@@ -147,7 +151,7 @@ def test_imports_run_downward() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_what_a_request_means_depends_on_no_transport() -> None:
+def test_the_api_room_imports_no_transport() -> None:
     """`router.api` imports neither HTTP's nor gRPC's libraries, nor protobuf messages. The rooms
     below it call nodes over gRPC."""
     transports = ("aiohttp", "grpc", "google.protobuf", "pdserve.common.http", "pdserve.common.rpc")
@@ -195,6 +199,19 @@ def test_docstrings_are_sentences() -> None:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, kinds) and (documented := ast.get_docstring(node))
         if RIDDLE.match(f'"""{documented}')
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_names_and_sentences_are_plain() -> None:
+    folders = [*PACKAGES, "pdserve", "tests", "docs", "benchmarks", "examples", "scripts"]
+    paths = [path for each in folders for path in (ROOT / each).rglob("*.[pmch]*")]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sorted(paths)
+        if path.suffix in (".py", ".md", ".cpp", ".h") and OBSCURE.search(text := path.read_text())
+        for line in text.splitlines()
+        if OBSCURE.search(line)
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -34,7 +34,7 @@ def test_a_trace_is_sped_up_to_a_load() -> None:
     assert tokens / once[-1].time == pytest.approx(PREFILL_NODES * RATE)
 
 
-def test_what_a_live_cluster_answers_is_good_late_or_refused() -> None:
+def test_answers_of_a_live_cluster_are_good_late_or_refused() -> None:
     asks = live.at_load(live.read(SAMPLE, 50), per_s=1000, load=2)
     assert sum(each.tokens for each in asks) / asks[-1].time == pytest.approx(2 * 1000)
     assert all(8 <= each.tokens <= live.MOST for each in asks)

@@ -59,7 +59,7 @@ def test_peers_take_turns_with_connectors(peers: Peers, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_what_is_told_as_moved_has_moved(python: str) -> None:
+def test_a_peer_s_moved_blocks_are_checked(python: str) -> None:
     engine = Path(python).parent / "mooncake" / "engine.py"
     engine.write_text(ENGINE.replace("os.pwrite(", "print("))
     peers = Peers(["mooncake"], python)

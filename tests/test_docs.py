@@ -19,6 +19,7 @@ from pdserve.cli.models import known_models
 from pdserve.common.config.options import options
 from pdserve.common.config.simulate import CalibrateConfig, SimulateConfig
 from pdserve.common.config.sources import ROLE_CONFIGS
+from pdserve.common.core.host import loading
 from shown import READERS, SHELLS, blocks, check_code, check_data, inline_commands
 from typed import Wrong, check, commands
 
@@ -57,7 +58,8 @@ def walk(folder: str) -> list[Path]:
 def trees() -> tuple[ast.AST, ...]:
     """The product's nodes of syntax."""
     names = [name for name in files() if name.startswith(SOURCES) and name.endswith(".py")]
-    return tuple(node for name in names for node in ast.walk(ast.parse(text_of(ROOT / name))))
+    with loading():  # a million objects
+        return tuple(node for name in names for node in ast.walk(ast.parse(text_of(ROOT / name))))
 
 
 # ---- what is generated ----
@@ -155,13 +157,17 @@ def exists(word: str) -> bool:
 @pytest.mark.parametrize("page", ["tour", "where-do-i-add", "internals", "concepts"])
 def test_names_of_code_exist(page: str) -> None:
     """Each `name`, `Class.name` or `module.name` in the guides to the code occurs in the code."""
-    suffixes = (".py", ".proto", ".h", ".cpp")
-    code = [path for path in files() if path.endswith(suffixes) and path.startswith(WITH_CODE)]
-    words = {word for path in code for word in re.findall(r"\w+", text_of(ROOT / path))}
     prose = re.sub(r"```.*?```", "", text_of(DOCS / f"{page}.md"), flags=re.S)
     names = set(re.findall(r"`([A-Za-z_][\w.]*)`", prose))
     assert names
-    assert not [name for name in sorted(names) if not words.issuperset(name.split("."))]
+    assert not [name for name in sorted(names) if not words().issuperset(name.split("."))]
+
+
+@cache
+def words() -> set[str]:
+    suffixes = (".py", ".proto", ".h", ".cpp")
+    code = [path for path in files() if path.endswith(suffixes) and path.startswith(WITH_CODE)]
+    return {word for path in code for word in re.findall(r"\w+", text_of(ROOT / path))}
 
 
 def test_every_flag_is_in_the_reference() -> None:

@@ -174,7 +174,7 @@ def test_every_query_of_the_dashboards_finds_something(prometheus: Prometheus) -
 
 
 @needs_prometheus
-def test_what_vllm_s_dashboard_asks_is_there(prometheus: Prometheus) -> None:
+def test_metrics_of_vllm_s_dashboard_exist(prometheus: Prometheus) -> None:
     for name in VLLM:
         assert prometheus.query(f'vllm:{name}{{model_name="{MODEL}"}}'), name
     once = prometheus.query(f'vllm:prompt_tokens_total{{model_name="{MODEL}"}}')
@@ -182,7 +182,7 @@ def test_what_vllm_s_dashboard_asks_is_there(prometheus: Prometheus) -> None:
 
 
 @needs_prometheus
-def test_what_alerts_watch_is_there_before_it_happens(prometheus: Prometheus) -> None:
+def test_metrics_of_alerts_exist_from_the_start(prometheus: Prometheus) -> None:
     """Else they would miss the first time: a series that begins with 1 has not grown."""
     for alert in alerts():
         for name, labels in re.findall(r"increase\((\w+)\{(\w+=~?\"[^\"]+\")\}", alert["expr"]):

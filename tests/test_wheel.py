@@ -135,7 +135,7 @@ def test_the_source_archive_makes_the_same_wheel(work: Path, source: Path, wheel
 
 @pytest.mark.slow
 @pytest.mark.parametrize("image", ["node", "router"])
-def test_what_an_image_copies_makes_its_part_of_the_wheel(
+def test_the_files_of_an_image_make_its_part_of_the_wheel(
     image: str, wheel: Path, tmp_path: Path
 ) -> None:
     """The links whose folders an image leaves out lead nowhere there."""

@@ -299,7 +299,7 @@ class SchedulerConfig:
         return self.max_num_batched_tokens or max(CPU_TOKENS, self.seqs)
 
     def on_gpu(self, usable: int) -> SchedulerConfig:
-        """Fills in the defaults for a GPU of which a node may use so many bytes. Larger steps use
+        """Fills in the defaults for a GPU of which a node may use `usable` bytes. Larger steps use
         its arithmetic better, and their activations take memory from KV."""
         seqs = self.max_num_seqs or GPU_SEQS
         tokens = LARGE_GPU_TOKENS if usable >= LARGE_GPU_BYTES else GPU_TOKENS

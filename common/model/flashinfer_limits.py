@@ -51,8 +51,8 @@ def tensor_cores(shape: AttentionShape) -> bool:
 
 
 def workspace_bytes(shape: AttentionShape, multiprocessors: int, graph_size: int = 0) -> int:
-    """Returns the bytes of the float workspace on a GPU of so many multiprocessors: for all steps,
-    or for captured steps of up to `graph_size` single queries.
+    """Returns the bytes of the float workspace on a GPU with this many multiprocessors: for all
+    steps, or for captured steps of up to `graph_size` single queries.
 
     A kernel that splits long contexts keeps partial outputs (float32, head_dim + 1 numbers for each
     head): one tile of rows for each thread block. The prefill kernel runs at most two thread blocks

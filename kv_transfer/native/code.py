@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pdserve.common.core.native import BuildError, Library, load_library
 
 BLOCKS = Library("kv-blocks", Path(__file__).parent)
-# A copy of so many bytes or more bypasses the CPU's caches. Less is soon read again, by decode;
+# A copy of this many bytes or more bypasses the CPU's caches. Less is soon read again, by decode;
 # more would have left the caches by then.
 PAST_CACHES_NBYTES = 4 << 20
 MOVED_AT_ONCE = 4 << 20  # through a socket, before Python looks at the clock and the gate

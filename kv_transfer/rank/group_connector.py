@@ -30,8 +30,8 @@ from pdserve.kv_transfer.rank.digester import Digester, Hashed
 
 logger = logging.getLogger(__name__)
 
-# Up to so much is hashed on the caller's thread: that takes less time than waking another thread,
-# which has to wait for the interpreter.
+# Runs of up to this size are hashed on the caller's thread: that takes less time than waking
+# another thread, which has to wait for the interpreter.
 SHORT_NBYTES = 512 << 10
 SHORT_RUNS = 64
 

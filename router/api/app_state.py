@@ -37,7 +37,7 @@ INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
 SMALL = 64 * 1024  # bytes of a body that a thread may take
 THREADS = 4  # that take bodies at the same time
 MAX_WAITING = 4096  # bodies that wait for a thread
-# Clients choose the names: the log remembers so many of them, of so many characters.
+# Clients choose the names: bounds of the names that the log remembers, and of their characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
 

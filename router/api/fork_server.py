@@ -295,7 +295,7 @@ def _children_stay() -> Iterator[None]:
 
 
 def _exactly(control: socket.socket, size: int) -> bytes:
-    """Reads so many bytes without buffering, because descriptors come with the next ones."""
+    """Reads `size` bytes without buffering, because descriptors come with the next ones."""
     data = bytearray()
     while len(data) < size:
         if not (piece := control.recv(size - len(data))):

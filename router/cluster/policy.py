@@ -133,7 +133,7 @@ def some(request: PolicyRequest, nodes: NodeSet, last: str) -> list[NodeState]:
 
 
 class FadingSums:
-    """Counts and sums that fade: a value counts for 1/e after so many seconds."""
+    """Counts and sums that fade: a value counts for 1/e after `seconds`."""
 
     MOST = 4096  # nodes
 

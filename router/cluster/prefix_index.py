@@ -23,7 +23,7 @@ from pdserve.common.core.block_hash import DIGEST, HASHER, root_hash
 
 MAX_BLOCKS = 10_000_000
 SHARDS = 1024  # a power of two
-EVICTED = 16  # a full shard loses one block of so many, those that came first
+EVICTED = 16  # a full shard loses one block of this many, the oldest ones
 AT_ONCE = 32  # blocks that are hashed, at least
 MAX_INTERNED = 1 << 16  # sets of places of which one copy is shared
 _KEY = (1 << 60) - 1  # an integer of more bits takes half as much again
@@ -62,7 +62,7 @@ class PromptBlocks:
         return int.from_bytes(self._digests[end - 8 : end], "big")  # as `short_hash`
 
     def _hash_up_to(self, count: int) -> None:
-        """Hashes so many blocks, or some more: each call costs as much as ten blocks."""
+        """Hashes `count` blocks, or some more: each call costs as much as ten blocks."""
         count = min(len(self), max(count, self.num_hashed + AT_ONCE))
         size, parent = self._block_size, bytes(self._digests[-DIGEST:]) or self._root
         tokens = self._token_ids[self.num_hashed * size : count * size]

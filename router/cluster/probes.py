@@ -2,9 +2,9 @@
 Heartbeats with answers show that node and router hear each other, but not that the node's own port
 is open.
 
-A node with an open connection is probed now and then. One answer may be missing: the node is probed
-again at once. A node with a broken connection, or with two missing answers, is probed in every
-period. Probes are spread over time: a thousand at once would block the event loop.
+A node with an open connection is probed from time to time. One answer may be missing: the node is
+probed again at once. A node with a broken connection, or with two missing answers, is probed in
+every period. Probes are spread over time: a thousand at once would block the event loop.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Traffic:
             self.asked = monotonic()
 
     def quiet_in(self, seconds: float) -> float:
-        """Returns the seconds until nothing has been asked for so many, as far as one can say."""
+        """Returns the seconds for which it must still be quiet, as far as is known."""
         return self.asked + seconds - monotonic()
 
 

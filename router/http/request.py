@@ -24,8 +24,8 @@ from pdserve.router.requests.stages import RequestArrival, arrival_var
 
 TIMELINE_HEADER = "X-PDServe-Timeline"
 MAX_WAITING = 256  # bodies; a connection that waits holds READ_AHEAD twice, and a read
-GRACE = 20.0  # seconds that a body may take,
-RATE = 128 * 1024  # and one second more for each of so many bytes
+GRACE = 20.0  # seconds that any body may take
+RATE = 128 * 1024  # bytes per second in which the rest must come
 IDENTITY = frozenset({"", "identity"})
 COMPRESSED = frozenset({"gzip", "deflate"})
 STEP = 64 * 1024  # bytes that one step inflates to, at most: a fraction of a millisecond

@@ -196,7 +196,7 @@ class OpenAIWriter:
     body: GenerationBody
     choices: ChoiceWriter
     generations: Sequence[GenerationRequest]
-    best: int | None = None  # answer only so many choices of each prompt
+    best: int | None = None  # choices of each prompt to answer, the best ones; None: all
     created: int = field(default_factory=lambda: int(time.time()))
     last: bytes = b"data: [DONE]\n\n"
     num_tokens: int = 0  # streamed so far

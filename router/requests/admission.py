@@ -4,7 +4,7 @@ enter ─▶ refused: its SLO cannot be kept, or the queue is full
   │      waits: `FairShare` decides the order, `Backlog` whether nodes should get more
   ├────▶ refused: at its turn its SLO cannot be kept any more
   ▼
-place ─▶ first_token ─▶ leave
+slot ─▶ first_token ─▶ leave
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ask(Waiter):
-    """One prompt, which waits for a place and then holds it."""
+    """One prompt, which waits for a slot and then holds it."""
 
     batch: Batch = field(default_factory=Batch)
     prompt_tokens: int = 0  # all; `tokens` has the uncached ones
@@ -44,7 +44,7 @@ class Ask(Waiter):
     ttft: float | None = None  # measured TTFT in seconds
     crowd: float = 0.0  # choices per decode replica at its first token
     waits: bool = False
-    # ---- the holder of the place sets these before it leaves
+    # ---- the holder of the slot sets these before it leaves
     generated: int = 0  # tokens, of all its choices
     itl: float | None = None  # mean seconds between tokens
 
@@ -137,7 +137,7 @@ class Admission:
     # ---- one prompt ----------------------------------------------------------------------------
 
     def enter(self, ask: Ask) -> None:
-        """Queues the request; `ask.tell` is called when it gets its place, possibly at once.
+        """Queues the request; `ask.tell` is called when it gets its slot, possibly at once.
         However it ends, call `leave`.
 
         Raises:
@@ -176,7 +176,7 @@ class Admission:
         self._slots.grant()
 
     def leave(self, ask: Ask) -> None:
-        """Removes the prompt from the queue, or releases its place."""
+        """Removes the prompt from the queue, or releases its slot."""
         batch, client = ask.batch, ask.batch.client
         if ask.waits:
             ask.waits = False
@@ -206,7 +206,7 @@ class Admission:
 
         Raises:
             Overloaded: as `enter`.
-            Unavailable: no prompt of the batch has had a place for as long as one may wait.
+            Unavailable: no prompt of the batch has had a slot for as long as one may wait.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ask.tell = partial(resolve, future)
@@ -274,7 +274,7 @@ class Admission:
     def _decided(
         self, ask: Ask, tell: Callable[[Overloaded | None], None], error: Overloaded | None
     ) -> None:
-        """Called when the prompt gets its place, or is refused."""
+        """Called when the prompt gets its slot, or is refused."""
         ask.waits = False
         self._count(ask.batch, -1, -ask.prompt_tokens)
         if error is None:
@@ -322,7 +322,7 @@ class Admission:
                 del self._waiting[client]
 
     async def _wait(self, ask: Ask, future: asyncio.Future[None]) -> None:
-        """Waits for the place: until the prompt's deadline, or as long as its batch proceeds."""
+        """Waits for the slot: until the prompt's deadline, or as long as its batch proceeds."""
         if future.done():
             return future.result()
         batch, now = ask.batch, self._clock
@@ -339,7 +339,7 @@ class Admission:
                     raise ask.slo.ttft_error(ask.deadline, ask.deadline) from None
                 elif (until := batch.left + self._timeout) <= now():
                     raise Unavailable(
-                        f"no place came free within {self._timeout:g} s",
+                        f"no slot became free within {self._timeout:g} s",
                         code="QUEUE_TIMEOUT",
                         retry_after=2.0,
                     ) from None

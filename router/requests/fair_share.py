@@ -303,7 +303,7 @@ class FairExecutor:
 
     async def run(self, client: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Returns the outcome of the work. Cancelled, it does not begin; but it is not stopped
-        halfway, and its place is free when it has ended.
+        halfway, and its slot is free when it has ended.
 
         Raises:
             Overloaded: too much waits.

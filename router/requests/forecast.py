@@ -109,7 +109,7 @@ class Turnover:
     """Predicts when places come free."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0  # mean time that recent requests held a place
+        self._seconds = 0.0  # mean time that recent requests held a slot
 
     def ended(self, seconds: float) -> None:
         self._seconds += (seconds - self._seconds) / 16 if self._seconds else seconds

@@ -25,7 +25,7 @@ from pdserve.router.requests.unread import Unread
 
 MAX_BURST = 32  # generations that begin, or are cancelled, per turn of the event loop
 # Generations of one body that have begun and not ended: each is a hundred objects, and those that
-# wait for a place would make every look of the garbage collector long.
+# wait for a slot would make every look of the garbage collector long.
 MAX_BEGUN = 512
 # Items a client may be behind with, each of a few hundred bytes; who is further behind is given up.
 MAX_BEHIND = 16 * 1024

@@ -173,7 +173,7 @@ class Pipeline:
 
     async def _serve_in_slot(self, state: RequestState, ask: Ask, claim: Claim | None) -> None:
         """Takes a slot, and serves the prompt in as many attempts as it takes."""
-        state.deadline.queued("a place: the router serves as many as it may")
+        state.deadline.queued("a slot: --max-concurrent-requests and --prefill-backlog bound them")
         async with self.admission.slot(ask), state.deadline.running():
             state.on_first_token = partial(self._first_token, state, ask)
             try:
@@ -261,7 +261,7 @@ class Pipeline:
         return self.view.ready()
 
     def load(self) -> int:
-        """Returns the running prompts, and the prompts that wait for a place."""
+        """Returns the running prompts, and the prompts that wait for a slot."""
         return self.admission.running + self.admission.waiting
 
     def cluster(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed 
 class Deadline:
     """Two bounds, both moved by progress alone, never by another try.
 
-    Waiting (for a place, for nodes, between tries) may take `queue_timeout` seconds in all
+    Waiting (for a slot, for nodes, between tries) may take `queue_timeout` seconds in all
     until the first token; from then on `request_timeout`, anew after every token, for a node
     that comes back is worth more to a half-read answer than an error. While nodes work on the
     request, `request_timeout` seconds may pass without progress (0: any time).
@@ -57,7 +57,7 @@ class Deadline:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Bounds its body; the time before it was spent waiting for a place.
+        """Bounds its body; the time before it was spent waiting for a slot.
 
         Raises:
             DeadlineExceeded: there was no progress for too long.

@@ -114,7 +114,7 @@ def test_a_model_split_over_ranks_is_compared_with_the_whole(
         (["--json=/nowhere/x.json", "--chunk=4"], "/nowhere/x.json"),
     ],
 )
-def test_what_makes_no_sense(
+def test_invalid_options_are_refused(
     options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

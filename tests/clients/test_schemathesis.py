@@ -1,5 +1,5 @@
-"""schemathesis: whatever fits `/openapi.json`, or almost, gets neither a 5xx nor a status that is
-not documented."""
+"""schemathesis: requests that fit `/openapi.json`, or almost, get neither a 5xx nor an undocumented
+status."""
 
 from __future__ import annotations
 

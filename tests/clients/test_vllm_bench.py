@@ -15,7 +15,6 @@ VLLM = shutil.which(os.environ.get("VLLM", "vllm"))
 
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not installed: VLLM=/path/to/vllm names it")
-@pytest.mark.timeout(400)
 def test_a_benchmark(server: Server, tmp_path: Path) -> None:
     assert VLLM is not None
     command = [
@@ -24,6 +23,6 @@ def test_a_benchmark(server: Server, tmp_path: Path) -> None:
         *("--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "8"),
         *("--num-prompts", "6", "--save-result", "--result-filename", "result.json"),
     ]
-    run(command, timeout=300, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    run(command, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["total_output_tokens"]) == (6, 48)

@@ -175,7 +175,7 @@ async def test_clients_share_the_room_for_answers(
     last.end()
 
 
-async def test_what_a_living_router_gives_up_ends(node: Node) -> None:
+async def test_a_job_that_a_living_router_cancels_ends(node: Node) -> None:
     session, stream = Session(), RouterStream()
     run = await call(node.begin(session), stream)
     run.cancel()
@@ -200,7 +200,7 @@ async def test_a_stream_that_is_lost_alone_fails_its_router(node: Node) -> None:
 
 
 @pytest.mark.parametrize("why", ["no KV", "too many", "too much", "lapsed"])
-async def test_what_is_no_orphan_ends_with_its_router(
+async def test_a_job_that_is_not_kept_ends_with_its_router(
     node: Node, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     session, stream = Session(has_kv=why != "no KV"), RouterStream()

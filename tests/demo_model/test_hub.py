@@ -104,7 +104,7 @@ def test_gated_models_want_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
         (ModelConfig(model=str(MODELS), revision="main"), "need --model to be a name"),
     ],
 )
-def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, config: ModelConfig, reason: str) -> None:
+def test_a_failed_download_is_one_sentence(hub: Hub, config: ModelConfig, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         resolve_model(config)
     assert "\n" not in error.value.message

@@ -304,7 +304,7 @@ def test_a_request_under_way_keeps_its_adapter(cluster: WarmCluster, folder: Pat
     assert busy in cluster.pids
 
 
-def test_what_cannot_be_loaded_changes_nothing(cluster: WarmCluster, folder: Path) -> None:
+def test_a_failed_load_changes_nothing(cluster: WarmCluster, folder: Path) -> None:
     outside = folder.parent / "outside"
     shutil.copytree(folder / "c", outside)
     (folder / "link").symlink_to(outside)

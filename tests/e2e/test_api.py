@@ -529,7 +529,7 @@ def test_bad_words_with_other_parameters(cluster: WarmCluster) -> None:
     assert all(node["state"] == "ready" for node in cluster.nodes())
 
 
-def test_what_is_allowed_with_other_parameters(cluster: WarmCluster) -> None:
+def test_allowed_token_ids_combine_with_other_parameters(cluster: WarmCluster) -> None:
     a, b = reference.encode(cluster.model, "a")[0], reference.encode(cluster.model, "b")[0]
     options: dict[str, Any] = {"max_tokens": 12, "allowed_token_ids": [a, b]}
     drawn = [
@@ -786,7 +786,7 @@ def test_the_request_id_is_echoed_and_in_every_log(cluster: WarmCluster) -> None
     assert "my-own-id-17" in cluster.log()
 
 
-def test_what_the_server_tells_of_itself(cluster: WarmCluster) -> None:
+def test_the_server_describes_itself(cluster: WarmCluster) -> None:
     assert cluster.get("/health").status_code == 200
     assert cluster.get("/ready").json() == {"status": "ready"}
     assert cluster.get("/version").json()["version"]

@@ -140,7 +140,7 @@ def test_a_process_may_have_the_pid_of_one_that_ended(monkeypatch: pytest.Monkey
     assert signal.SIGCHLD not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_what_grows_is_seen() -> None:
+def test_growth_is_detected() -> None:
     gauge = Gauge(None)  # type: ignore[arg-type]
     flat = Life("decode", [*range(60)], [200.0 + n % 5 for n in range(60)], [30.0] * 60)
     fat = Life("router", [*range(60)], [200.0 + 3 * n for n in range(60)], [30.0] * 60)
@@ -154,7 +154,7 @@ def test_what_grows_is_seen() -> None:
     assert [name for name, count in report.failures.items() if count] == ["grown"]
 
 
-def test_what_hostile_clients_should_not_be_told_is_a_failure() -> None:
+def test_wrong_answers_to_hostile_clients_are_failures() -> None:
     told = Counter({("huge", "30 MB of text: hung"): 2, ("stranger", "asks a node: admitted"): 1})
     told["poison", "HTTP 400"] = 9
     report = make_report(Tally(), 60.0, Counter(), {}, [], told)
@@ -162,7 +162,7 @@ def test_what_hostile_clients_should_not_be_told_is_a_failure() -> None:
     assert report.answers["poison"] == {"HTTP 400": 9}
 
 
-def test_what_servers_said_is_shown_with_its_brackets() -> None:
+def test_brackets_in_answers_are_shown() -> None:
     told = Counter({("poison", "tools[0] is [/wrong]"): 1})
     report = make_report(Tally(), 60.0, Counter(), {}, [], told)
     console = Console(file=io.StringIO(), width=200)
@@ -170,7 +170,7 @@ def test_what_servers_said_is_shown_with_its_brackets() -> None:
     assert "poison: tools[0] is [/wrong]" in console.file.getvalue()
 
 
-def test_what_a_crowd_takes_is_not_what_a_process_has_grown_by() -> None:
+def test_the_load_of_a_crowd_is_no_growth() -> None:
     gauge = Gauge(None)  # type: ignore[arg-type]
     crowd = [30.0] * 40 + [1300.0] * 10 + [30.0] * 10
     leak = [30.0] * 40 + [1300.0] * 10 + [600.0] * 10

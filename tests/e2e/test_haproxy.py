@@ -56,7 +56,7 @@ def test_haproxy_keeps_no_event_back(
     assert code == 0, capsys.readouterr().out
 
 
-async def test_what_a_router_does_not_answer_haproxy_asks_again(tmp_path: Path) -> None:
+async def test_haproxy_retries_what_a_router_does_not_answer(tmp_path: Path) -> None:
     """A router that closes or resets the connection counts, too, however the client sends its
     request."""
     async with asked_through_haproxy(tmp_path, breaking, answering) as (port, asked):

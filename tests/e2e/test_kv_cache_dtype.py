@@ -66,7 +66,7 @@ def test_a_hand_over(
         cluster.wait_idle()
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_latents_and_torch_kernels_are_refused(tmp_path: Path) -> None:
     latent = make_windowed("deepseek", tmp_path)
     common = ["--router", "127.0.0.1:1", "--kv-cache-dtype", "int8", "--device", "cpu"]
     given = {

@@ -183,7 +183,7 @@ def check_failover(cluster: WarmCluster, model: Path, count: int) -> None:
     assert "".join(texts) == reference.decode(model, expected)
 
 
-def test_what_transformers_cannot_run_here_is_refused_at_start(models: Any, tmp_path: Path) -> None:
+def test_models_that_cannot_run_are_refused_at_start(models: Any, tmp_path: Path) -> None:
     rwkv = tmp_path / "rwkv"
     RwkvConfig(vocab_size=512, architectures=["RwkvForCausalLM"]).save_pretrained(rwkv)
     flags = ("--router", "127.0.0.1:9", "--device", "cpu", "--model")

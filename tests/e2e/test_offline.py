@@ -178,7 +178,7 @@ def test_prompts_may_have_their_adapters(
         ([[3, 10**9]], None, "token id"),
     ],
 )
-def test_what_is_refused_says_why(llm: LLM, prompts: Any, params: Any, reason: str) -> None:
+def test_refusals_name_the_reason(llm: LLM, prompts: Any, params: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         llm.generate(prompts, params)
     assert llm.generate(STORIES[0], GREEDY)[0].outputs[0].text == expected(STORIES[0])
@@ -339,7 +339,7 @@ def test_a_full_disk_ends_the_run_and_spoils_nothing(url: str, tmp_path: Path) -
         (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL"], 1, "API key"),
     ],
 )
-def test_what_cannot_run_is_one_line(
+def test_a_batch_that_cannot_run_is_refused_in_one_line(
     flags: list[str],
     code: int,
     reason: str,

@@ -114,7 +114,7 @@ def flood(cluster: WarmCluster, number: int, slo: int) -> list[tuple[int, Any, A
         return [each.result() for each in asked]
 
 
-def test_what_would_come_too_late_is_refused_at_once(cluster: WarmCluster) -> None:
+def test_requests_that_would_be_late_are_refused_at_once(cluster: WarmCluster) -> None:
     counter = "pdserve_requests_total", 'code="SLO_TTFT"'
     for number, times in enumerate((4, 2, 8, 1, 16)):  # it may be faster, or slower, by then
         slo = times * least_slo(cluster)

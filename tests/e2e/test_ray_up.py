@@ -97,7 +97,7 @@ def test_a_role_is_scaled_under_load(cluster: RayCluster) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_scaled(cluster: RayCluster) -> None:
+def test_invalid_sizes_are_refused(cluster: RayCluster) -> None:
     for sizes, reason in (
         (["decode=0"], "prefill and decode nodes need each other"),
         (["decode=2", "--served-model-name", "other"], "that run serve llama-gqa"),

@@ -132,7 +132,7 @@ def test_a_worker_is_killed_and_no_stream_is_lost(cluster: WarmCluster) -> None:
     assert cluster.crashed() == []
 
 
-def test_what_cannot_be_is_refused_before_anything_is_served(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_serving(tmp_path: Path) -> None:
     free = ["--port", "0", "--grpc-port", "0", "--registry-port", "0"]
     common = ["router", "--model", "tests/models/llama-gqa", *free, "--router-workers"]
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:

@@ -94,7 +94,7 @@ def test_a_router_dies_under_load(cluster: WarmCluster) -> None:
     assert cluster.crashed() == []
 
 
-def test_what_one_router_places_the_other_knows(cluster: WarmCluster) -> None:
+def test_routers_know_each_other_s_load(cluster: WarmCluster) -> None:
     """While one holds all places the other has its half of them and its queue; what is more, it
     refuses at once. Nothing that it took is lost."""
     other = cluster.at(OTHER)
@@ -371,7 +371,7 @@ def whole(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: answer[name] for name in ("id", "choices")}
 
 
-def test_what_a_dead_router_left_ends_with_its_lease(cluster: WarmCluster) -> None:
+def test_an_orphan_of_a_dead_router_ends_with_its_lease(cluster: WarmCluster) -> None:
     """It goes on meanwhile, and is freed when no client asks for it."""
     other, body = cluster.at(OTHER), bodies(WAYS[0], max_tokens=400)
     renew_decode_node(cluster, SHORT_LEASE)

@@ -93,7 +93,7 @@ def rounded(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", thinned(DRAWN, 4), ids=lambda options: "-".join(options))
-def test_what_is_drawn_is_what_is_drawn_without_it(
+def test_sampling_is_the_same_with_speculation(
     cluster: WarmCluster, plain: WarmCluster, options: dict[str, Any]
 ) -> None:
     for case in prompts(cluster.model)[5::8]:
@@ -169,7 +169,7 @@ def test_preemption_changes_no_token(plain: WarmCluster, config: dict[str, Any])
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_cannot_be_is_refused_at_start(
+def test_invalid_configs_are_refused_at_start(
     tmp_path: Path, config: dict[str, Any], flags: tuple[str, ...], clue: str
 ) -> None:
     command = ["decode_node", "--model", str(MODELS / MODEL), *flags]

@@ -182,7 +182,7 @@ def test_over_grpc(cluster: WarmCluster) -> None:
     assert text == ask(cluster, structured_outputs=WANTED)[0]["text"]
 
 
-def test_what_cannot_be_kept_is_refused_before_a_node_sees_it(cluster: WarmCluster) -> None:
+def test_invalid_constraints_are_refused_by_the_router(cluster: WarmCluster) -> None:
     for fields, param in (
         ({"guided_json": {"items": {"uniqueItems": True}}}, "guided_json"),
         ({"guided_regex": r"(\w+x)?" * 5000}, "guided_regex"),

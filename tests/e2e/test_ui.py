@@ -181,7 +181,7 @@ def test_nothing_is_cut_off_or_a_letter_wide_on_a_phone(cluster: WarmCluster, wi
         assert box is not None and box["width"] > 30 > box["height"] - 10, name.inner_text()
 
 
-def test_what_nodes_and_the_model_say_is_text(cluster: WarmCluster, window: Page) -> None:
+def test_the_page_shows_nodes_and_answers_as_text(cluster: WarmCluster, window: Page) -> None:
     """However it is put: an answer of the router is replaced by one of an attacker."""
     page = window.page
     node = cluster.state()["nodes"][0] | {"node_id": EVIL, "address": EVIL, "model": EVIL}

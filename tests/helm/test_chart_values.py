@@ -108,7 +108,7 @@ def test_rules_are_those_of_compose(name: str) -> None:
     assert (CHART / "rules" / name).resolve() == OBSERVABILITY / name
 
 
-def test_what_keda_asks_for_is_a_metric() -> None:
+def test_keda_queries_existing_metrics() -> None:
     text = (CHART / "templates" / "nodes.yaml").read_text()
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     table = page.partition("## Nodes")[2]

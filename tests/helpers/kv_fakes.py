@@ -299,7 +299,7 @@ class FakeNetwork:
     """Connects fake connectors, with faults.
 
     `faults`: `lose` (runs never arrive), `duplicate` (every event comes twice), `fail_after`
-    (the source fails after so many runs), `delay` (seconds before a run lands), `corrupt` (a
+    (runs after which the source fails), `delay` (seconds before a run lands), `corrupt` (a
     byte of each run is flipped), `refuse` (sinks reject transfers).
     """
 

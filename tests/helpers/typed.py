@@ -239,7 +239,7 @@ def _pytest(arguments: list[str], _: Mapping[str, str]) -> None:
         if word == "--pyargs":
             if find_spec(next(words)) is None:
                 raise Wrong(f"no such module: {arguments}")
-        elif word in ("-m", "--kv-connector", "--kv-connector-config"):
+        elif word in ("-m", "-n", "--kv-connector", "--kv-connector-config"):
             next(words)
         elif word.startswith("-"):
             raise Wrong(f"no check for {word}")

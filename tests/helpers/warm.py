@@ -36,8 +36,8 @@ BESIDE_OTHERS = 3.0  # factor for tests that run beside others
 
 @cache
 def shared() -> WarmStart:
-    """Returns the WarmStart that all pytest workers of this run share."""
-    warm = WarmStart(IMPORTS, os.environ.get("PYTEST_XDIST_TESTRUNUID"))
+    """Returns the WarmStart that all processes of this run share."""
+    warm = WarmStart(IMPORTS, os.environ.get("TEST_RUN"))
     atexit.register(warm.close)
     return warm
 

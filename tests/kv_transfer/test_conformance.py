@@ -197,7 +197,7 @@ def test_a_broken_connector_is_caught(runs: Runs, mutant: type[Tampered]) -> Non
         for file in FILES
     ],
 )
-def test_what_is_right_passes(runs: Runs, run: str, file: str) -> None:
+def test_correct_connectors_pass(runs: Runs, run: str, file: str) -> None:
     outcomes = runs.outcomes(run, f"{file}::")
     assert outcomes
     assert {name: why for name, why in outcomes.items() if why} == {}

@@ -163,7 +163,7 @@ def test_late_frames_are_drained_and_counted(rank: Callable[..., Rank]) -> None:
         ([data_frame(0, 1, kind=FrameKind.CONFIRM)], "CONFIRM from a source that pushes"),
     ],
 )
-def test_what_contradicts_the_agreement_fails_the_transfer(
+def test_frames_that_contradict_the_agreement_fail_the_transfer(
     rank: Callable[..., Rank], frames: list[tuple[Frame, bytes]], says: str
 ) -> None:
     sink = rank(TCPConnector)

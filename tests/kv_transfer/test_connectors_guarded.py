@@ -121,7 +121,7 @@ def test_a_wrong_hello_is_not_answered_with_the_right_fingerprint(rank: Made, ke
         assert hung_up(sock)
 
 
-def test_who_knows_the_fingerprint_and_not_the_key_is_refused_before_anything_is_told(
+def test_a_peer_with_the_fingerprint_and_without_the_key_is_refused_first(
     rank: Made,
 ) -> None:
     sink = rank()
@@ -234,7 +234,7 @@ def test_a_proof_for_another_endpoint_is_refused(rank: Made) -> None:
     relay.close()
 
 
-def test_what_an_honest_source_said_is_of_no_use_again(rank: Made) -> None:
+def test_a_replayed_greeting_is_refused(rank: Made) -> None:
     sink, source = rank(), rank(fill=1.0)
     relay, address = Relay(sink), address_of(sink)
     sink.connector.endpoint = lambda: relay.endpoint  # so that the proof is good for it

@@ -59,7 +59,7 @@ def test_a_digest_is_xxh3_of_the_bytes_in_order(
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_is_hashed_as_it_is_written_is_hashed_alike(
+def test_hashing_while_writing_gives_the_same_hash(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the loop that copies, past the caches or not, and in parts that end anywhere."""

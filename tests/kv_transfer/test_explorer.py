@@ -104,7 +104,7 @@ def test_three_events_out_of_turn_break_no_promise(name: str) -> None:
     ],
     ids=repr,
 )
-def test_what_can_succeed_succeeds(setting: Setting) -> None:
+def test_transfers_that_can_succeed_succeed(setting: Setting) -> None:
     """Damaged data is sent again; when A fails, B takes over, and A cannot get in its way."""
     report = explore(replace(setting, succeeds=True), choices=3, most_runs=250)
     assert report.outcomes == {"activated"}

@@ -82,7 +82,7 @@ def little(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("connector", ["shm", "tcp", "shm,tcp"])
-async def test_what_was_hashed_as_it_moved_is_not_read_again(
+async def test_blocks_hashed_in_transit_are_not_read_again(
     connector: str,
     tp: tuple[int, int],
     compiled: bool,
@@ -105,7 +105,7 @@ async def test_what_was_hashed_as_it_moved_is_not_read_again(
     ("connector", "readers"),
     [("reread:RereadTCP", 1), ("reread:RereadShm,tcp", 1), ("nccl", 2), ("shm,nccl", 2)],
 )
-async def test_what_others_may_write_is_read_again(
+async def test_blocks_that_others_may_write_are_read_again(
     connector: str, readers: int, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the sink; and by the source, if one of its connectors does not hash as it sends."""

@@ -145,7 +145,7 @@ def test_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80", encode(("Accept", 1))])
-def test_what_is_no_command_is_left_to_the_thread_that_says_so(garbage: bytes) -> None:
+def test_an_invalid_command_gets_an_error_reply(garbage: bytes) -> None:
     with rank(source=False) as made:
         assert made.handle_at_once(garbage) is None
         reply = msgspec.msgpack.decode(made.handle(garbage), type=Reply)

@@ -17,7 +17,7 @@ def asking(batch, tokens=0, choices=1):
 
 
 class Queue:
-    """Admission, and requests that hold a place of it or wait for one until they are let go."""
+    """Admission, and requests that hold a slot or wait for one until they are let go."""
 
     def __init__(self, **options):
         self.admission = Admission(**options)
@@ -201,7 +201,7 @@ async def test_a_body_gives_way_as_a_whole():
         assert full.sizes == (1, 1)
 
 
-async def test_what_is_refused_while_it_leaves_is_no_one_s_fault():
+async def test_a_refusal_of_a_leaving_request_is_not_reported():
     async with queue(max_running=1, max_waiting=2) as full:
         await full.hold("a", 2)
         leaving = await full.hold("a")

@@ -385,7 +385,7 @@ def test_the_members_of_a_gzip_body_are_bounded(monkeypatch: pytest.MonkeyPatch)
                 list(inflater.steps(gzip.compress(b"a") * count))
 
 
-async def test_what_inflates_to_nothing_counts_as_it_comes(site: Site) -> None:
+async def test_compressed_bytes_that_inflate_to_nothing_count(site: Site) -> None:
     """Empty blocks without end."""
     made = zlib.compressobj(wbits=31)
     start = made.compress(b"") + made.flush(zlib.Z_FULL_FLUSH)

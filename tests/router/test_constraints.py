@@ -113,7 +113,7 @@ def test_none_and_options() -> None:
         ({"guided_json": {"enum": ["é" * 2**15]}}, "guided_json"),
     ],
 )  # fmt: skip
-def test_what_is_no_constraint_is_named(fields: dict[str, Any], param: str) -> None:
+def test_invalid_constraints_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         of(**fields)
     assert caught.value.param == param
@@ -206,7 +206,7 @@ async def test_verdicts_are_remembered_but_not_for_ever() -> None:
     assert asked.count(GOOD.text) == 2
 
 
-async def test_those_who_want_the_same_wait_for_one_verdict() -> None:
+async def test_equal_constraints_are_compiled_once() -> None:
     """If who asked for it leaves, the next one asks."""
     asked: list[str] = []
     go = asyncio.Event()

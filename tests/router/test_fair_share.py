@@ -34,7 +34,7 @@ class Desk:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_clients_get_that_always_wait_differs_by_less_than_two_pieces(seed: int) -> None:
+def test_backlogged_clients_differ_by_less_than_two_requests(seed: int) -> None:
     rng = random.Random(seed)
     weights = {name: rng.choice([0.5, 1.0, 2.0, 7.0]) for name in "abc"}
     largest = {name: rng.choice([10, 1000, 100_000]) for name in "abc"}

@@ -243,7 +243,7 @@ async def test_a_call_has_exactly_one_message(count: int, generator: FakeGenerat
         assert await told(channel, MODEL, b"", BEARER) == (grpc.StatusCode.OK, "")
 
 
-async def test_what_is_no_message_of_the_method_is_the_caller_s_mistake(
+async def test_an_unparseable_message_is_the_caller_s_mistake(
     generator: FakeGenerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with started(client_server(generator)) as port, dialled(port) as channel:

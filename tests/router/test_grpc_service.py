@@ -190,7 +190,7 @@ async def test_text_to_tokens_and_back(
         (pb.DetokenizeRequest(model="x"), grpc.StatusCode.NOT_FOUND, "model"),
     ],
 )
-async def test_what_has_no_tokens_says_why(
+async def test_a_request_without_tokens_names_the_reason(
     stub: inference_pb2_grpc.InferenceStub,
     request_: Message,
     status: grpc.StatusCode,
@@ -223,7 +223,7 @@ async def test_a_large_chat_is_not_read_on_the_event_loop(
     assert small is threading.main_thread() and large is not small
 
 
-async def test_what_is_cancelled_within_ends_the_call(
+async def test_a_cancelled_generation_ends_the_call(
     stub: inference_pb2_grpc.InferenceStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC itself would let the client wait for ever."""

@@ -31,7 +31,7 @@ def answer(connection: socket.socket) -> str:
         return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
 
-async def test_what_waits_in_the_socket_is_answered(site: Site) -> None:
+async def test_requests_waiting_in_the_socket_are_answered(site: Site) -> None:
     connections = [asked(site.port) for _ in range(NUM_WAITING)]
     silent = socket.create_connection(("127.0.0.1", site.port))  # asks for nothing
     await site.server.stop(drain_timeout=60)

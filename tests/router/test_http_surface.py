@@ -52,7 +52,7 @@ MALFORMED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("request_", MALFORMED.values(), ids=MALFORMED)
-async def test_what_is_no_request_gets_an_error_and_a_line_in_the_log(
+async def test_invalid_requests_get_an_error_and_a_log_line(
     site: Site, caplog: pytest.LogCaptureFixture, request_: bytes
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -284,7 +284,7 @@ async def test_harmony(tmp_path: Path) -> None:
 F_NAMED = {"type": "function", "function": {"name": "f"}}
 
 
-def test_what_a_required_call_must_be() -> None:
+def test_a_required_call_has_the_tool_s_schema() -> None:
     """Schemas are moved with all that they refer to; values that look like schemas are not."""
     value = {"$ref": "#/y"}
     refers = {
@@ -401,7 +401,7 @@ async def test_bad_tools(site: Site) -> None:
     await check_refused(site, "/v1/chat/completions", {"messages": ASK}, BAD)
 
 
-async def test_what_cannot_be_in_one_schema_with_tools_is_refused(tmp_path: Path) -> None:
+async def test_constraints_that_tools_exclude_are_refused(tmp_path: Path) -> None:
     """The deep one as text: a body that is nested so deeply is refused before."""
     chat = ChatConfig(enable_auto_tool_choice=True, tool_call_parser="llama3_json")
     deep = '{"anyOf":[' * 900 + "{}" + "]}" * 900

@@ -152,7 +152,7 @@ async def test_a_prompt_is_found_where_it_is_and_no_more_where_it_was(world: Wor
         ("ended", lambda t: None),
     ],
 )
-async def test_what_cannot_be_is_forgotten_counted_and_asked_for_anew(
+async def test_inconsistent_events_reset_the_cache_and_are_counted(
     world: World, reason: str, said: Any
 ) -> None:
     async with telling() as (teller, at), telling() as (good, other):

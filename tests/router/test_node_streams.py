@@ -44,7 +44,7 @@ EVENTS = [
 ]
 
 
-def test_what_is_said_arrives_as_it_was_in_its_order() -> None:
+def test_events_arrive_unchanged_and_in_order() -> None:
     tokens = [JobTokens.of(number, 5 * number, event) for number, event in enumerate(EVENTS)]
     reserved = pb.DecodeEvent(reserved=pb.Ticket(epoch=3))
     ended = pb.DecodeEvent(ended=pb.Ended())
@@ -65,7 +65,7 @@ def test_a_token_is_a_few_bytes() -> None:
     assert len(encode_events([JobTokens.of(1000, 100, EVENTS[0])])) < 18
 
 
-def test_what_a_later_version_says_is_understood() -> None:
+def test_messages_of_a_later_version_are_understood() -> None:
     words = [[0, 1, 0, 2, [5], "tired", None, None, None, "new", 8], [1, 3, b"", "new"]]
     tokens, event = decode_events(msgspec.msgpack.encode(words))
     assert tokens.event() == TokenEvent(0, (SampledToken(5),), FinishReason.STOP)
@@ -76,7 +76,7 @@ def test_what_a_later_version_says_is_understood() -> None:
     "words",
     [b"\xc1", b"", [[0, 1, 0, 0]], [[0, "a", 0, 0, []]], [[2, 1]], [[1, 1]], {"a": 1}, 7],
 )
-def test_what_no_node_says_is_refused(words: Any) -> None:
+def test_invalid_messages_are_refused(words: Any) -> None:
     message = words if isinstance(words, bytes) else msgspec.msgpack.encode(words)
     with pytest.raises(msgspec.DecodeError):
         decode_events(message)
@@ -133,7 +133,7 @@ def kinds(message: pb.StepEvents) -> list[str | None]:
     ]
 
 
-async def test_what_comes_together_is_one_message_and_messages_are_counted() -> None:
+async def test_events_of_a_step_are_one_counted_message() -> None:
     stream = RouterStream()
     with ExitStack() as stack:
         writers = [stack.enter_context(stream.job(number, pytest.fail)) for number in range(4)]

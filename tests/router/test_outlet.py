@@ -80,7 +80,7 @@ async def test_the_clients_task_takes_what_the_outlet_does_not_write() -> None:
     assert client.taken[:2] == ["abc", "def"] and client.written == ["ghi"]
 
 
-async def test_what_an_outlet_raises_ends_the_generation() -> None:
+async def test_an_outlet_s_exception_ends_the_generation() -> None:
     client = Client()
     client.write = lambda updates: 1 // 0  # type: ignore[method-assign, assignment]
     with pytest.raises(ZeroDivisionError):

@@ -401,7 +401,7 @@ async def test_values_cannot_make_the_servers_template_a_bomb(
 
 
 @one_loop
-async def test_what_a_bounded_template_says_comes_back(
+async def test_errors_of_a_bounded_template_come_back(
     workers: PreprocessWorkers, model: ServedModel
 ) -> None:
     serving = AppState(pipeline=None, served=model, chat=CHATS, workers=workers)  # type: ignore[arg-type]

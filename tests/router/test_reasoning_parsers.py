@@ -150,6 +150,6 @@ def test_harmony_has_two_names_that_go_together() -> None:
         ({"anyOf": [{"anyOf": [{"anyOf": []}]}]}, None),
     ],
 )
-def test_what_a_schema_says_of_an_argument(schema: Any, kind: str | None) -> None:
+def test_arguments_follow_their_schema(schema: Any, kind: str | None) -> None:
     assert argument_kinds({"properties": {"a": schema}}).get("a") == kind
     assert argument_kinds({"properties": schema}) == {} or isinstance(schema, dict)

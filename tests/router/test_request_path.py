@@ -232,7 +232,7 @@ async def test_a_reply_that_does_not_parse_is_its_nodes_fault(
     ],
 )
 @pytest.mark.parametrize("status", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED])
-async def test_what_a_node_of_another_version_says_ends_no_client(
+async def test_errors_of_a_node_of_another_version_end_no_request(
     four: FakeCluster, role: str, words: dict[str, str], status: grpc.StatusCode
 ) -> None:
     four[role].on_run = says(status, **words)
@@ -850,7 +850,7 @@ async def test_a_prompt_that_kills_nodes_does_not_kill_them_all(tmp_path: Path, 
         assert cluster.jobs(role) == 3
 
 
-async def test_those_beside_a_request_that_kills_nodes_are_no_poison(tmp_path: Path) -> None:
+async def test_requests_beside_one_that_kills_nodes_are_no_poison(tmp_path: Path) -> None:
     """Twice all that are there die with it before any has a token, and the node is started again:
     nothing is known of the new one. One more death would end each of them, so each comes alone."""
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:

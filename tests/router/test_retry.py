@@ -107,7 +107,7 @@ def test_deaths_count_where_the_same_work_was_done() -> None:
 ODD = NodeError("not a number", code="SEQUENCE_FAILED", blame=Blame.DECODE)
 
 
-def test_who_gets_further_elsewhere_is_no_poison(node: Node) -> None:
+def test_a_request_that_gets_further_elsewhere_is_no_poison(node: Node) -> None:
     retries = Retries(LIMIT)
     for _ in range(5):
         retries.node_failed(ODD, node)
@@ -140,7 +140,7 @@ def test_transfers_that_fail_end_in_a_local_prefill(node: Node) -> None:
 @pytest.mark.parametrize(
     "error", [InvalidRequest("no"), PdserveError("a defect", blame=Blame.ROUTER)]
 )
-def test_what_another_node_would_not_cure(node: Node, error: PdserveError) -> None:
+def test_errors_that_no_other_node_avoids_are_not_retried(node: Node, error: PdserveError) -> None:
     retries = Retries(LIMIT)
     with pytest.raises(PdserveError):
         retries.node_failed(error, node)

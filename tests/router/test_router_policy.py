@@ -314,7 +314,7 @@ async def test_a_node_of_both_roles_needs_no_other(registry):
         await place(registry)
 
 
-def test_what_is_shown_of_a_large_cluster_does_not_hold_up_the_router(registry):
+def test_describing_a_large_cluster_does_not_block_the_router(registry):
     """It grows with the nodes, not with their pairs, and what a node says of itself is written once
     for all who ask."""
     for number in range(100):
@@ -431,7 +431,7 @@ async def test_a_burst_is_spread_by_its_tokens(registry):
     assert {(node.in_flight, node.prefill_tokens) for node in registry.nodes()} == {(0, 0)}
 
 
-async def test_what_a_node_says_of_another_or_of_a_transfer_is_not_its_own_failure(registry):
+async def test_errors_that_blame_others_are_not_a_node_s_own(registry):
     (node,) = add_all(registry, "p0")
     for error in (
         NodeError("gone", code="PEER_LOST", blame=Blame.DECODE),
@@ -506,7 +506,7 @@ async def test_least_load_is_that_of_a_replica(registry):
     assert least_load(able).id == "d0"
 
 
-async def test_what_other_routers_place_is_load(registry):
+async def test_requests_of_other_routers_count_as_load(registry):
     """By the node's report: its requests and prompt tokens count as this router's own do."""
     for i, (others, tokens) in enumerate(((3, 0), (2, 0), (0, 50))):
         add(registry, f"d{i}", others=others, others_tokens=tokens, routers=2)

@@ -384,7 +384,7 @@ async def test_in_a_crowd_idle_connections_have_less_time() -> None:
     assert clocked.wire.ended == "closed"
 
 
-async def test_what_is_left_of_an_answer_may_take_its_time_too() -> None:
+async def test_the_rest_of_an_answer_may_take_as_long() -> None:
     clocked = Clocked()
     with clocked.connection.answering():
         clocked.wire.unsent = 100

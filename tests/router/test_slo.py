@@ -75,7 +75,7 @@ class Prefill:
             self.run()
 
 
-def test_what_would_come_too_late_is_refused_and_what_is_taken_comes_in_time() -> None:
+def test_late_requests_are_refused_and_admitted_ones_are_in_time() -> None:
     node = Prefill()
     node.warm()
     asked = [node.ask(400) for _ in range(20)]

@@ -194,7 +194,7 @@ async def test_before_it_is_a_request_it_is_read_and_tokenized() -> None:
     ]
 
 
-def test_what_a_node_tells_never_exceeds_its_phase() -> None:
+def test_reported_stages_never_exceed_their_phase() -> None:
     stages = Stages()
     stages.enter(Phase.PREFILL, "p")
     stages.told(Phase.PREFILL, prefill_queue=-1.0, prefill_compute=float(10**9))
@@ -251,7 +251,7 @@ async def test_of_an_id_that_is_used_again_the_newest_are_found(tmp_path: Path) 
     assert [each["id"] for each in found] == [f"r{3 + each}" for each in range(MAX_FOUND)]
 
 
-async def test_what_a_node_that_computes_the_prompt_had_cached_is_told(tmp_path: Path) -> None:
+async def test_cached_tokens_of_a_local_prefill_are_reported(tmp_path: Path) -> None:
     async with fake_cluster(tmp_path, ("d0",), local_prefill_threshold=100) as cluster:
         stats = await cluster.ask(max_tokens=1)
         assert (stats.cached_tokens, stats.timeline.prefill_seconds) == (3, 0.5)
@@ -297,7 +297,7 @@ async def test_a_prompts_logprobs_come_with_its_kv_if_the_prefill_node_says_noth
         assert isinstance(stats, GenerationStats) and stats.timeline.migrations == 0
 
 
-async def test_what_a_prefill_node_says_twice_counts_once(tmp_path: Path) -> None:
+async def test_repeated_stages_of_a_prefill_node_count_once(tmp_path: Path) -> None:
     async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
         line = (await cluster.ask()).timeline
         assert (line.prefill_queue_seconds, line.prefill_seconds) == (0.25, 0.5)

@@ -74,19 +74,19 @@ async def test_a_node_that_stands_still_is_named_with_its_load(
         assert cluster.pipeline.timelines.standing(9) == []
 
 
-async def test_waiting_in_the_router_is_said_in_its_own_words(tmp_path: Path) -> None:
+async def test_waiting_in_the_router_is_described(tmp_path: Path) -> None:
     routing = {"queue_timeout": QUEUE, "max_concurrent_requests": 1, "max_client_share": 1.0}
     async with fake_cluster(tmp_path, ("p0",), **routing) as cluster, asked(cluster):
         found = await standing(cluster, "a decode node")
         assert found["node"] is None and 0 < found["gives_up_in"] <= QUEUE
         async with asked(cluster):
-            found = await standing(cluster, "a place")
+            found = await standing(cluster, "a slot")
             assert 0 < found["gives_up_in"] <= QUEUE
             oldest, newest = cluster.pipeline.timelines.standing(9)
             assert oldest["standing"]["seconds"] >= newest["standing"]["seconds"]
 
 
-async def test_what_failed_before_is_said_and_a_pause_moves_nothing(tmp_path: Path) -> None:
+async def test_earlier_failures_are_reported_and_a_pause_is_no_progress(tmp_path: Path) -> None:
     routing = {"queue_timeout": QUEUE, "migration_limit": 99, "breaker_failures": 99}
     async with fake_cluster(tmp_path, ("p0", "d0"), **routing) as cluster:
         cluster["d0"].on_run = fails(NO)

@@ -84,7 +84,7 @@ async def test_a_client_that_keeps_up_is_not_counted() -> None:
     assert await text(stream(unread, "honest")) == "x" * TOKENS + "."
 
 
-async def test_what_is_closed_unread_is_not_counted_any_more() -> None:
+async def test_a_closed_stream_is_not_counted_as_unread() -> None:
     unread = Unread(9 * ANSWER)
     left = stream(unread, "leaves")
     await begun([left])

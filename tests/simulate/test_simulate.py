@@ -77,7 +77,7 @@ def test_a_request_takes_what_its_parts_take() -> None:
     assert dict(found.gaps) == pytest.approx({0.1: 3, 1.6: 1})
 
 
-def test_what_a_chunk_computes_is_moved_while_the_next_one_is_computed() -> None:
+def test_a_chunk_s_kv_moves_while_the_next_chunk_is_computed() -> None:
     chunks = run([Arrival(0.0, 4000, [], output_tokens=2)])
     (one,) = chunks.answered
     # Two steps of 2,000 tokens, the second one behind as many; the first one's KV is moved in it.

@@ -85,7 +85,7 @@ struct Step {
     float size, sum;  // of what the numbers are multiples, and what they are together
 };
 
-// A token's numbers as integers of so many bytes: 256 · the first + the second.
+// A token's numbers as integers of one or two bytes: 256 · the first + the second.
 template <int DIGITS>
 struct Rounded {
     static constexpr int SUMS = DIGITS;

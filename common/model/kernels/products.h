@@ -283,7 +283,7 @@ public:
     void score_few(const Tile<S>& tile, const Tile<S>& next, const U* queries, int64_t rows,
                    float* scores) {
         with_rows(rows, [&](auto R) {
-            constexpr int G = R == 1 ? 4 : R <= 4 ? 2 : 1;  // so many sums are under way at a time
+            constexpr int G = R == 1 ? 4 : R <= 4 ? 2 : 1;  // sums in progress at a time
             for (int g = 0; g < GROUPS; g += G) {
                 for (int i = g; i < g + G; i++) next.fetch_keys(i, row);
                 if (g >= tile.begin && g + G <= tile.end) {

@@ -7,7 +7,7 @@
 
 #include "lent_cores.h"
 
-// As many threads as are worth waking for so many numbers to read.
+// The number of threads that are worth waking to read this many numbers.
 inline int useful_threads(int64_t numbers, int64_t threads) {
     const int64_t worth = 1 + numbers / 16384;
     return int(worth < threads ? worth : threads);

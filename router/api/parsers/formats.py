@@ -152,7 +152,7 @@ class MistralParser(NamedCallParser):
 
 class QwenCoderParser(TaggedCallParser):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`:
-    Qwen3-Coder, which now and then leaves the first tag out, and Qwen3.5."""
+    Qwen3-Coder, which sometimes omits the first tag, and Qwen3.5."""
 
     shows_special_tokens = True
     call_marker = "<tool_call>"

@@ -56,7 +56,7 @@ class Reader:
         return "".join(kept or ())
 
     def take(self, length: int) -> str:
-        """Reads up to so many characters."""
+        """Reads up to `length` characters."""
         taken = self._text[self._at : self._at + length]
         self._at += len(taken)
         if self._kept is not None:

@@ -1,4 +1,4 @@
-"""python ask_instructor.py BASE_URL MODEL MODE CLASS TEXT MAX_TOKENS: what it reads, as JSON."""
+"""python ask_instructor.py BASE_URL MODEL MODE CLASS TEXT MAX_TOKENS: prints the object as JSON."""
 
 from __future__ import annotations
 

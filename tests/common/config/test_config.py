@@ -81,7 +81,7 @@ def test_booleans(
     assert to_flags(config) == ([] if expected else off), "as it is passed on to a child"
 
 
-def test_what_vllm_s_flags_may_look_like(tmp_path: Path) -> None:
+def test_vllm_s_forms_of_flags_are_accepted(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "max-num-seqs: 1.5k\ndtype: float\n")
     flags = ("--max_model_len=8K", "--max_num_batched_tokens", "2k")
     engine = load(WorkerNodeConfig, file, *flags).engine
@@ -168,7 +168,7 @@ def test_an_owner_s_default_beats_the_part_s() -> None:
         (["--config=/nowhere.yaml"], {}, "/nowhere.yaml"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_one_line(
+def test_unusable_options_are_refused_in_one_line(
     argv: list[str], env: dict[str, str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert hint in refused(capsys, RouterConfig, *argv, env=env)

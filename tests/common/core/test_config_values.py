@@ -164,7 +164,7 @@ def test_the_sentence_names_the_value(changes: dict[str, Any], said: str) -> Non
 
 
 @pytest.mark.parametrize("content", [b"[" * 10**5, b"\0", b"\xff\xfe", b"[]", b"1" * 10**4, b""])
-def test_what_is_not_a_json_object(content: bytes, tmp_path: Path) -> None:
+def test_values_that_are_not_json_objects_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
@@ -286,7 +286,9 @@ def replace_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
     [lambda file: file.symlink_to(file.name), Path.mkdir, os.mkfifo],
     ids=["a symbolic link to itself", "a folder", "a pipe"],
 )
-def test_what_is_no_file_is_missing(make: Callable[[Path], None], folder: Path) -> None:
+def test_a_path_that_is_no_file_counts_as_missing(
+    make: Callable[[Path], None], folder: Path
+) -> None:
     replace_by(make)(folder / FILE)
     assert "lacks" in assert_refused(folder)
 

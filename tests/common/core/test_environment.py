@@ -82,7 +82,7 @@ async def test_processes_that_work_for_another_inherit_no_secrets(tmp_path: Path
     check(native._run(["env"], 0, str(tmp_path)))
 
 
-def test_what_is_loaded_is_not_looked_through() -> None:
+def test_loaded_modules_are_not_searched() -> None:
     before = gc.get_freeze_count()
     with loading():
         assert not gc.isenabled()

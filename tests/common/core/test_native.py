@@ -116,7 +116,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders 
 
 
 @pytest.mark.parametrize("owned", [False, pytest.param(True, marks=as_root)])
-def test_what_lies_below_a_folder_of_others_is_not_executed(
+def test_code_below_another_user_s_folder_is_not_executed(
     tmp_path: Path, toy: Library, owned: bool
 ) -> None:
     """A user who may rename a folder on the way puts his own code in its place."""
@@ -156,7 +156,7 @@ def test_a_folder_that_is_swapped_after_it_was_checked_is_not_loaded_from(
     assert checked and (good / "toys" / checked[0]).exists()  # it was there, and not taken
 
 
-def test_what_another_may_write_to_is_not_executed(tmp_path: Path, toy: Library) -> None:
+def test_code_that_others_may_write_is_not_executed(tmp_path: Path, toy: Library) -> None:
     prepared(tmp_path, toy, 13)
     (made,) = (tmp_path / "toys").glob("*.so")
     made.chmod(0o666)

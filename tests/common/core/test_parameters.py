@@ -103,7 +103,7 @@ def test_nodes_are_told_every_parameter() -> None:
         assert sampling_from_pb(message) == params
 
 
-def test_what_a_client_set_is_told_apart_from_what_it_did_not() -> None:
+def test_set_and_unset_parameters_are_distinguished() -> None:
     assert fields_set(pb.SamplingParams()) == {}
     assert fields_set(pb.SamplingParams(temperature=0, n=0)) == {"temperature": 0, "n": 0}
 

@@ -424,7 +424,7 @@ def two_views() -> tuple[SharedMemory, SharedMemory]:
     return views
 
 
-def test_who_has_published_before_its_death_is_not_missed() -> None:
+def test_a_rank_that_published_before_its_death_is_not_missed() -> None:
     first, second = two_views()
     with suppress(NodeError):
         second.barrier(deadline=0.0)  # publishes its slot, waits in vain
@@ -435,7 +435,7 @@ def test_who_has_published_before_its_death_is_not_missed() -> None:
     first.close()
 
 
-def test_who_came_last_may_die_before_it_says_so() -> None:
+def test_the_last_rank_may_die_before_it_signals() -> None:
     first, second = two_views()
     with ThreadPoolExecutor(1) as thread:
         meeting = thread.submit(first.barrier, time.monotonic() + 30)

@@ -44,7 +44,7 @@ def test_stages_on_several_hosts_are_measured(
     assert others == [first] * 3
 
 
-def test_what_the_slowest_link_costs_a_step() -> None:
+def test_the_cost_of_the_slowest_link_per_step() -> None:
     """2 × (1 ms + 1 kB / 1 MB/s), and of four hosts a half more of each sum leaves one."""
     stages = [SpannedStage(2, 2, LINK)]
     assert describe_cost(stages, 1000, 100) == (

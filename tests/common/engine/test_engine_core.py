@@ -109,7 +109,7 @@ def job(length: int = 6, **sampling: Any) -> GenerateJob:
     return GenerateJob("r", tuple(range(1, length + 1)), SamplingParams(**sampling))
 
 
-async def test_what_experts_did_is_told_with_each_step() -> None:
+async def test_expert_loads_are_reported_with_each_step() -> None:
     async with running() as (engine, executor, log, _):
         executor.experts = ExpertLoad((5, 7), balancedness=0.5)
         engine.add(engine.new_sequence(job(12, max_tokens=1), Choice()))
@@ -310,6 +310,6 @@ async def test_nothing_is_preempted_for_a_step_ahead() -> None:
     ],
     ids=["pipeline", "drafts"],
 )
-def test_what_it_does_not_go_with_is_named(other: dict[str, Any]) -> None:
+def test_conflicting_options_are_named(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--async-scheduling needs"):
         EngineConfig(scheduler=SchedulerConfig(async_scheduling=True), **other)

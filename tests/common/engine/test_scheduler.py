@@ -246,7 +246,7 @@ def test_no_prompt_takes_more_than_twice_the_steps_of_all_that_came_before(seed:
         assert steps <= 2 * sum(lengths[: i + 1]) / 64 + 2
 
 
-def test_what_fits_overtakes_what_does_not_until_that_s_turn():
+def test_fitting_sequences_overtake_one_that_does_not_fit_until_its_turn():
     """Blocks for 8: one runs and needs 5, the next one needs 6. Those behind it may have as many
     as it needs, then the rest is kept for it."""
     scheduler = make(num_blocks=8, seqs=16, caching=False)
@@ -318,7 +318,7 @@ def test_sequences_that_decode_are_shared_out_over_the_stages():
     assert list(shares(scheduler.schedule())) == [0, 1, 2]
 
 
-def test_what_is_in_flight_is_not_preempted():
+def test_sequences_in_flight_are_not_preempted():
     scheduler = make(stages=2)
     scheduler.add(sequence(0, 7))
     scheduler.add(sequence(1, range(10, 15)))

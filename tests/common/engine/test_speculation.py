@@ -40,7 +40,7 @@ NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
     ],
 )
-def test_what_is_left_out_is_as_in_vllm(given: dict[str, Any], found: tuple[int, int]) -> None:
+def test_defaults_are_as_in_vllm(given: dict[str, Any], found: tuple[int, int]) -> None:
     speculation = parsed(**NGRAM, **given).engine.speculation.speculation
     assert speculation is not None
     assert (speculation.prompt_lookup_min, speculation.prompt_lookup_max) == found
@@ -69,7 +69,7 @@ def test_what_is_left_out_is_as_in_vllm(given: dict[str, Any], found: tuple[int,
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_configs_are_refused(
     given: dict[str, Any], clue: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -226,7 +226,7 @@ async def busy_with(small: Small, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_those_that_never_asked_make_room_first_and_the_busy_ones_never() -> None:
+async def test_idle_connections_are_closed_first_and_busy_ones_never() -> None:
     async with small(3) as site:
         idle, first = await connect(site)
         first.write(GET)
@@ -249,7 +249,7 @@ async def test_those_that_never_asked_make_room_first_and_the_busy_ones_never() 
             each.close()
 
 
-async def test_who_owes_a_body_makes_room_until_it_has_come() -> None:
+async def test_connections_with_an_incomplete_body_may_be_closed() -> None:
     async with small(2) as site:
         reader, writer = await connect(site)
         writer.write(b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")

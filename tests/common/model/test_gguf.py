@@ -276,7 +276,7 @@ def test_a_file_that_was_cut_since(llama: Path, tmp_path: Path) -> None:
 # ---- refusals ----
 
 
-def test_what_is_no_whole_gguf_file(llama: Path, tmp_path: Path) -> None:
+def test_incomplete_gguf_files_are_refused(llama: Path, tmp_path: Path) -> None:
     def says(name: str, data: bytes) -> str:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ConfigError) as caught:

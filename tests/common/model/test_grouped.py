@@ -125,7 +125,7 @@ def test_tokens_may_be_part_of_wider_rows(kind: Quantization, dtype: torch.dtype
 @every_kind
 @every_dtype
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_row(
+def test_non_finite_values_stay_in_their_row(
     kind: Quantization, dtype: torch.dtype, bad: float
 ) -> None:
     x = tokens(7, 128, dtype)
@@ -219,7 +219,7 @@ def test_the_longest_runs_of_one_group() -> None:
 
 
 @every_dtype
-def test_what_cannot_be_packed_is_dequantized(dtype: torch.dtype) -> None:
+def test_matrices_that_cannot_be_packed_are_dequantized(dtype: torch.dtype) -> None:
     """Groups of an odd number of inputs, and float16."""
     kind = KINDS["4 bits"]
     for matrix in (

@@ -56,7 +56,7 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
         device.choose_kernels("native", CPU)
 
 
-def test_what_is_compiled_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_takes_the_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = object()
     monkeypatch.setattr(device, "CompiledKernels", lambda: compiled)
     assert device.choose_kernels("auto", torch.device("cuda", 0), compiled=True) is compiled

@@ -132,7 +132,7 @@ def test_numbers_at_the_edges(kind: str) -> None:
 # ---- what is refused ----
 
 
-def test_what_has_no_such_cache() -> None:
+def test_eight_bit_kv_needs_the_native_kernels() -> None:
     shape = AttentionShape(4, 2, 16)
     for kernels, device in ((TorchKernels(), CPU), (None, torch.device("cuda"))):
         with pytest.raises(ConfigError, match="--kv-cache-dtype int8 needs the native kernels"):

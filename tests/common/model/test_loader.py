@@ -63,7 +63,7 @@ def spec_of(**changes: Any) -> ModelSpec:
         ({"vocab_size": None}, "vocab_size must be an integer"),
     ],
 )
-def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of(**changes)
 

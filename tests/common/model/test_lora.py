@@ -328,7 +328,7 @@ WEIGHTS = "adapter_model.safetensors"
         (weights(lambda t: t.update({Q_A.replace("0", "9"): t[Q_A].clone()})), "in 4 layers"),
     ],
 )
-def test_what_cannot_be_served_is_refused(spoil: Any, says: str, tmp_path: Path) -> None:
+def test_invalid_adapters_are_refused(spoil: Any, says: str, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a", LLAMA, seed=0)
     spoil(folder)
     with pytest.raises(ConfigError, match=says) as caught:
@@ -368,7 +368,7 @@ def test_a_file_is_as_long_as_it_says(tmp_path: Path) -> None:
             read_adapter(folder, ModelSpec.from_folder(LLAMA), max_rank=16)
 
 
-def test_what_it_computes_is_its_identity(tmp_path: Path) -> None:
+def test_an_adapter_s_identity_is_its_computation(tmp_path: Path) -> None:
     """The same copied is the same; another scale, or one number, is another adapter."""
     spec = ModelSpec.from_folder(LLAMA)
     folder = make_adapter(tmp_path / "a", LLAMA, seed=0)

@@ -149,7 +149,7 @@ def test_tokens_may_be_part_of_wider_rows(
 
 @every_kind
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_row(
+def test_non_finite_values_stay_in_their_row(
     packer: Packer, bad: float, dtype: torch.dtype, stored: torch.dtype
 ) -> None:
     matrix, x = some(32, 64, dtype=stored), some(7, 64, dtype=dtype, seed=1)
@@ -203,7 +203,7 @@ def test_a_packed_matrix_takes_the_memory_of_the_plain_one(
             matrix.rows(torch.tensor([3, wrong]))
 
 
-def test_what_cannot_be_packed_is_left_as_it_is(packer: Packer) -> None:
+def test_matrices_that_cannot_be_packed_are_left_as_they_are(packer: Packer) -> None:
     taken = some(64, 32, dtype=torch.float32)
     assert packer.takes(taken)
     others = [

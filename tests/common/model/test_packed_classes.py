@@ -187,7 +187,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(folder, ours, TOKENS), right, **CLOSE)
 
 
-def test_what_cannot_stay_packed_is_refused(tmp_path: Path) -> None:
+def test_uses_that_need_unpacked_weights_are_refused(tmp_path: Path) -> None:
     folder = packed(MODELS / "llama-gqa", tmp_path / "a", W4A16)
     spec = read_spec(folder, "transformers", {})
     with pytest.raises(ConfigError, match="needs an unquantized checkpoint"):

@@ -143,7 +143,7 @@ def test_settings_are_read_in_both_forms() -> None:
         ([4.0], "rope_parameters must be an object"),
     ],
 )
-def test_what_is_not_supported_is_named(settings: Any, message: str) -> None:
+def test_unsupported_settings_are_named(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of(rope_parameters=settings)
 

@@ -100,7 +100,7 @@ def test_both_paths_hold_and_compute_the_same(name: str, kernels: str) -> None:
     ],
     ids=["states", "layers"],
 )
-def test_what_cannot_be_rounded_is_refused_by_its_config(
+def test_models_that_cannot_be_rounded_are_refused_by_their_config(
     config: Any, message: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)

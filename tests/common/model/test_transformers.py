@@ -230,7 +230,7 @@ class Skips(nn.Module):
 
 
 @pytest.mark.parametrize("also", [False, True])
-def test_what_layers_need_is_watched(also: bool) -> None:
+def test_inputs_of_layers_are_watched(also: bool) -> None:
     model = Skips()
     watch = Watch(model, model.layers, hidden_size=4)
     model(torch.zeros(1, 3, dtype=torch.long), also)

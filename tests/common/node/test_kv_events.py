@@ -196,7 +196,7 @@ async def test_a_router_begins_with_a_snapshot_and_gets_another_when_it_is_too_f
     assert counted == mirrors[1].snapshots
 
 
-async def test_what_gathers_in_a_pause_is_one_message_of_each_replica(
+async def test_events_of_a_pause_are_one_message_per_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_events, "PAUSE", 0)

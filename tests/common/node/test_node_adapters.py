@@ -65,7 +65,7 @@ def has(node: NodeAdapters) -> set[str]:
     return set(node.present)
 
 
-async def test_what_one_router_wants_another_does_not_undo(node: NodeAdapters) -> None:
+async def test_a_router_does_not_unload_another_router_s_adapters(node: NodeAdapters) -> None:
     assert await node.set({"a": "/a"}) == {} == await node.set({"b": "/b"})
     assert has(node) == {"a", "b"}
     assert await node.set({"a": "/a"}) == {} == await node.set({})  # a router that starts again
@@ -91,7 +91,7 @@ async def test_nothing_goes_that_a_job_has(node: NodeAdapters) -> None:
     assert has(node) == {"c", "d"}
 
 
-async def test_what_does_not_fit_changes_nothing(
+async def test_an_adapter_that_does_not_fit_changes_nothing(
     node: NodeAdapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapters, "PATIENCE", 0.01)

@@ -199,7 +199,7 @@ def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.Mo
     assert room_on_cpu(pair, 16 * 40_000) == 25 * 2**20
 
 
-def test_what_memory_cannot_hold_and_gpus_that_are_not_there_say_what_to_lower(
+def test_too_little_memory_and_missing_gpus_name_the_option_to_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cache's pages are taken when first written: the kernel would kill the node under load."""

@@ -20,7 +20,7 @@ def shown(prefix: str) -> str:
     ("prefix", "ours", "vllm"),
     [("pdserve", True, False), ("vllm", False, True), ("both", True, True)],
 )
-def test_what_vllm_has_too_is_shown_as_asked(prefix: str, ours: bool, vllm: bool) -> None:
+def test_shared_metrics_have_the_chosen_prefix(prefix: str, ours: bool, vllm: bool) -> None:
     lines = shown(prefix).splitlines()
     label = r'{model_name="my \"model\""}'
     assert (f"pdserve_prompt_tokens_total{label} 7.0" in lines) is ours
@@ -37,7 +37,7 @@ def test_every_series_has_the_model_s_name_and_every_metric_a_prefix(prefix: str
             assert line.startswith(("pdserve_", "vllm:")) and "model_name=" in line, line
 
 
-def test_what_has_a_name_in_vllm_exists() -> None:
+def test_metrics_with_a_vllm_name_exist() -> None:
     """The names of collectors are looked for where they are scraped
     (`tests/e2e/test_observed.py`)."""
     own = {metric.name.removeprefix("pdserve_") for metric in RouterMetrics().registry.collect()}

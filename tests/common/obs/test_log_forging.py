@@ -146,7 +146,7 @@ async def test_a_peer_s_error_text_is_bounded_and_stripped_before_it_goes_on() -
     assert known.code == "PEER_ERROR"
 
 
-def test_what_is_no_code_of_an_error_is_replaced() -> None:
+def test_an_invalid_error_code_is_replaced() -> None:
     for code in ("", "lower", "A B", "A\nB", "9X", "X" * 65):
         assert peer_code(code) == "PEER_ERROR"
     assert peer_code("PEER_LOST") == "PEER_LOST"

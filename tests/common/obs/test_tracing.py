@@ -56,7 +56,7 @@ def test_spans_go_over_http_too_and_the_last_ones_at_the_end(
     assert 4.5e9 < second.end - second.start < 60e9
 
 
-def test_what_it_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"give a URL, e\.g\. http://localhost:4317"):
         Tracer("not a url", "router", "r")
     with monkeypatch.context() as patch:

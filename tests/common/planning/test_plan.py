@@ -516,7 +516,9 @@ def test_overrides_of_config_json_are_planned_with(
     assert rows["KV of longest sequence, GPU"] == "3.00 GiB"  # 4 × 4096 tokens of 192 KiB
 
 
-def test_what_does_not_fit_ends_with_1(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_exits_with_1(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", f"--model={qwen}", "--gpu-memory=24GiB", "--max-model-len=16384"]) == 1
     text = capsys.readouterr().out
     assert "prefill: does not fit" in text

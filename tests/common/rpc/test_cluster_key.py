@@ -231,7 +231,9 @@ def tls_config(folder: Path, prefix: str = "") -> TLSConfig:
         ("auto", False), ("prefill", False), ("", False),
     ],
 )  # fmt: skip
-def test_what_others_reach_needs_a_key_tls_or_a_word(host: str, inside: bool, certs: Path) -> None:
+def test_addresses_that_others_reach_need_a_key_tls_or_insecure(
+    host: str, inside: bool, certs: Path
+) -> None:
     assert is_loopback(host) is inside
 
     def load(tls: TLSConfig | None = None, **given: Any) -> Credentials:
@@ -623,7 +625,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 ]
 
 
-async def test_what_no_node_says_of_itself_is_refused() -> None:
+async def test_invalid_node_descriptions_are_refused() -> None:
     async with registry_server(None) as (registry, address):
         async with grpc.aio.insecure_channel(address) as channel:
             stub = pb_grpc.RegistryStub(channel)

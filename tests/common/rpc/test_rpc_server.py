@@ -117,7 +117,7 @@ class Unready(SilentPrefill):
 
 
 @pytest.mark.parametrize("leaves", ["client", "server"])
-async def test_what_a_handler_writes_after_the_call_s_end_is_no_defect(
+async def test_writing_after_the_call_s_end_is_no_defect(
     leaves: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     servicer = Unready()

@@ -162,7 +162,7 @@ def test_white_space_of_json_is_bounded(
 
 
 @pytest.mark.parametrize("text", ['{"ok": true, "days": [1, 2]}', '{"ok":true,"days":[1,2]}'])
-def test_what_compact_printers_write_is_allowed(tokens: GrammarTokens, text: str) -> None:
+def test_compact_json_is_allowed(tokens: GrammarTokens, text: str) -> None:
     of = matcher(tokens, JSON, VERDICT)
     of.advance(tokens.library.tokenize_str(text))
     assert of.complete and allowed(of.mask()) == list(EOS), "nor is there white space after it"
@@ -277,7 +277,7 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
         (JSON, {"const": "\ud800"}, "unpaired surrogate"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compiled_says_why_and_where(
+def test_invalid_constraints_name_reason_and_field(
     tokens: GrammarTokens, kind: ConstraintKind, value: Any, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -312,7 +312,7 @@ def union(count: int) -> Any:
         (union, 42),
     ],
 )
-def test_what_would_fail_in_the_middle_of_an_answer_is_refused(
+def test_constraints_that_would_fail_within_an_answer_are_refused(
     tokens: GrammarTokens, schema: Any, most: int
 ) -> None:
     """And nothing that would not: the library's count of items is known."""

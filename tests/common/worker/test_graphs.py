@@ -189,7 +189,7 @@ def test_mixtures_are_captured_where_a_kernel_counts(
 
 
 @pytest.mark.parametrize("stage", [None, Stage(1, 2, first=False, last=False)], ids=str)
-def test_what_graphs_keep_is_what_is_counted(model: CausalLM, stage: Stage | None) -> None:
+def test_the_memory_of_graphs_is_counted(model: CausalLM, stage: Stage | None) -> None:
     """Counts all tensors that live after capture: one buffer of logits, however many graphs."""
     part = load(MODELS / "llama-gqa", kernels="torch", stage=stage)
     part.attentions = model.attentions

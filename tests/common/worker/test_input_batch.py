@@ -76,7 +76,7 @@ FIRST = SequenceDelta(0, (1, 2, 3, 4), 0, (0,), ((7,),), True, NEW)
         (SequenceDelta(0, (5,), 4, (0,), ((1, 2),), True, COUNTED), "came without it"),
     ],
 )
-def test_what_does_not_continue_is_refused(wrong: SequenceDelta, clue: str) -> None:
+def test_steps_that_do_not_continue_are_refused(wrong: SequenceDelta, clue: str) -> None:
     known = rank()
     known.apply(StepDelta(1, (FIRST,)))
     with pytest.raises(NodeError, match=clue) as caught:
@@ -96,7 +96,7 @@ def test_a_step_goes_on_where_drafts_were_right_and_no_further() -> None:
             known.apply(StepDelta(3, (SequenceDelta(0, (9,), start, (3,), ((),), True),)))
 
 
-def test_what_has_ended_is_not_continued() -> None:
+def test_an_ended_sequence_is_not_continued() -> None:
     known = rank()
     known.apply(StepDelta(1, (FIRST,)))
     with pytest.raises(NodeError, match="never begun"):

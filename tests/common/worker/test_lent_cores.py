@@ -138,7 +138,7 @@ def test_the_core_of_an_owner_that_ended_goes_to_the_next(
         assert table.read_bytes()[:4] == COMPUTING
 
 
-def test_what_is_no_table_is_refused(tmp_path: Path, kernels: NativeKernels) -> None:
+def test_an_invalid_core_table_is_refused(tmp_path: Path, kernels: NativeKernels) -> None:
     odd = tmp_path / "odd"
     odd.write_bytes(b"x" * 100)
     for file, said in (

@@ -125,7 +125,7 @@ def test_sequences_share_what_is_compiled_but_not_where_they_are(
     assert (two.mask() == before).all()
 
 
-def test_what_others_have_used_up_is_made_anew(
+def test_an_evicted_grammar_is_compiled_again(
     grammars: Grammars, tokens: GrammarTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The matcher of a sequence fails where one that is compiled for it alone does not."""
