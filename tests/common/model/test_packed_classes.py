@@ -150,7 +150,8 @@ def test_the_matrix_of_latents_is_dequantized(tmp_path: Path) -> None:
     config = DeepseekV32Config(**{**INDEXED["deepseek-v3.2"].to_dict(), **sizes})
     source = made(config, tmp_path / "source")
     names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-    folder = packed(source, tmp_path / "a", W4A16, names)
+    kept = {**W4A16, "ignore": [*W4A16["ignore"], r"re:.*\.indexer\..*"]}
+    folder = packed(source, tmp_path / "a", kept, names)
     ours, dense = (read_spec(tmp_path / each, "auto", {}) for each in ("a", "a-dense"))
     right = logits(tmp_path / "a-dense", dense, TOKENS)
     for split in ({}, {"tp": 2}):
