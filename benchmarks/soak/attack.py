@@ -63,7 +63,7 @@ class Patience:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of an attack, as its process reports it."""
+    """The results of an attack, as its process reports them."""
 
     told: dict[str, int] = field(default_factory=dict)  # words → count
     waits: list[float] = field(default_factory=list)  # seconds that each request waited
