@@ -1,10 +1,15 @@
 """Times the stages of a request with a KV transfer: closed-loop clients and a cluster on one host.
 
-    python benchmarks/bench_handover.py [--pairs 1] [--clients 1,8,32] [--long 2000] [--json FILE]
+    python benchmarks/bench_handover.py [--pairs 1] [--clients 1,8,32] [--rates 10,20] [--long 2000]
 
-A row is a station of a request, by the timelines that the router gives with its answers. `waits
-for a core` is the share of a process's time in which it could have run and did not, by the
-kernel's scheduler (`schedstat`): with more to do than cores, a queue is somewhere.
+A row is a station of a request, by the timelines that the router gives with its answers. Data and
+commit come side by side: one row says how long a commit waited for the data, another how long the
+data waited for the commit. `waits for a core` is the share of a process's time in which it could
+have run and did not, by the kernel's scheduler (`schedstat`): with more to do than cores, a queue
+is somewhere.
+
+Closed-loop clients keep the cores busy, however many there are: with `--rates` requests come at
+random, so many a second, whether or not earlier ones are answered.
 
 With `--long N`, prompts of N tokens on the embedded model, one at a time: once computed in chunks,
 whose KV travels while the next one is computed, and once in one piece, whose KV travels
@@ -22,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,7 @@ from benchmarks.fleet import Fleet
 from pdserve.demo_model.embedded import ensure_embedded_model
 
 TINY = Path(__file__).parent.parent / "tests/models/llama-gqa"
+RATE_REQUESTS = 200  # that arrive at each rate
 Line = Mapping[str, float]
 STATIONS: dict[str, Callable[[Line], float]] = {
     "accepted → placed": lambda line: line["queued"],
@@ -50,18 +56,26 @@ STATIONS: dict[str, Callable[[Line], float]] = {
     ),
     "first token → landed": lambda line: line["transferred"] - line["first_token"],
     "  ticket → data in place": lambda line: line["data_seconds"],
-    "  data in place → committed": lambda line: line["commit_seconds"] - line["data_seconds"],
+    "  ticket → committed": lambda line: line["commit_seconds"],
+    "  committed, without data": lambda line: _later(line, "data_seconds", "commit_seconds"),
+    "  data in place, uncommitted": lambda line: _later(line, "commit_seconds", "data_seconds"),
     "  verification": lambda line: line["verify_seconds"],
     "first run sent → acknowledged": lambda line: line["transfer_seconds"],
     "landed → finished": lambda line: line["finished"] - line["transferred"],
 }  # fmt: skip
 
 
+def _later(line: Line, one: str, other: str) -> float:
+    """Returns by how much one was later than the other, 0 if it was not. The data and the commit
+    come by different ways, and either may be first."""
+    return max(0.0, line[one] - line[other])
+
+
 # ---- load ----
 
 
 class Load:
-    """Closed-loop clients, each with a request under way until `requests` were answered."""
+    """Clients of one router; `lines` are the timelines of the answers."""
 
     def __init__(self, url: str, input_len: int, output_len: int, vocabulary: int) -> None:
         self._url = url
@@ -71,14 +85,23 @@ class Load:
         self.lines: list[Line] = []
 
     async def run(self, clients: int, requests: int) -> None:
-        connector = aiohttp.TCPConnector(limit=0)
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            asyncio.TaskGroup() as group,
-        ):
+        """Runs closed-loop clients: each has a request under way until `requests` were answered."""
+        async with self._session() as session, asyncio.TaskGroup() as group:
             left = iter(range(requests))
             for _ in range(clients):
                 group.create_task(self._client(session, left))
+
+    async def arrive(self, rate: float, requests: int) -> None:
+        """Sends `requests` at random times, on average `rate` a second (a Poisson process)."""
+        async with self._session() as session, asyncio.TaskGroup() as group:
+            due = asyncio.get_running_loop().time()
+            for _ in range(requests):
+                due += self._random.expovariate(rate)
+                await asyncio.sleep(due - asyncio.get_running_loop().time())
+                group.create_task(self._client(session, iter((0,))))
+
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def _client(self, session: aiohttp.ClientSession, left: Iterator[int]) -> None:
         for _ in left:
@@ -124,16 +147,23 @@ def serving(model: Path, pairs: int, **options: Any) -> Iterator[Fleet]:
             fleet.stop()
 
 
-def measure(fleet: Fleet, load: Load, clients: int, requests: int) -> dict[str, Any]:
-    asyncio.run(load.run(clients, 2 * clients))  # connections are made, code is warm
+def measure(
+    fleet: Fleet,
+    load: Load,
+    name: str,
+    warm: Coroutine[Any, Any, None],
+    work: Coroutine[Any, Any, None],
+) -> dict[str, Any]:
+    """Runs `warm`, after which connections are made and code is warm, and measures `work`."""
+    asyncio.run(warm)
     load.lines.clear()
     before, start = _cores(fleet), time.monotonic()
-    asyncio.run(load.run(clients, requests))
+    asyncio.run(work)
     seconds = time.monotonic() - start
     return {
-        "clients": clients,
-        "requests": requests,
-        "requests_per_second": requests / seconds,
+        "load": name,
+        "requests": len(load.lines),
+        "requests_per_second": len(load.lines) / seconds,
         "stations_ms": stations(load.lines),
         "processes": _shares(before, _cores(fleet), seconds),
     }
@@ -231,7 +261,7 @@ def measure_long(model: Path, tokens: int, chunk: int, requests: int) -> dict[st
 def show(results: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = Table("ms, p50 / p90 / p99")
     for result in results:
-        table.add_column(f"{result['clients']} clients", justify="right")
+        table.add_column(result["load"], justify="right")
     for name in STATIONS:
         cells = (result["stations_ms"][name].values() for result in results)
         table.add_row(name, *(" / ".join(f"{each:.1f}" for each in cell) for cell in cells))
@@ -258,10 +288,11 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=512, help="ids of prompts are below it")
     parser.add_argument("--pairs", type=int, default=1, help="of a prefill and a decode node")
     parser.add_argument("--clients", default="1,8,32", help="closed-loop clients, by commas")
+    parser.add_argument("--rates", default="", help="requests a second that arrive at random, too")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument(
-        "--requests", type=int, default=8, help="of each client; 30 in all at least"
+        "--requests", type=int, default=8, help="of each client; 30 in all at least, 200 by a rate"
     )
     parser.add_argument("--long", type=int, default=0, help="tokens of a prompt in chunks; 0: none")
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk of it")
@@ -270,14 +301,23 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, Any] = {"args": vars(args) | {"model": str(args.model)}}
     console = Console()
-    if counts := [int(each) for each in args.clients.split(",") if each]:
+    counts = [int(each) for each in args.clients.split(",") if each]
+    rates = [float(each) for each in args.rates.split(",") if each]
+    if counts or rates:
         with serving(args.model, args.pairs, kv_connector=args.connector) as fleet:
             url = f"http://127.0.0.1:{fleet.ports['http']}"
             load = Load(url, args.input_len, args.output_len, args.vocab_size)
-            results["served"] = [
-                measure(fleet, load, count, max(30, args.requests * count)) for count in counts
-            ]
-        show(results["served"], console)
+            found: list[dict[str, Any]] = []
+            for count in counts:
+                work = load.run(count, max(30, args.requests * count))
+                found.append(
+                    measure(fleet, load, f"{count} clients", load.run(count, 2 * count), work)
+                )
+            for rate in rates:
+                work = load.arrive(rate, RATE_REQUESTS)
+                found.append(measure(fleet, load, f"{rate:g} a second", load.run(8, 16), work))
+        results["served"] = found
+        show(found, console)
     if args.long:
         results["long"] = measure_long(ensure_embedded_model(), args.long, args.chunk, 3)
         show_long(results["long"], console)

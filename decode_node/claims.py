@@ -59,7 +59,7 @@ class Place:
 
 
 class Claims:
-    """A node's."""
+    """Keeps the claims at a node."""
 
     def __init__(self, lease: float) -> None:
         """`lease`: seconds for which a claim without a holder is remembered."""

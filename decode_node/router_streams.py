@@ -31,7 +31,7 @@ OPEN_TIMEOUT = 10.0  # seconds that a job waits until its router has opened the 
 
 
 class JobWriter:
-    """Says what happens to one job, in order; after its end nothing more."""
+    """Reports the events of one job in order, and none after its end."""
 
     def __init__(self, add: Callable[[StepEvent], None], number: int) -> None:
         """`add` takes the events; `number` is the job's in them."""

@@ -43,6 +43,11 @@ class KVPipe(ABC):
         """Sends a header that another send follows at once; it may wait and go with that."""
         self.send_bytes(data)
 
+    def send_now(self, data: bytes) -> int:
+        """Sends what can be sent without waiting; returns how many bytes. The owning thread does
+        not use the pipe meanwhile. Default: none."""
+        return 0
+
     def recv_bytes(self, nbytes: int) -> bytes:
         """Receives at least one byte. Override to save the tensor."""
         tensor = torch.empty(nbytes, dtype=torch.uint8)

@@ -45,7 +45,7 @@ RETRY = 5.0  # seconds until another try after a node failed
 
 
 class AdapterSync:
-    """`keep` must run as long as the router does."""
+    """Has all nodes load the served adapters; `keep` must run as long as the router does."""
 
     def __init__(
         self,

@@ -22,8 +22,9 @@ from urllib.request import urlopen
 
 from benchmarks.hosts import Network
 from chart import ports_of
+from paths import ROOT
 
-INIT_TIMEOUT, START_TIMEOUT = 300.0, 120.0  # seconds
+INIT_TIMEOUT = START_TIMEOUT = 600.0  # seconds; only a hang takes so long: pods compile kernels
 PDSERVE = Path(sys.executable).with_name("pdserve")
 # The host's folders, except for those that each container has itself.
 ROOT_FOLDERS = r"""
@@ -42,6 +43,11 @@ cp -a /etc "$root/etc"
 mount --bind "$HOSTS" "$root/etc/hosts"
 echo "multi on" >"$root/etc/host.conf"
 """
+# The checkout and its Python, if they are below a folder that each container has itself.
+CODE = "".join(
+    f'at="$root"{path}; [ "$at" -ef {path} ] || {{ mkdir -p "$at"; mount --rbind {path} "$at"; }}\n'
+    for path in map(shlex.quote, (str(ROOT), sys.prefix, sys.base_prefix))
+)
 ENTER = r"""
 mount -o remount,ro "$root"
 exec chroot "$root" /usr/bin/setpriv --reuid=10001 --regid=10001 --clear-groups \
@@ -144,7 +150,7 @@ class Kubelet:
                 [
                     *("nsenter", "-t", str(self._network.pid(pod.address)), "-n"),
                     *("unshare", "--mount", "--uts", "bash", "-c"),
-                    ROOT_FOLDERS + mounts + ENTER + shlex.join(command),
+                    ROOT_FOLDERS + mounts + CODE + ENTER + shlex.join(command),
                 ],
                 env={
                     **os.environ,

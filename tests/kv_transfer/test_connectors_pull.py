@@ -109,6 +109,64 @@ def test_a_piece_is_part_of_the_source_rank(make: Callable[..., Rank]) -> None:
     assert torch.equal(sink.cache, expected)
 
 
+@pytest.mark.parametrize("part", [0, 7])
+def test_the_announcing_thread_offers_a_run_if_the_worker_has_nothing_to_do(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """The socket takes the whole offer, or a part of it and the worker sends the rest."""
+    send_now, offered = SocketPipe.send_now, []
+
+    def note(self: SocketPipe, data: bytes) -> int:
+        offered.append(threading.current_thread())
+        return send_now(self, data[:part] if part else data)
+
+    monkeypatch.setattr(SocketPipe, "send_now", note)
+    sink, source = make(ShmConnector), make(ShmConnector)
+    source.cache.copy_(torch.randn(source.cache.shape))
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    submit(source, sink)
+    for run, ids in ((BlockRun(0, 3), (8, 1, 2)), (BlockRun(3, 1), (0,))):
+        wait_until_idle(source)
+        source.connector.ready(ID, run, ids, run.first == 3)
+    assert sink.expect(Landed).nbytes == source.expect(Sent).nbytes
+    assert torch.equal(sink.cache[:, :, list(SINK_IDS)], source.cache[:, :, [8, 1, 2, 0]])
+    assert offered == 2 * [threading.current_thread()]
+
+
+def test_an_offer_that_is_given_up_at_once_leaves_the_connection_in_order(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sink answers it, so the worker reads the answer even though the transfer is over."""
+    go_on, deliver = threading.Event(), base_channel.Channel.deliver
+
+    def late(self: base_channel.Channel, *args: Any) -> int:
+        assert go_on.wait(30)
+        return deliver(self, *args)
+
+    monkeypatch.setattr(base_channel.Channel, "deliver", late)
+    sink, source = make(ShmConnector), make(ShmConnector, fill=1.0)
+    sink.connector.accept(SinkTransfer(ID, 1, 0, SINK_IDS))
+    submit(source, sink)
+    wait_until_idle(source)
+    source.connector.ready(ID, BlockRun(0, 2), (5, 6), False)
+    source.connector.quiesce(ID)
+    sink.connector.quiesce(ID)
+    go_on.set()
+    other = ID[::-1]
+    sink.connector.accept(SinkTransfer(other, 1, 0, SINK_IDS))
+    submit(source, sink, other)
+    source.connector.ready(other, BlockRun(0, 4), (0, 1, 2, 3), True)
+    assert sink.expect(Landed).transfer_id == source.expect(Sent).transfer_id == other
+    assert (sink.cache[:, :, list(SINK_IDS)] == 1).all()
+    assert sink.connector.counts["PEER_LOST"] == 0
+
+
+def wait_until_idle(source: Rank) -> None:
+    """Waits until the source's worker has announced a piece and waits for work."""
+    (worker,) = source.connector.sender._workers.values()
+    wait_until(lambda: worker._live and worker.queue._waits and worker.queue.empty())
+
+
 @pytest.mark.parametrize(
     ("kind", "held"),
     [(CpuIpcConnector, None), (ShmConnector, None), (ShmConnector, "given up"), (ShmConnector, 2)],

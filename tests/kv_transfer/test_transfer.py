@@ -17,6 +17,7 @@ from pdserve.common.core.errors import Blame, TransferError
 from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.background import Lease
+from pdserve.kv_transfer.control.protocol import SinkState
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.rank import digester
@@ -96,8 +97,22 @@ async def test_commit_may_come_before_the_data_and_is_idempotent() -> None:
         early = asyncio.create_task(made.sink.commit(ticket.transfer_id, ticket.epoch, "early"))
         result = await handoff.commit("again")
         assert await early == result.nbytes
-        assert (await made.landed(ticket.transfer_id)).first_token == "early"
+        arrival = await made.landed(ticket.transfer_id)
+        assert arrival.first_token == "early"
+        assert 0 <= arrival.commit_s < arrival.data_s and arrival.verify_s >= 0
         assert await made.sink.commit(ticket.transfer_id, ticket.epoch, "late") == result.nbytes
+
+
+async def test_a_commit_after_the_data_is_timed_as_the_later_of_both() -> None:
+    async with pair("tcp") as made, asyncio.timeout(30):
+        ticket, handoff = await start(made)
+        announce(handoff)
+        machine = made.sink._live[ticket.transfer_id].machine
+        while machine.state is not SinkState.LANDED:
+            await asyncio.sleep(0.001)
+        await handoff.commit(0)
+        arrival = await made.landed(ticket.transfer_id)
+        assert 0 <= arrival.data_s < arrival.commit_s and arrival.verify_s >= 0
 
 
 async def test_duplicate_events_are_counted_not_obeyed() -> None:

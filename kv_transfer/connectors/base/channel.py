@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -47,6 +47,8 @@ JOINED_NBYTES = 16 << 10
 HEARTBEAT_S = 0.1  # between two reports of a long frame; leases are longer
 
 logger = logging.getLogger(__name__)
+
+Payload: TypeAlias = bytes
 
 
 @dataclass(slots=True)
@@ -112,6 +114,15 @@ class Mover(ABC):
     def send(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         """Source: sends the payload and makes the `hash` if it is wanted. Returns whether the
         blocks were held until the sink had all their bytes."""
+
+    def offer(self, block_ids: tuple[int, ...]) -> Payload:
+        """Source: returns the payload if it can be sent at once, by any thread; then `send` is
+        replaced by `finish`. Default: empty, it cannot."""
+        return b""
+
+    def finish(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
+        """Source: does what `send` does after the payload."""
+        raise NotImplementedError
 
     @abstractmethod
     def recv(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
@@ -245,25 +256,42 @@ class Channel:
         """Tells the sink that a piece will come on this connection."""
         send_frame(self._pipe, frame)
 
+    def offer(self, frame: Frame, block_ids: tuple[int, ...]) -> int:
+        """Sends what can be sent of blocks without waiting: any thread may, while the owner waits
+        for work, which then delivers the rest. Returns how many bytes, 0 if none."""
+        payload = self._mover.offer(block_ids)
+        return (
+            self._pipe.send_now(self._headed(frame, block_ids).encode() + payload) if payload else 0
+        )
+
     def deliver(
         self,
         frame: Frame,
         block_ids: tuple[int, ...],
         gate: Gate,
         hash_: FrameHash = NO_HASH,
+        offered: int = 0,
     ) -> int:
-        """Sends blocks, and makes the hash that is wanted; returns the bytes that count, 0 if the
-        gate is closed."""
-        if not gate.is_open:
+        """Sends blocks, of which so many bytes were `offered`, and makes the hash that is wanted;
+        returns the bytes that count, 0 if the gate is closed."""
+        if not offered and not gate.is_open:
             return 0
         self._mover.hash = hash_
-        nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
-        frame = replace(frame, kind=self._mover.kind, nbytes=nbytes)
-        joined = self._mover.in_pipe and nbytes <= JOINED_NBYTES
-        (self._pipe.send_header if joined else self._pipe.send_bytes)(frame.encode())
-        held = self._mover.send(frame, block_ids, gate)
+        frame = self._headed(frame, block_ids)
+        if offered:
+            if rest := (frame.encode() + self._mover.offer(block_ids))[offered:]:
+                self._pipe.send_bytes(rest)
+            held = self._mover.finish(frame, block_ids, gate)
+        else:
+            joined = self._mover.in_pipe and frame.nbytes <= JOINED_NBYTES
+            (self._pipe.send_header if joined else self._pipe.send_bytes)(frame.encode())
+            held = self._mover.send(frame, block_ids, gate)
         send_frame(self._pipe, replace(frame, kind=FrameKind.CONFIRM, count=int(held)))
         return piece_nbytes(self._view.cache, frame.rect, frame.count) if held else 0
+
+    def _headed(self, frame: Frame, block_ids: tuple[int, ...]) -> Frame:
+        nbytes = self._mover.payload_nbytes(frame.rect, len(block_ids))
+        return replace(frame, kind=self._mover.kind, nbytes=nbytes)
 
     def watch(self, on_moved: Callable[[], None]) -> None:
         """Makes the pipe call `on_moved` repeatedly while a frame moves."""

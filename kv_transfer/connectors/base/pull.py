@@ -155,7 +155,14 @@ class PullMover(Mover):
         read when the gate closes; then the read does not count."""
         with self._stream.active():
             self._stream.synchronize()  # the device has computed the offered blocks
-        self._pipe.send_bytes(np.asarray(block_ids, dtype=np.uint32).tobytes())
+        self._pipe.send_bytes(_packed(block_ids))
+        return self.finish(frame, block_ids, gate)
+
+    def offer(self, block_ids: tuple[int, ...]) -> bytes:
+        on_host = self._view.cache.device.type == "cpu"  # nothing computes the blocks any more
+        return _packed(block_ids) if on_host else b""
+
+    def finish(self, frame: Frame, block_ids: tuple[int, ...], gate: Gate) -> bool:
         self.make_hash(frame, block_ids, gate)
         taken = recv_frame(self._pipe)
         if taken.kind is not FrameKind.TAKEN or taken.nbytes:
@@ -177,6 +184,10 @@ class PullMover(Mover):
     def drain(self, frame: Frame) -> None:
         super().drain(frame)
         send_frame(self._pipe, replace(frame, kind=FrameKind.TAKEN, count=0))
+
+
+def _packed(block_ids: Sequence[int]) -> bytes:
+    return np.asarray(block_ids, dtype=np.uint32).tobytes()
 
 
 class UnixListener(SocketListener):

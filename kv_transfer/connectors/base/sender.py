@@ -81,6 +81,7 @@ class SendTask:
     block_ids: tuple[int, ...] = ()
     last: bool = False
     hashed: bool = False  # as it is sent
+    offered: int = 0  # bytes of it that were sent when it was queued
 
     def frame(self, kind: FrameKind) -> Frame:
         transfer, run = self.outbound.transfer, self.run
@@ -153,7 +154,7 @@ class Sender:
         worker = self._workers.get(target)
         if worker is None:
             worker = self._workers[target] = SendWorker(target, self._dial, self)
-        worker.queue.put(task)
+        worker.put(task)
 
     def moving(self, waiting: set[OutboundTransfer]) -> None:
         """Emits Progress for the `waiting` transfers of a connection on which bytes go out."""
@@ -223,22 +224,30 @@ class Sender:
 
 class FairQueue:
     """Queues the tasks of one worker. Tasks of one transfer come out in order, and transfers take
-    turns, so a large one does not delay the others. Any thread may put, one thread gets."""
+    turns, so a large one does not delay the others. Any thread may put, one thread gets. A task
+    that was offered is the first and stays: the peer answers it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queues: OrderedDict[OutboundTransfer, deque[SendTask]] = OrderedDict()
         self.closed = False
+        self._waits = False  # the thread that gets
 
-    def put(self, task: SendTask) -> None:
+    def put(self, task: SendTask, offer: Callable[[SendTask], SendTask]) -> None:
+        """Queues a task. If the thread that gets has nothing to do, it queues what `offer` returns
+        instead; that thread goes on only afterwards."""
         with self._changed:
+            if self._waits and not self._queues and not self.closed:
+                task = offer(task)
             self._queues.setdefault(task.outbound, deque()).append(task)
             self._changed.notify()
 
     def get(self, timeout: float) -> SendTask | None:
         """Returns the next task; None if the queue is closed or none came in time."""
         with self._changed:
+            self._waits = True
             self._changed.wait_for(lambda: self._queues or self.closed, timeout)
+            self._waits = False
             if self.closed or not self._queues:
                 return None
             outbound, tasks = self._queues.popitem(last=False)
@@ -255,7 +264,13 @@ class FairQueue:
     def drop(self, outbound: OutboundTransfer) -> None:
         """Drops the tasks of a transfer that was cancelled."""
         with self._changed:
-            self._queues.pop(outbound, None)
+            if outbound not in self._queues:
+                return
+            kept = deque(each for each in self._queues[outbound] if each.offered)
+            if kept:
+                self._queues[outbound] = kept
+            else:
+                del self._queues[outbound]
 
     def empty(self) -> bool:
         with self._changed:
@@ -280,13 +295,26 @@ class SendWorker:
         self.thread = threading.Thread(target=self._run, name="kv-source", daemon=True)
         self.thread.start()
 
+    def put(self, task: SendTask) -> None:
+        self.queue.put(task, self._offer)
+
+    def _offer(self, task: SendTask) -> SendTask:
+        """Offers blocks on the thread that announces them: this worker's would have to wake up
+        first."""
+        outbound, channel = task.outbound, self._channel
+        if channel is None or not task.run.count or outbound not in self._live:
+            return task
+        if not outbound.gate.is_open:
+            return task
+        return replace(task, offered=channel.offer(task.frame(FrameKind.DATA), task.block_ids))
+
     def _run(self) -> None:
         try:
             while not self.queue.closed:
                 task = self.queue.get(IDLE_S)
                 if task is None and self._idle() and self._sender.retire(self):
                     return
-                if task is not None and not task.outbound.over:
+                if task is not None and (task.offered or not task.outbound.over):
                     self._do(task)
         finally:
             self._disconnect()
@@ -343,11 +371,11 @@ class SendWorker:
 
     def _deliver(self, task: SendTask) -> None:
         outbound, nbytes, hash_ = task.outbound, 0, self._sender.wanted_hash(task)
-        if self._channel is None or outbound not in self._live:
+        if self._channel is None or not (task.offered or outbound in self._live):
             raise ConnectionError("the connection was lost before")
         if task.run.count:
             nbytes = self._channel.deliver(
-                task.frame(FrameKind.DATA), task.block_ids, outbound.gate, hash_
+                task.frame(FrameKind.DATA), task.block_ids, outbound.gate, hash_, task.offered
             )
         if task.last:
             self._live.discard(outbound)

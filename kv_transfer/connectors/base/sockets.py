@@ -81,6 +81,12 @@ class SocketPipe(KVPipe):
     def send_bytes(self, data: bytes) -> None:
         self._move_all(self._send, [*self._pop_header(), memoryview(data)])
 
+    def send_now(self, data: bytes) -> int:
+        try:
+            return self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:  # it is full, or broken: the owning thread will see that
+            return 0
+
     def recv_bytes(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)
         self._move_all(self._recv, [memoryview(data)])
