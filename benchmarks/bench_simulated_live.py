@@ -20,10 +20,13 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -57,6 +60,8 @@ OPTIONS = {"api_key": KEY} | {
 POINTS = CalibrateConfig(
     chunk="1,8,16,32,64,128", cached="0,64", batch="1,2,4", context="32,160", cpu_threads=1
 )
+TURNS = 2  # measurements of the nodes between two layouts
+SEEDS = range(15)
 TTFT, ITL = attrgetter("ttft"), attrgetter("tpot")
 GOALS = {0.5: 5, 0.99: 15}  # percent that a percentile may be off
 
@@ -99,6 +104,7 @@ class Run(msgspec.Struct, frozen=True):
     per_s: float
     times: Calibration
     answers: list[Answered]
+    stages: dict[str, float] = {}  # median seconds of each stage of their timelines
 
 
 # ---- the requests ----
@@ -137,24 +143,42 @@ def live(args: argparse.Namespace) -> Iterator[Run]:
     with LLM(args.model, cpu_threads=1, **ONE_OF_EACH) as beside:
         turns = measured(beside, Points(POINTS))
         next(turns)  # does not count: the nodes are cold
-        before = next(turns)
+        before = list(islice(turns, TURNS))
         for layout in args.layouts.split(","):
-            answers = served(layout, args.model, asks)
-            after = next(turns)
-            times = calibration([before, after], POINTS)
+            answers, stages = served(layout, args.model, asks)
+            after = list(islice(turns, TURNS))
+            times = calibration([*before, *after], POINTS)
             before = after
-            yield Run(layout, usable_cores(), args.requests, args.per_s, times, answers)
+            yield Run(layout, usable_cores(), args.requests, args.per_s, times, answers, stages)
 
 
-def served(layout: str, model: str | None, asks: Sequence[Ask]) -> list[Answered]:
+def served(
+    layout: str, model: str | None, asks: Sequence[Ask]
+) -> tuple[list[Answered], dict[str, float]]:
+    """Returns the answers, and the median of each stage."""
     roles = [role for role, _ in read_layout(layout)]
     counts = {COUNTS[letter]: roles.count(role) for letter, role in ROLES.items()}
     with LLM(model, cpu_threads=1, **OPTIONS, **counts) as llm:
-        return asyncio.run(replay(llm.url, asks))
+        lines = asyncio.run(replay(llm.url, asks))
+    answers = [
+        Answered(begun, begun + line["first_token"], begun + line["finished"], ask.output_tokens)
+        for ask, (begun, line) in zip(asks, lines, strict=True)
+    ]
+    return answers, stages_of([line for begun, line in lines if begun >= WARM_AFTER])
 
 
-async def replay(url: str, asks: Sequence[Ask]) -> list[Answered]:
-    """Sends each request at its time; returns when each answer began and ended."""
+def stages_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the median seconds of each stage of timelines; a stage that one lacks took 0 s."""
+    found = [Counter[str]() for _ in lines]
+    for line, seconds in zip(lines, found, strict=True):
+        for stage in line["stages"]:
+            seconds[stage["name"]] += stage["seconds"]
+    names = dict.fromkeys(name for seconds in found for name in seconds)
+    return {name: median(seconds[name] for seconds in found) for name in names}
+
+
+async def replay(url: str, asks: Sequence[Ask]) -> list[tuple[float, Mapping[str, Any]]]:
+    """Sends each request at its time; returns when it was sent, and its timeline."""
     loop = asyncio.get_running_loop()
     headers = {"Authorization": f"Bearer {KEY}", "X-PDServe-Timeline": "1"}
     async with aiohttp.ClientSession(headers=headers) as session:
@@ -162,16 +186,14 @@ async def replay(url: str, asks: Sequence[Ask]) -> list[Answered]:
             name = (await answer.json())["data"][0]["id"]
         start = loop.time()
 
-        async def one(ask: Ask) -> Answered:
+        async def one(ask: Ask) -> tuple[float, Mapping[str, Any]]:
             body = {"model": name, "prompt": ask.prompt, "temperature": 0, "ignore_eos": True}
             body["max_tokens"] = ask.output_tokens
             await asyncio.sleep(start + ask.time - loop.time())
             begun = loop.time() - start
             async with session.post(f"{url}/v1/completions", json=body) as answer:
                 answer.raise_for_status()
-                line = (await answer.json())["pdserve"]["timeline"]
-            first, ended = begun + line["first_token"], begun + line["finished"]
-            return Answered(begun, first, ended, ask.output_tokens)
+                return begun, (await answer.json())["pdserve"]["timeline"]
 
         return await asyncio.gather(*map(one, asks))
 
@@ -185,18 +207,16 @@ def again(path: Path) -> Iterator[Run]:
 
 def compared(run: Run) -> dict[str, Any]:
     """Returns a row: live and simulated, in milliseconds, and by how much they differ."""
-    asks = made(run.requests, run.per_s)
-    policies = load_policies(RoutingConfig())
-    setup = Setup(run.layout, run.times, policies, block_size=SIZE, host_cores=run.cores)
-    simulated = simulate(setup, [ask.arrival for ask in asks]).answered
+    simulated = [simulated_answers(run, seed) for seed in SEEDS]
     row: dict[str, Any] = {"layout": run.layout}
     missed = 0
     for name, read in (("ttft", TTFT), ("itl", ITL)):
         for share, goal in GOALS.items():
-            ours, theirs = (
+            theirs, *ours_each = (
                 percentile(sorted(map(read, counted(found))), share) or 0.0
-                for found in (simulated, run.answers)
+                for found in (run.answers, *simulated)
             )
+            ours = median(ours_each)
             off = 100 * (ours / theirs - 1)
             missed += abs(off) > goal
             label = f"{name} p{100 * share:.0f}"
@@ -204,6 +224,12 @@ def compared(run: Run) -> dict[str, Any]:
             row[f"{label} simulated"] = round(1e3 * ours)
             row[f"{label} off"] = f"{off:+.0f} %" + (" (missed)" if abs(off) > goal else "")
     return row | {"missed": missed}
+
+
+def simulated_answers(run: Run, seed: int) -> Sequence[Answered]:
+    policies = load_policies(RoutingConfig())
+    setup = Setup(run.layout, run.times, policies, block_size=SIZE, host_cores=run.cores, seed=seed)
+    return simulate(setup, [ask.arrival for ask in made(run.requests, run.per_s)]).answered
 
 
 def counted(answers: Sequence[Answered]) -> list[Answered]:

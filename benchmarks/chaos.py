@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
@@ -35,12 +36,15 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.fleet import FAST, PROBE, Fleet
+from benchmarks.access import PROBE
+from benchmarks.fleet import FAST, Fleet
 from benchmarks.hosts import unavailable
 from benchmarks.site import Site, make_certs, site_network
-from benchmarks.soak.asks import Ask, make_asks
+from benchmarks.soak.asks import POISON, Ask, make_asks
+from benchmarks.soak.attack import Patience
 from benchmarks.soak.edges import EDGE_KINDS
 from benchmarks.soak.faults import (
+    ATTACK_KINDS,
     CROWD_SETTLES,
     NODE_KINDS,
     ROUTER_KINDS,
@@ -49,11 +53,9 @@ from benchmarks.soak.faults import (
     make_plan,
     targets_of,
 )
-from benchmarks.soak.floods import FLOOD_KINDS
 from benchmarks.soak.gauge import PERIOD, Gauge
-from benchmarks.soak.hostile import HOSTILE_KINDS
 from benchmarks.soak.load import Load, clients
-from benchmarks.soak.poisoned import TOKEN, poisoned
+from benchmarks.soak.poisoned import poisoned
 from benchmarks.soak.probe import (
     HEALTH,
     SHORT,
@@ -64,7 +66,7 @@ from benchmarks.soak.probe import (
     probing,
 )
 from benchmarks.soak.report import Report, make_report, print_report
-from benchmarks.soak.strangers import STRANGER_KINDS
+from benchmarks.soak.standing import Standing
 from pdserve.common.config.router import RoutingConfig
 
 MODEL = Path(__file__).parents[1] / "tests/models/llama-gqa"
@@ -81,10 +83,9 @@ KINDS: dict[str, Kind] = {
     **NODE_KINDS,
     **ROUTER_KINDS,
     **EDGE_KINDS,
-    **HOSTILE_KINDS,
-    **FLOOD_KINDS,
-    **STRANGER_KINDS,
+    **ATTACK_KINDS,
 }
+ANSWERED = "a request of the load, until its end"
 LATE = "the load's own event loop, too late by"
 GIVE_BACK = 15.0  # seconds after the last answer for nodes to free what they hold
 
@@ -102,6 +103,7 @@ class Soak:
     period: float = 1.0  # seconds between two faults, on average
     longest: float = inf  # seconds of any fault
     seed: int = 0
+    patience: Patience = field(default_factory=Patience)  # with requests of hostile clients
 
     def asks(self, vocab_size: int, never: int | None = None) -> list[Ask]:
         return make_asks(self.distinct, self.seed, self.max_tokens, vocab_size, never)
@@ -109,14 +111,19 @@ class Soak:
 
 async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
     """Injects faults into a fleet while clients compare answers with the learnt ones."""
-    faults, gauge = Faults(fleet), Gauge(fleet)
+    faults, gauge, standing = Faults(fleet, soak.patience), Gauge(fleet), Standing(fleet)
     kinds = targets_of(fleet, {name: KINDS[name] for name in soak.kinds})
     plan = [
         replace(fault, seconds=min(fault.seconds, soak.longest))
         for fault in make_plan(kinds, soak.seconds, soak.period, LONGEST_FAULT, soak.seed)
     ]
-    start = monotonic()
-    async with gauge.watching(), _probe(fleet) as samples:
+    async with (
+        faults.attackers.running(soak.kinds),
+        gauge.watching(),
+        standing.watching(),
+        _probe(fleet) as samples,
+    ):
+        start = monotonic()
         event = faults.carry_out(kinds, plan)
         tally = await load.during(
             event,
@@ -143,7 +150,11 @@ async def run(fleet: Fleet, soak: Soak, load: Load) -> Report:
             faults.answers,
             gauge.growth(lambda at: faults.crowds.meet(at, at)),
         ),
-        waits=_waits(samples, faults) | {LATE: milliseconds(gauge.late)},
+        waits=_waits(samples, faults)
+        | {ANSWERED: milliseconds(tally.seconds), LATE: milliseconds(gauge.late)},
+        hostile=faults.waits,
+        hung_attacks=faults.hung,
+        stood=standing.longest(),
     )
 
 
@@ -205,9 +216,10 @@ def started(
     networked: bool = False,
     routers: int = 1,
     share_cores: bool = False,
+    heartbeat_timeout: float = FAST["heartbeat_timeout"],
 ) -> Iterator[Fleet]:
     """Runs a fleet in a temporary folder; yields it once it is ready. Its model gives NaN for the
-    token `TOKEN`. `share_cores`: nodes lend each other cores, like those of `pdserve up`."""
+    token `POISON`. `share_cores`: nodes lend each other cores, like those of `pdserve up`."""
     usual = RoutingConfig()
     places = ceil(requests / usual.max_client_share) + 1  # so that one client gets that many
     places = max(places, usual.max_concurrent_requests)
@@ -228,7 +240,7 @@ def started(
         keys = ",".join(token_hex(16) for _ in range(3))  # one per client of fleet.py
         known = {"api_key": keys, "admin_api_key": token_hex(16)}
         router = {"max_concurrent_requests": places, "max_queued_requests": queued}
-        router |= known | secured
+        router |= known | secured | {"heartbeat_timeout": heartbeat_timeout}
         fleet = make(
             *(poisoned(model, folder / model.name), log, environment, router),
             routers=routers,
@@ -255,6 +267,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--both", type=int, default=0, help="nodes of both roles")
     parser.add_argument(
         "--share-cores", action="store_true", help="nodes lend each other their cores"
+    )
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=float,
+        default=FAST["heartbeat_timeout"],
+        help="seconds of silence after which a node gets no requests; more on a machine where "
+        "processes wait that long for a CPU",
     )
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests and faults")
@@ -288,6 +307,7 @@ def possible(kinds: Sequence[str], console: Console) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse_args(argv), Console()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the cluster, too
     kinds = possible(args.faults, console)
     soak = Soak(
         seconds=args.seconds,
@@ -298,10 +318,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     networked = bool(EDGE_KINDS.keys() & set(kinds))
     sizes = {"prefill": args.prefill, "decode": args.decode, "both": args.both}
-    options = (networked, args.routers, args.share_cores)
+    options = (networked, args.routers, args.share_cores, args.heartbeat_timeout)
     with started(args.model, sizes, args.requests, *options) as fleet:
         try:
-            asks = soak.asks(vocab_size(args.model), never=TOKEN)
+            asks = soak.asks(vocab_size(args.model), never=POISON)
             report = asyncio.run(learn_and_run(fleet, soak, asks))
         finally:
             if args.log:

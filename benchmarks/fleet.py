@@ -4,44 +4,32 @@ replaced while the others serve."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import secrets
 import signal
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-import grpc
-
+from benchmarks.access import Access, measured
 from benchmarks.warm_start import WarmStart, alive
 from pdserve.common.config.node import TransferConfig
 
 FAST = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "queue_timeout": 30}
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 20.0
-MAX_REFUSAL = 300  # bytes of a router's refusal that are shown
 PORTS = ("http", "grpc", "registry")  # of a router
 SHARES = 16  # processes per host that draw from different ports
 TRANSFER = {each.name for each in fields(TransferConfig)}
-LOAD, HOSTILE, PROBE = range(3)  # clients, by the number of their API key
 BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_remote")
 
 
-class Refused(Exception):
-    """A router rejects the fleet's key; waiting does not help."""
-
-
-class Fleet:
+class Fleet(Access):
     """Processes by name: `router`, `router-2`, `prefill-1`, `decode-2` … `router` and `options`:
     flags of every router and of every node, without dashes, such as `kv_lease=3`."""
 
@@ -56,17 +44,14 @@ class Fleet:
         **options: Any,
     ) -> None:
         """`warm`: its owner closes it; without it the fleet makes and closes its own."""
+        names = ["router", *(f"router-{number}" for number in range(2, routers + 1))]
+        ports = {name: {port: free_port() for port in PORTS} for name in names}
+        super().__init__(ports, {**FAST, **(router or {})})
         self.model = model
         self.log_path = log
-        names = ["router", *(f"router-{number}" for number in range(2, routers + 1))]
-        self.routers = {name: {port: free_port() for port in PORTS} for name in names}
-        self.ports = self.routers["router"]
-        self.pids: dict[str, int] = {}  # name → pid of the processes that should run
         self.drained: list[int] = []  # pids of the processes that are draining
-        self._router: dict[str, Any] = {**FAST, **(router or {})}
         self._options = {"kv_lease": 3, **options}
         self._numbers = itertools.count(1)
-        self._by_address: dict[str, str] = {}
         self._environment = environment
         self._warm = warm or WarmStart(environment)
         self._shared = warm is not None
@@ -137,86 +122,7 @@ class Fleet:
     def names(self, role: str) -> list[str]:
         return [name for name in self.pids if name.startswith(role)]
 
-    # ---- credentials ------------------------------------------------------------------------
-
-    @property
-    def open(self) -> bool:
-        """Whether roles need no authentication."""
-        return not {"cluster_key", "tls_ca"} & self._router.keys()
-
-    @property
-    def cluster_key(self) -> str | None:
-        return self._router.get("cluster_key")
-
-    def api_key(self, number: int) -> dict[str, str]:
-        """Returns the header or metadata with the API key of this number; empty if the router has
-        no keys."""
-        if not (keys := self._router.get("api_key")):
-            return {}
-        return {"authorization": f"Bearer {keys.split(',')[number]}"}
-
-    def _operator(self) -> dict[str, str]:
-        key = self._router.get("admin_api_key")
-        return {"authorization": f"Bearer {key}"} if key else {}
-
-    @property
-    def registry(self) -> str:
-        """The address at which nodes register."""
-        return f"127.0.0.1:{self.ports['registry']}"
-
-    def registries(self, host: str = "127.0.0.1") -> str:
-        """Returns the value of a node's --router, for routers on this host."""
-        return ",".join(f"{host}:{ports['registry']}" for ports in self.routers.values())
-
-    def credentials(self, role: bool = False) -> grpc.ChannelCredentials | None:
-        """Returns the credentials of a gRPC client or of a role; None without TLS. A client's files
-        are in the roles' folder."""
-        if (files := self._files("" if role else "client-")) is None:
-            return None
-        return grpc.ssl_channel_credentials(*(Path(name).read_bytes() for name in files))
-
-    def client_files(self) -> tuple[str, str, str] | None:
-        """Returns a client's (CA, key, certificate); None without TLS."""
-        return self._files("client-")
-
-    def _files(self, prefix: str) -> tuple[str, str, str] | None:
-        if "tls_ca" not in self._router:
-            return None
-        ca = Path(self._router["tls_ca"])
-        key, cert = (str(ca.with_name(f"{prefix}{name}.pem")) for name in ("key", "cert"))
-        return str(ca), key, cert
-
     # ---- state ------------------------------------------------------------------------------
-
-    def state(self, router: str = "router") -> dict[str, Any]:
-        """Returns the router's `/v1/cluster`. Each node has its `name` in this fleet, empty if it
-        is not one of ours. Raises OSError."""
-        state = self.shown("/v1/cluster", router)
-        for node in state["nodes"]:
-            node["name"] = self._by_address.get(node["address"], "")
-        return state
-
-    def shown(self, path: str, router: str = "router") -> dict[str, Any]:
-        """Returns the JSON at an operators' `path` of the router.
-
-        Raises:
-            OSError: the router does not answer, or lacks the path.
-            Refused: the router does not accept the fleet's operator key.
-        """
-        url = f"http://127.0.0.1:{self.routers[router]['http']}{path}"
-        try:
-            with urlopen(Request(url, headers=self._operator()), timeout=10) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
-        except HTTPError as error:
-            if error.code not in (401, 403):
-                raise
-            raise Refused(
-                f"{router} answers {error.code} to {path}: {error.read()[:MAX_REFUSAL]!r}; give "
-                "the fleet's `router` options the operator's key, admin_api_key"
-            ) from error
-        except HTTPException as error:  # it died while it answered
-            raise ConnectionError(f"{url}: {error!r}") from error
 
     def ready(self) -> set[str]:
         """Returns the nodes that are registered at every running router, also those that fit no
@@ -280,12 +186,7 @@ class Fleet:
 
 
 def _held(address: str) -> int:
-    with urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines()]
-    values: defaultdict[str, float] = defaultdict(float)
-    for name, _, value in lines:
-        if "{engine=" in name:
-            values[name.partition("{")[0].removeprefix("pdserve_")] += float(value)
+    values = measured(address)
     blocks = values["kv_blocks"] - values["kv_blocks_free"]
     return int(blocks or sum(values[name] for name in BUSY))
 

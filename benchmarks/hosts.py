@@ -42,7 +42,7 @@ class Network:
         _run("ip link add br0 type bridge")
         _run(f"ip addr add {ROUTER}/16 dev br0")
         _run("ip link set br0 up")
-        self._router = subprocess.Popen(["sleep", "infinity"])
+        self._router = _resident()
 
     @property
     def enter_router(self) -> tuple[str, str]:
@@ -54,7 +54,7 @@ class Network:
         (`WarmStart.start`). `then`: a function to call there, as `module:name`, and its
         arguments."""
         number = len(self._hosts) + 2
-        host = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
+        host = _resident("unshare", "-n")
         self._hosts.append(host)
         while os.readlink(f"/proc/{host.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
             pass
@@ -118,8 +118,13 @@ class Network:
 
     def close(self) -> None:
         for host in (self._router, *self._hosts):
-            host.kill()
-            host.wait()
+            host.communicate()
+
+
+def _resident(*before: str) -> subprocess.Popen[bytes]:
+    """Starts a process that keeps a network namespace. It reads a pipe of this process until that
+    closes, so it also ends when this process is killed."""
+    return subprocess.Popen([*before, "cat"], stdin=subprocess.PIPE)
 
 
 def front(address: str) -> str:

@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(NoWaiting())
-    if count := config.option.numprocesses:
+    if (count := config.option.numprocesses) and not config.option.usepdb:  # it needs the terminal
         os.environ["TEST_RUN"] = uuid.uuid4().hex  # all its processes share what starts clusters
         config.pluginmanager.register(Workers(count, by_file, choose))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.bench_simulated_live import COLD, WARM_AFTER, Run, made, main
+from benchmarks.bench_simulated_live import COLD, WARM_AFTER, Run, made, main, stages_of
 from pdserve.common.config.router import RoutingConfig
 from pdserve.router.cluster.placement import load_policies
 from pdserve.simulate.calibration import linear
@@ -44,3 +44,11 @@ def test_a_kept_run_is_simulated_anew(
 def test_the_first_prompts_come_at_once_and_do_not_count() -> None:
     times = [each.time for each in made(5, 1.0)]
     assert times[:COLD] == [0.0] * COLD and min(times[COLD:]) >= WARM_AFTER
+
+
+def test_the_median_of_each_stage_is_kept() -> None:
+    def line(**stages: float) -> dict[str, object]:
+        return {"stages": [{"name": name, "seconds": seconds} for name, seconds in stages.items()]}
+
+    lines = [line(queue=1.0, decode=5.0), line(queue=3.0), line(queue=2.0, decode=4.0)]
+    assert stages_of(lines) == {"queue": 2.0, "decode": 4.0}

@@ -10,6 +10,7 @@ from typing import Any
 
 WAYS = ("streamed", "whole", "grpc")
 LENGTHS = ((2, 16), (17, 120), (17, 120), (121, 400))  # of prompts, in tokens
+POISON = 499  # the token whose embedding is NaN (`poisoned.py`)
 STOP = " the"  # frequent in the stories that the test checkpoints tell
 # Greedy, seeded sampling, penalties, several choices, log-probabilities, a stop string. Names
 # are those of both APIs.

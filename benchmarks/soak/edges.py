@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from benchmarks.site import Site
-from benchmarks.soak.faults import Fault, Faults, Kind, NotNow, ready
+from benchmarks.soak.attack import Fault, NotNow
+from benchmarks.soak.faults import Faults, Kind, ready
 
 EDGES = ("router-prefill", "router-decode", "prefill-decode")
 # A few cuts are longer than heartbeats, leases and retransmissions allow.

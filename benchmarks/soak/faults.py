@@ -6,39 +6,24 @@ import asyncio
 import math
 import random
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
 from benchmarks.fleet import Fleet
+from benchmarks.soak.attack import GONE, UNEXPLAINED, Fault, NotNow, Patience
+from benchmarks.soak.attackers import ATTACKS, Attackers
 
 ROLES = ("prefill", "decode")
 ATTACKED = ("client", "registry")  # targets of hostile clients and of strangers
 DRAIN_TIMEOUT = 90.0  # seconds after which a node that drains is given up
-READY_TIMEOUT = 60.0  # seconds after which a node that should serve is given up
+READY_TIMEOUT = 180.0  # seconds after which a node that should serve is given up
 NURSE_PERIOD = 0.5  # seconds between looks after nodes that have ended by themselves
 ROUTER_AWAY = 1.0  # seconds at most
 CROWD_SETTLES = 3.0  # seconds until a server has closed the connections of a crowd that has left
 SETTLE = 2.0  # seconds after a router's return in which clients may still learn of its end
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    at: float  # seconds from the start
-    kind: str
-    target: str  # one of its kind's targets
-    seconds: float  # duration
-    seed: int  # of its random choices
-
-    @property
-    def random(self) -> random.Random:
-        return random.Random(self.seed)
-
-
-class NotNow(Exception):
-    """The fault's target does not exist, or is the last healthy one."""
 
 
 class Gone(Exception):
@@ -113,11 +98,15 @@ class Faults:
     clients' attacks by kind. At least one node per role, and one of several routers, stays healthy:
     a fault without another target is skipped."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, patience: Patience | None = None) -> None:
+        """`patience`: with hostile clients' requests."""
         self.fleet = fleet
+        self.attackers = Attackers(fleet, patience)
         self.well = {*fleet.pids}
         self.counts: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
+        self.waits: defaultdict[str, list[float]] = defaultdict(list)  # their seconds, by kind
+        self.hung: list[str] = []  # requests of theirs, described
         self.crashed: list[str] = []  # what should run and did not, in words
         self.busy: set[tuple[str, str]] = set()  # edges between nodes that are bad now, and attacks
         self.router_dead = {name: Spans(SETTLE) for name in fleet.routers}
@@ -264,13 +253,44 @@ async def kill_router(faults: Faults, fault: Fault) -> None:
         faults.fleet.kill(name)
         await asyncio.sleep(min(fault.seconds, ROUTER_AWAY))
         await asyncio.to_thread(faults.fleet.start_router, name=name)
-        async with asyncio.timeout(READY_TIMEOUT):
-            while not await asyncio.to_thread(faults.fleet.ready):
-                await asyncio.sleep(0.1)
+        deadline = monotonic() + READY_TIMEOUT
+        while not await asyncio.to_thread(faults.fleet.ready):
+            if monotonic() > deadline:
+                raise TimeoutError(f"no node is ready {READY_TIMEOUT:g} s after its start")
+            await asyncio.sleep(0.1)
     faults.well.add(name)
 
 
 ROUTER_KINDS = {
     "router-stop": Kind(stop_router, ("router",), weight=0.5),  # all clients wait
-    "router-kill": Kind(kill_router, ("router",), weight=0.25),  # all that is in flight is lost,
+    "router-kill": Kind(kill_router, ("router",), weight=0.25),  # all that is in flight is lost
+}
+
+
+# ---- hostile clients ----
+
+
+async def attack(faults: Faults, fault: Fault) -> None:
+    """Has the hostile clients attack, and notes the outcomes. A call without a reason is a failure,
+    unless its router was killed."""
+    hostile, since = ATTACKS[fault.kind], monotonic()
+    with ExitStack() as stack:
+        if hostile.crowds:
+            stack.enter_context(faults.crowds.lasting())
+        if hostile.greedy:
+            stack.enter_context(faults.greed.lasting())
+        outcome = await faults.attackers.attack(fault)
+    told = Counter(outcome.told)
+    if not faults.router_dead["router"].meet(since, monotonic()):
+        for words in [words for words in told if words.endswith(GONE)]:
+            told[words.removesuffix(GONE) + UNEXPLAINED] += told.pop(words)
+    for words, count in told.items():
+        faults.answers[fault.kind, words] += count
+    faults.waits[fault.kind] += outcome.waits
+    faults.hung += outcome.hung
+
+
+ATTACK_KINDS = {
+    name: Kind(attack, hostile.targets, hostile.longest, hostile.weight)
+    for name, hostile in ATTACKS.items()
 }

@@ -8,26 +8,30 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
 
-from benchmarks.fleet import Fleet
-from benchmarks.soak.crowd import UNEXPLAINED, burst
-from benchmarks.soak.faults import Fault, Faults, Kind, NotNow
-from benchmarks.soak.hostile import (
-    ADDRESS,
-    MB,
-    PATIENCE,
-    TEXT,
-    answer,
+from benchmarks.access import Access
+from benchmarks.soak.attack import (
+    HEALTH,
+    HUNG,
+    UNEXPLAINED,
+    Attack,
+    Hostile,
+    Wait,
+    at_grpc,
+    at_http,
     calls,
-    http,
+    nodes_of,
 )
+from benchmarks.soak.crowd import burst
+from benchmarks.soak.hostile import ADDRESS, MB, TEXT, http, named
 
 BOMBS = 8  # bodies at a time
 BOMB_MB = 1024  # megabytes of zeros in one megabyte of body
@@ -66,17 +70,24 @@ def _bombs() -> dict[str, tuple[str, str, str]]:
     }
 
 
-async def bomb(faults: Faults, fault: Fault) -> None:
+async def bomb(attack: Attack) -> None:
     """Sends eight bodies of one megabyte that decompress to a gigabyte, to the router or a node's
     metrics port, and keeps the connections open after the answers."""
-    rng, fleet = fault.random, faults.fleet
+    rng, fleet = attack.random, attack.fleet
     ways = [rng.choice(list(_bombs().items())) for _ in range(BOMBS)]
-    ports = [("127.0.0.1", fleet.ports["http"]), *_metrics_ports(await _nodes(fleet))]
-    attacks = [(name, _explode(rng.choice(ports), way, fault.seconds)) for name, way in ways]
-    await _note(faults, "bomb", attacks)
+    ports = [("127.0.0.1", fleet.ports["http"]), *_metrics_ports(await nodes_of(fleet))]
+    targets = [(name, rng.choice(ports), way) for name, way in ways]
+    await asyncio.gather(
+        *(
+            attack.ask(name, partial(_explode, port, way, attack.seconds), at_http(port))
+            for name, port, way in targets
+        )
+    )
 
 
-async def _explode(port: tuple[str, int], way: tuple[str, str, str], seconds: float) -> str:
+async def _explode(
+    port: tuple[str, int], way: tuple[str, str, str], seconds: float, wait: Wait
+) -> str:
     method, path, headers = way
     body = _bomb()
     head = (
@@ -87,7 +98,7 @@ async def _explode(port: tuple[str, int], way: tuple[str, str, str], seconds: fl
     try:
         writer.write(head.encode() + body)
         line = (await reader.readline()).decode(errors="replace").split()
-        await asyncio.sleep(seconds)
+        await wait.rest(seconds)
         return line[1] if len(line) > 1 else "closed"
     finally:
         writer.transport.abort()
@@ -96,13 +107,13 @@ async def _explode(port: tuple[str, int], way: tuple[str, str, str], seconds: fl
 # ---- floods without a key ----
 
 
-async def grpc_flood(faults: Faults, fault: Fault) -> None:
+async def grpc_flood(attack: Attack) -> None:
     """Sends twelve large messages without a key: to the clients' port, and to reflection and health
     at the registry and the nodes. The server must not read more of each than a flow-control
     window."""
-    rng, fleet = fault.random, faults.fleet
+    rng, fleet = attack.random, attack.fleet
     clients, registry = f"127.0.0.1:{fleet.ports['grpc']}", fleet.registry
-    nodes = [node["address"] for node in await _nodes(fleet)]
+    nodes = [node["address"] for node in await nodes_of(fleet)]
     size = rng.choice((MB // 5, 30 * MB, 60 * MB))
     ways = {
         "Generate": (clients, "/pdserve.v1.Inference/Generate"),
@@ -110,27 +121,34 @@ async def grpc_flood(faults: Faults, fault: Fault) -> None:
             rng.choice((registry, *nodes)),
             "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         ),
-        "health": (rng.choice((clients, registry, *nodes)), "/grpc.health.v1.Health/Check"),
+        "health": (rng.choice((clients, registry, *nodes)), HEALTH),
     }
     name = rng.choice(list(ways))
-    reads = name == "health" and ways[name][0] == clients
+    address, method = ways[name]
+    reads = name == "health" and address == clients
     most = MAX_TAKEN + MAX_READ * reads
-    await _note(faults, "grpc-flood", [(name, _flood(fleet, *ways[name], size, most))])
+    attack.tell(f"{name}: {await _flood(attack, address, method, size, most)}")
 
 
-async def _flood(fleet: Fleet, address: str, method: str, size: int, most: int) -> str:
+async def _flood(attack: Attack, address: str, method: str, size: int, most: int) -> str:
     # An unknown field, which every protobuf parser has to accept.
     message = b"\xfa\x7f" + _varint(size) + bytes(size)
 
-    async def one(channel: grpc.aio.Channel) -> str:
-        call = channel.stream_stream(method)(iter([message]), timeout=PATIENCE)
+    async def one(channel: grpc.aio.Channel, wait: Wait) -> str:
+        call = channel.stream_stream(method)(iter([message]))
         is_told = await call.read() is not grpc.aio.EOF
         return "told" if is_told else (await call.code()).name
 
-    async with _counting(address) as (near, sent), calls(fleet, near, name=address) as channel:
-        told = {*await asyncio.gather(*(answer(one(channel)) for _ in range(FLOODS)))}
-    if UNEXPLAINED in told:
-        return UNEXPLAINED
+    look = at_grpc(attack.fleet, address)
+    async with (
+        _counting(address) as (near, sent),
+        calls(attack.fleet, near, name=address) as channel,
+    ):
+        asks = (attack.outcome_of(partial(one, channel), look) for _ in range(FLOODS))
+        told = {*await asyncio.gather(*asks)}
+    for failure in (UNEXPLAINED, HUNG):
+        if failure in told:
+            return failure
     return TAKEN if sum(sent) > FLOODS * most else ", ".join(sorted(told))
 
 
@@ -180,35 +198,30 @@ def _varint(value: int) -> bytes:
 # ---- floods with a key ----
 
 
-async def greedy(faults: Faults, fault: Fault) -> None:
+async def greedy(attack: Attack) -> None:
     """Keeps forty requests of four choices in flight; the requests of other clients must not wait
     for them."""
-    with faults.greed.lasting(), faults.crowds.lasting():
-        async with http(faults.fleet) as session:
-            end = asyncio.get_running_loop().time() + fault.seconds
-            body = {"prompt": [7] * 40, "max_tokens": 48, "n": GREEDY_CHOICES, "ignore_eos": True}
+    end = monotonic() + attack.seconds
+    body = {"prompt": [7] * 40, "max_tokens": 48, "n": GREEDY_CHOICES, "ignore_eos": True}
+    async with http(attack.fleet) as session:
 
-            async def ask_on() -> None:
-                while asyncio.get_running_loop().time() < end:
-                    async with session.post(TEXT, json=body) as response:
-                        await response.read()
+        async def ask_on(wait: Wait) -> str:
+            while monotonic() < end:
+                wait.another()
+                async with session.post(TEXT, json=body, headers=named(wait)) as response:
+                    await response.read()
+            return "answered or refused"
 
-            told = await asyncio.gather(*(answer(_said(ask_on())) for _ in range(GREEDY)))
-    faults.answers.update(("greedy", f"client: {words}") for words in told)
-
-
-async def _said(work: Awaitable[None]) -> str:
-    await work
-    return "answered or refused"
+        await asyncio.gather(*(attack.ask("client", ask_on) for _ in range(GREEDY)))
 
 
 # ---- silent connections ----
 
 
-async def idle(faults: Faults, fault: Fault) -> None:
+async def idle(attack: Attack) -> None:
     """Opens 1,300 silent connections to a port of the router or of a node."""
-    rng, fleet = fault.random, faults.fleet
-    node = rng.choice(await _nodes(fleet))
+    rng, fleet = attack.random, attack.fleet
+    node = rng.choice(await nodes_of(fleet))
     ports: dict[str, tuple[str, int]] = {
         "HTTP": ("127.0.0.1", fleet.ports["http"]),
         "gRPC": ("127.0.0.1", fleet.ports["grpc"]),
@@ -219,11 +232,10 @@ async def idle(faults: Faults, fault: Fault) -> None:
     if node["name"] in fleet.pids and (kv := await asyncio.to_thread(_kv_ports, fleet, node)):
         ports["a node's KV"] = rng.choice(kv)
     name = rng.choice(list(ports))
-    with faults.crowds.lasting():
-        await _note(faults, "idle", [(name, _stay(ports[name], fault.seconds))])
+    await attack.ask(name, partial(_stay, ports[name], attack.seconds))
 
 
-async def _stay(port: tuple[str, int], seconds: float) -> str:
+async def _stay(port: tuple[str, int], seconds: float, wait: Wait) -> str:
     """Returns whether most connections were closed by the time this client left. A frozen process
     accepts as many as the kernel's queue holds, and the rest wait: that counts as an answer."""
     sockets: list[socket.socket] = []
@@ -239,7 +251,7 @@ async def _stay(port: tuple[str, int], seconds: float) -> str:
                 await asyncio.gather(*dials, return_exceptions=True)
         except TimeoutError:
             return "the queue of the port was full"
-        await asyncio.sleep(seconds)
+        await wait.rest(seconds)
         closed = sum(_is_closed(one) for one in sockets)
         return "most were closed" if closed > SILENT / 2 else "most stayed open"
     finally:
@@ -258,7 +270,7 @@ def _is_closed(one: socket.socket) -> bool:
     return True
 
 
-def _kv_ports(fleet: Fleet, node: dict[str, Any]) -> list[tuple[str, int]]:
+def _kv_ports(fleet: Access, node: dict[str, Any]) -> list[tuple[str, int]]:
     """Returns the ports at which a one-process node listens for KV: all but its known ones."""
     try:
         known = {_split(node[name])[1] for name in ("address", "metrics_address")}
@@ -307,60 +319,42 @@ def _chat(messages: str, tool: str = "") -> str:
     return f'{{"max_tokens": 2, "messages": [{messages}]{tools}}}'
 
 
-async def odd(faults: Faults, fault: Fault) -> None:
+async def odd(attack: Attack) -> None:
     """Sends strings and schemas that are valid JSON but unusual; none may give a 500."""
-    rng = fault.random
-    name, body = rng.choice(list(_odd().items()))
-    async with http(faults.fleet) as session:
-        headers = {"Content-Type": "application/json"}
+    name, body = attack.random.choice(list(_odd().items()))
+    async with http(attack.fleet) as session:
 
-        async def ask() -> str:
-            path = "/v1/chat/completions"
+        async def ask(wait: Wait) -> str:
+            path, headers = "/v1/chat/completions", {"Content-Type": "application/json"}
+            headers |= named(wait)
             async with session.post(path, data=body.encode(), headers=headers) as response:
                 await response.read()
                 return UNEXPLAINED if response.status == 500 else str(response.status)
 
-        faults.answers["odd", f"{name}: {await answer(ask())}"] += 1
+        await attack.ask(name, ask)
 
 
-async def foreign(faults: Faults, fault: Fault) -> None:
+async def foreign(attack: Attack) -> None:
     """Sends requests as a browser sends them for a page of another origin: without a key, and with
     a content type that needs no preflight."""
-    path = fault.random.choice((TEXT, "/reset_prefix_cache", "/v1/load_lora_adapter"))
+    path = attack.random.choice((TEXT, "/reset_prefix_cache", "/v1/load_lora_adapter"))
     headers = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
-    if fault.random.random() < 0.5:
+    if attack.random.random() < 0.5:
         del headers["Content-Type"]
-    async with http(faults.fleet, known=False) as session:
+    async with http(attack.fleet, known=False) as session:
         data = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
 
-        async def ask() -> str:
+        async def ask(wait: Wait) -> str:
             async with session.post(
                 path, data=data, headers=headers, skip_auto_headers=("Content-Type",)
             ) as response:
                 await response.read()
                 return TAKEN if response.status == 200 else str(response.status)
 
-        faults.answers["foreign", f"{path}: {await answer(ask())}"] += 1
+        await attack.ask(path, ask)
 
 
 # ---- shared code ----
-
-
-async def _note(faults: Faults, kind: str, attacks: Sequence[tuple[str, Awaitable[str]]]) -> None:
-    told = await asyncio.gather(*(answer(attack) for _, attack in attacks))
-    for (name, _), words in zip(attacks, told, strict=True):
-        faults.answers[kind, f"{name}: {words}"] += 1
-
-
-async def _nodes(fleet: Fleet) -> list[dict[str, Any]]:
-    """Returns the nodes in `/v1/cluster`. Raises NotNow."""
-    try:
-        nodes: list[dict[str, Any]] = (await asyncio.to_thread(fleet.state))["nodes"]
-    except OSError:
-        raise NotNow from None
-    if not (ours := [node for node in nodes if node["name"]]):
-        raise NotNow
-    return ours
 
 
 def _metrics_ports(nodes: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
@@ -377,12 +371,13 @@ async def _open(port: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.St
     return await asyncio.open_connection(*port, local_addr=local)
 
 
-FLOOD_KINDS: dict[str, Kind] = {
-    "bomb": Kind(bomb, ("client",)),
-    "grpc-flood": Kind(grpc_flood, ("client",)),
-    "burst": Kind(burst, ("client",), weight=0.25),  # takes seconds of the router's time
-    "greedy": Kind(greedy, ("client",), LONGEST_GREED, weight=0.5),
-    "idle": Kind(idle, ("client",), LONGEST_IDLE),
-    "odd": Kind(odd, ("client",)),
-    "foreign": Kind(foreign, ("client",)),
+FLOOD_ATTACKS = {
+    "bomb": Hostile(bomb),
+    "grpc-flood": Hostile(grpc_flood),
+    # It takes seconds of the router's time.
+    "burst": Hostile(burst, weight=0.25, crowds=True, apart=True),
+    "greedy": Hostile(greedy, longest=LONGEST_GREED, weight=0.5, crowds=True, greedy=True),
+    "idle": Hostile(idle, longest=LONGEST_IDLE, crowds=True),
+    "odd": Hostile(odd),
+    "foreign": Hostile(foreign),
 }

@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import grpc
 
-from benchmarks.fleet import LOAD, Fleet
+from benchmarks.access import LOAD
+from benchmarks.fleet import Fleet
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer, Client, Lost, difference
 from benchmarks.soak.inquiry import Found, inquire
@@ -47,6 +48,7 @@ class Tally:
     hung: list[str] = field(default_factory=list)  # descriptions
     wrong: list[str] = field(default_factory=list)  # differences
     gaps: list[float] = field(default_factory=list)  # longest gap of each migrated stream
+    seconds: list[float] = field(default_factory=list)  # of each request with an answer
 
     @property
     def requests(self) -> int:
@@ -169,6 +171,7 @@ class Load:
             tally.lost.append(str(error))
             await asyncio.sleep(0.1)  # do not flood a cluster that refuses
         else:
+            tally.seconds.append(monotonic() - since)
             tally.add(ask, answer, self.expected[number], partial(stood_still, router))
         finally:
             sending.cancel()

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-TOKEN = 499
+from benchmarks.soak.asks import POISON
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def poisoned(folder: Path, target: Path) -> Path:
-    """Writes a copy of a checkpoint in which the embedding of `TOKEN` is NaN."""
+    """Writes a copy of a checkpoint in which the embedding of `POISON` is NaN."""
     shutil.copytree(folder, target)
     shard = target / "model.safetensors"
     if not shard.exists():
@@ -27,6 +28,6 @@ def poisoned(folder: Path, target: Path) -> Path:
         tensors[HEAD] = tensors[EMBEDDING].clone()
         config["tie_word_embeddings"] = False
         (target / "config.json").write_text(json.dumps(config))
-    tensors[EMBEDDING][TOKEN] = torch.nan
+    tensors[EMBEDDING][POISON] = torch.nan
     save_file(tensors, shard, metadata={"format": "pt"})
     return target

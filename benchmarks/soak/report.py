@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.soak.crowd import HUNG, UNEXPLAINED
+from benchmarks.soak.attack import HUNG, UNEXPLAINED
 from benchmarks.soak.floods import TAKEN
 from benchmarks.soak.gauge import Growth
 from benchmarks.soak.load import Tally
@@ -44,6 +44,9 @@ class Report:
     recovery: dict[str, float]
     growth: dict[str, dict[str, Growth]]  # role → "rss_mb", "fds"
     waits: dict[str, dict[str, float]]  # latencies of the probe, in milliseconds
+    hostile: dict[str, dict[str, float]]  # kind of attack → seconds that its requests waited
+    hung_attacks: list[str]  # descriptions of requests of hostile clients
+    stood: list[str]  # what routers and nodes said of requests that stood still
 
     @property
     def failures(self) -> dict[str, int]:
@@ -77,6 +80,9 @@ def make_report(
     answers: Counter[tuple[str, str]] | None = None,
     growth: dict[str, dict[str, Growth]] | None = None,
     waits: dict[str, dict[str, float]] | None = None,
+    hostile: Mapping[str, Sequence[float]] | None = None,
+    hung_attacks: Sequence[str] = (),
+    stood: Sequence[str] = (),
 ) -> Report:
     told: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for (kind, words), count in sorted((answers or {}).items()):
@@ -99,6 +105,9 @@ def make_report(
         recovery=_percentiles(tally.gaps),
         growth=growth or {},
         waits=waits or {},
+        hostile={kind: _percentiles(seconds) for kind, seconds in sorted((hostile or {}).items())},
+        hung_attacks=[*hung_attacks],
+        stood=[*stood],
     )
 
 
@@ -132,6 +141,11 @@ def print_report(report: Report, console: Console) -> None:
             for name, values in report.waits.items()
         ),
         *(
+            (f"{kind}: waited", ", ".join(f"{p} {seconds:g} s" for p, seconds in values.items()))
+            for kind, values in report.hostile.items()
+        ),
+        ("stood still", str(len(report.stood))),
+        *(
             (f"{role} {measure}", f"{each.first:g} → {each.last:g} (most {each.most:g})")
             for role, measures in report.growth.items()
             for measure, each in measures.items()
@@ -141,6 +155,6 @@ def print_report(report: Report, console: Console) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table, markup=False)  # servers' messages may contain brackets
-    for name in ("lost", "hung", "wrong", "crashed"):
+    for name in ("lost", "hung", "hung_attacks", "wrong", "crashed", "stood"):
         for example in getattr(report, name)[:SHOWN]:
-            console.print(f"{name}: {example}", markup=False)
+            console.print(f"{name.replace('_', ' ')}: {example}", markup=False)

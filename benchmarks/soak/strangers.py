@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from benchmarks.fleet import Fleet, free_port
-from benchmarks.soak.faults import Fault, Faults, Kind, NotNow
-from benchmarks.soak.hostile import answer, calls
+from benchmarks.access import Access
+from benchmarks.fleet import free_port
+from benchmarks.soak.attack import Attack, Hostile, Wait, at_grpc, calls, nodes_of
 from pdserve.common.rpc.auth import TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -22,7 +22,6 @@ ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 ROLE_NAMES = {number: name for name, number in ROLES.items()}
 NOWHERE = "10.255.255.1"
 LONGEST_LIE = 10.0  # seconds
-TIMEOUT = 10.0  # seconds of one call
 FAKES = 4  # fake nodes at a time
 
 
@@ -30,7 +29,7 @@ class Liar:
     """Talks to the registry like a node; `trusted` ones have the cluster's key, others another
     key."""
 
-    def __init__(self, fleet: Fleet, channel: grpc.aio.Channel, trusted: bool) -> None:
+    def __init__(self, fleet: Access, channel: grpc.aio.Channel, trusted: bool) -> None:
         self._registry = fleet.registry
         key = fleet.cluster_key
         self._key = key and ClusterKey(key if trusted else "open sesame and let me in")
@@ -49,7 +48,6 @@ class Liar:
         # Not as a stream: grpc.aio says INTERNAL of a call that ends during a write.
         beats = self._channel.unary_stream("/pdserve.v1.Registry/Heartbeats")(
             pb.HeartbeatRequest(load=load, **same).SerializeToString(),
-            timeout=TIMEOUT,
             metadata=self._signed("Heartbeats", info, b""),
         )
         await beats.read()
@@ -61,7 +59,7 @@ class Liar:
 
     async def _call(self, method: str, info: pb.NodeInfo, request: Any) -> None:
         metadata = self._signed(method, info, request.SerializeToString())
-        await getattr(self._stub, method)(request, timeout=TIMEOUT, metadata=metadata)
+        await getattr(self._stub, method)(request, metadata=metadata)
 
     def _signed(self, method: str, info: pb.NodeInfo, said: bytes) -> list[tuple[str, str]]:
         if not self._key:
@@ -71,12 +69,9 @@ class Liar:
         return [(TOKEN_KEY, token)]
 
 
-async def _a_node(fleet: Fleet, rng: random.Random) -> pb.NodeInfo:
+async def _a_node(fleet: Access, rng: random.Random) -> pb.NodeInfo:
     """Returns the registration of a known node. Raises NotNow."""
-    nodes = [node for node in (await asyncio.to_thread(fleet.state))["nodes"] if node["name"]]
-    if not nodes:
-        raise NotNow
-    node = rng.choice(nodes)
+    node = rng.choice(await nodes_of(fleet))
     node["role"] = ROLES[node["role"]]
     return ParseDict(node, pb.NodeInfo(), ignore_unknown_fields=True)
 
@@ -89,81 +84,93 @@ def _fake(info: pb.NodeInfo, address: str, rng: random.Random) -> pb.NodeInfo:
     return fake
 
 
-Lie = Callable[[Liar, pb.NodeInfo, Fault], Awaitable[None]]
+Lie = Callable[[Liar, pb.NodeInfo, Attack, Wait], Awaitable[None]]
 
 
-async def _registers(liar: Liar, info: pb.NodeInfo, fault: Fault) -> None:
+async def _registers(liar: Liar, info: pb.NodeInfo, attack: Attack, wait: Wait) -> None:
     """Registers nodes that claim to be idle, at an address without a server."""
-    rng = fault.random
+    rng = attack.random
     host = rng.choice(("127.0.0.1", NOWHERE))
     fakes = [_fake(info, f"{host}:{free_port()}", rng) for _ in range(rng.randint(1, FAKES))]
     for fake in fakes:
         await liar.register(fake)
-    await asyncio.sleep(fault.seconds)
+    await wait.rest(attack.seconds)
     for fake in fakes:
         await liar.deregister(fake)
 
 
-async def _takes_over(liar: Liar, info: pb.NodeInfo, fault: Fault) -> None:
-    fake = _fake(info, f"127.0.0.1:{free_port()}", fault.random)
+async def _takes_over(liar: Liar, info: pb.NodeInfo, attack: Attack, wait: Wait) -> None:
+    fake = _fake(info, f"127.0.0.1:{free_port()}", attack.random)
     fake.node_id = info.node_id
     await liar.register(fake)
 
 
-async def _says_it_is_ill(liar: Liar, info: pb.NodeInfo, fault: Fault) -> None:
+async def _says_it_is_ill(liar: Liar, info: pb.NodeInfo, attack: Attack, wait: Wait) -> None:
     await liar.heartbeat(info)
 
 
-async def _says_it_leaves(liar: Liar, info: pb.NodeInfo, fault: Fault) -> None:
+async def _says_it_leaves(liar: Liar, info: pb.NodeInfo, attack: Attack, wait: Wait) -> None:
     await liar.deregister(info)
 
 
-def _lies(lie: Lie, trusted: bool) -> Callable[[Fleet, Fault], Awaitable[str]]:
-    async def attack(fleet: Fleet, fault: Fault) -> str:
-        info = await _a_node(fleet, fault.random)
-        async with calls(fleet, fleet.registry, trusted) as channel:
-            await lie(Liar(fleet, channel, trusted), info, fault)
-        return "OK" if trusted or fleet.open else ADMITTED
+def _lies(lie: Lie, trusted: bool) -> Callable[[Attack, str], Awaitable[None]]:
+    async def lies(attack: Attack, name: str) -> None:
+        fleet = attack.fleet
+        info = await _a_node(fleet, attack.random)
 
-    return attack
+        async def ask(wait: Wait) -> str:
+            async with calls(fleet, fleet.registry, trusted) as channel:
+                await lie(Liar(fleet, channel, trusted), info, attack, wait)
+            return "OK" if trusted or fleet.open else ADMITTED
+
+        await attack.ask(name, ask, at_grpc(fleet, fleet.registry))
+
+    return lies
 
 
-async def _generates(fleet: Fleet, fault: Fault) -> str:
+async def _generates(attack: Attack, name: str) -> None:
     """Calls a node directly, past the router."""
-    info = await _a_node(fleet, fault.random)
+    fleet = attack.fleet
+    info = await _a_node(fleet, attack.random)
     job = pb.Job(request_id="stranger", prompt_token_ids=[5, 6, 7], choices=[pb.Choice()])
-    async with calls(fleet, info.address, trusted=False) as channel:
-        if info.role == pb.ROLE_DECODE:
-            stub, name = pb_grpc.DecodeStub(channel), "stranger"
-            events = stub.Events(pb.EventsRequest(stream=name), timeout=TIMEOUT)
-            run = stub.Run(pb.DecodeRequest(job=job, stream=name), timeout=TIMEOUT)
-            told = await run.code()
-            events.cancel()
-        else:
-            call = pb_grpc.PrefillStub(channel).Run(pb.PrefillRequest(job=job), timeout=TIMEOUT)
-            await call.read()
-            told = await call.code() if call.done() else None
-            call.cancel()
-    if told not in (None, grpc.StatusCode.OK):
-        return told.name
-    return "OK" if fleet.open else ADMITTED
+
+    async def ask(wait: Wait) -> str:
+        async with calls(fleet, info.address) as channel:
+            if info.role == pb.ROLE_DECODE:
+                stub = pb_grpc.DecodeStub(channel)
+                events = stub.Events(pb.EventsRequest(stream="stranger"))
+                told = await stub.Run(pb.DecodeRequest(job=job, stream="stranger")).code()
+                events.cancel()
+            else:
+                call = pb_grpc.PrefillStub(channel).Run(pb.PrefillRequest(job=job))
+                await call.read()
+                told = await call.code() if call.done() else None
+                call.cancel()
+        if told not in (None, grpc.StatusCode.OK):
+            return told.name
+        return "OK" if fleet.open else ADMITTED
+
+    await attack.ask(name, ask, at_grpc(fleet, info.address))
 
 
-async def _garbage(fleet: Fleet, fault: Fault) -> str:
+async def _garbage(attack: Attack, name: str) -> None:
     """Sends bytes that are not gRPC."""
-    host, _, port = fleet.registry.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(fault.random.randbytes(10_000))
-    try:
-        async with asyncio.timeout(TIMEOUT):
+    host, _, port = attack.fleet.registry.rpartition(":")
+
+    async def ask(wait: Wait) -> str:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(attack.random.randbytes(10_000))
+        try:
             while await reader.read(1 << 16):
-                pass
-    finally:
-        writer.close()
-    return "closed"
+                wait.moved()
+        finally:
+            writer.close()
+        return "closed"
+
+    await attack.ask(name, ask, at_grpc(attack.fleet, attack.fleet.registry))
 
 
-ATTACKS: dict[str, Callable[[Fleet, Fault], Awaitable[str]]] = {
+ATTACKS: dict[str, Callable[[Attack, str], Awaitable[None]]] = {
     "registers": _lies(_registers, trusted=False),
     "takes an id over": _lies(_takes_over, trusted=False),
     "says that a node is ill": _lies(_says_it_is_ill, trusted=False),
@@ -175,10 +182,9 @@ ATTACKS: dict[str, Callable[[Fleet, Fault], Awaitable[str]]] = {
 }
 
 
-async def stranger(faults: Faults, fault: Fault) -> None:
-    name = fault.random.choice(list(ATTACKS))
-    told = await answer(ATTACKS[name](faults.fleet, fault))
-    faults.answers["stranger", f"{name}: {told}"] += 1
+async def stranger(attack: Attack) -> None:
+    name = attack.random.choice(list(ATTACKS))
+    await ATTACKS[name](attack, name)
 
 
-STRANGER_KINDS = {"stranger": Kind(stranger, ("registry",), LONGEST_LIE)}
+STRANGER_ATTACKS = {"stranger": Hostile(stranger, ("registry",), LONGEST_LIE)}

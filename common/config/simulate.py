@@ -31,6 +31,7 @@ class SimulateConfig:
         "each other down (0: every node has cores, or a GPU, of its own)",
         minimum=0,
     )
+    seed: int = option(0, "what draws the durations that the calibration's scatter allows")
     requests: int = option(0, "most requests (0: all)", minimum=0)
     skip: int = option(0, "requests at the beginning of the trace to leave out", minimum=0)
     speed: float = option(1.0, "how many times as fast requests come", minimum=0.001)

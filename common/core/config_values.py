@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import InvalidCheckpoint
 from pdserve.common.core.printable import printable
 
 MAX_INT = 2**31 - 1
@@ -96,6 +96,11 @@ NATIVE = {
 }
 """Keys that native models read, besides the rotary settings."""
 
+SMALL = Kind("a number from 0 to 1", lambda value: value == 0 or (_is_number(value) and value < 1))
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+GENERIC = dict.fromkeys(_EPSILONS, SMALL)
+"""Keys of which models that run through transformers have one or more."""
+ROPE = {"rope_theta": POSITIVE, "factor": POSITIVE}
 LATENT_ROPE = {"factor": POSITIVE, "mscale_all_dim": POSITIVE}
 QUANTIZATION = {
     "quant_method": TEXT,
@@ -111,18 +116,18 @@ GROUP = {"weights": OBJECT, "targets": NAMES}  # of `config_groups`
 def check_values(
     config: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "config.json"
 ) -> None:
-    """Raises ConfigError if a key's value is not of its kind. Null counts as absent."""
+    """Raises InvalidCheckpoint if a key's value is not of its kind. Null counts as absent."""
     for key, kind in kinds.items():
         value = config.get(key)
         if value is not None and not kind.fits(value):
             shown = printable(repr(value), MAX_SHOWN)
-            raise ConfigError(f"{where}: {key} must be {kind.says}, not {shown}")
+            raise InvalidCheckpoint(f"{where}: {key} must be {kind.says}, not {shown}")
 
 
 def check_pattern(pattern: str, where: str) -> None:
-    """Raises ConfigError if `pattern` is not a regular expression."""
+    """Raises InvalidCheckpoint if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError) as error:
         shown = printable(pattern, MAX_SHOWN)
-        raise ConfigError(f"{where}: {shown} is not a regular expression: {error}") from error
+        raise InvalidCheckpoint(f"{where}: {shown} is not a regular expression: {error}") from error

@@ -84,6 +84,10 @@ class ConfigError(PdserveError):
     default_blame = Blame.OPERATOR
 
 
+class InvalidCheckpoint(ConfigError):
+    """The checkpoint's config has a wrong value or contradicts itself, for any implementation."""
+
+
 class RequestError(PdserveError):
     """The client must change the request."""
 

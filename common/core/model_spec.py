@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.core.checkpoint_config import check_folder, overridden, read_json
-from pdserve.common.core.config_values import CONFIG, NATIVE, TOKENS, check_values
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.config_values import CONFIG, MAX_SHOWN, NATIVE, TOKENS, check_values
+from pdserve.common.core.errors import ConfigError, InvalidCheckpoint
 from pdserve.common.core.families import FAMILIES, Family
 from pdserve.common.core.kv_groups import KV_AUTO, KVGroup, LayerKV, grouped, head_range, kv_groups
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.moe_spec import MoESpec, required_int
+from pdserve.common.core.printable import printable
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, RopeSpec, rope_settings
 from pdserve.common.core.stored_weights import StoredWeights, weight_formats
@@ -277,11 +278,13 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
     if heads % kv_heads:
-        raise ConfigError(
+        raise InvalidCheckpoint(
             f"config.json: num_key_value_heads {kv_heads} do not divide num_attention_heads {heads}"
         )
     if head_dim < 1 or head_dim % 2:
-        raise ConfigError(f"config.json: heads of {head_dim} numbers cannot be rotated in pairs")
+        raise InvalidCheckpoint(
+            f"config.json: heads of {head_dim} numbers cannot be rotated in pairs"
+        )
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
@@ -295,14 +298,16 @@ def _windows_of(config: Mapping[str, Any], family: Family) -> tuple[int | None, 
     # Qwen has `sliding_window` even if `use_sliding_window` (default: false) turns it off.
     used = config.get("use_sliding_window", family.window_in_use)
     window: int | None = config.get("sliding_window", family.default_window)
+    kinds = config.get("layer_types")
+    known = {"full_attention", "sliding_attention"}
+    if kinds is not None and (len(kinds) != layers or not known.issuperset(kinds)):
+        shown = printable(repr(kinds), MAX_SHOWN)
+        raise InvalidCheckpoint(f"config.json: layer_types {shown} do not fit {layers} layers")
     if not (family.windowed and used and window):
         return (None,) * layers
-    kinds = config.get("layer_types")
     if kinds is None:
         most = config.get("max_window_layers", 28)
         return tuple(window if family.windowed_layer(i, most) else None for i in range(layers))
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"config.json: layer_types {kinds!r} do not fit {layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

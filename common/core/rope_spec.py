@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.common.core.config_values import POSITIVE, check_values
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, InvalidCheckpoint
 from pdserve.common.core.moe_spec import required_int
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
@@ -61,7 +61,7 @@ class RopeSpec:
             original = int(_number(config, ORIGINAL, inside))  # this order is transformers'
         theta = _number(settings, "rope_theta", 10000.0)
         if theta <= 1 or original <= 1:
-            raise ConfigError("config.json: the rope's theta and context must be more than 1")
+            raise InvalidCheckpoint("config.json: the rope's theta and context must be more than 1")
         needed = kind in ("linear", "llama3", "yarn", "dynamic")
         factor = _number(settings, "factor", None if needed else longest / original)
         return cls(

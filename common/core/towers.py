@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 _TYPES = """
-    aria cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma4
-    gemma4_unified got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25
-    lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpmv4_6
-    mistral3 ovis2 qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm
-    video_llama_3 video_llava vipllava
+    aria aya_vision cohere2_vision cohere_compass deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu
+    gemma3 gemma4 gemma4_unified got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus
+    kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision
+    minicpmv4_6 mistral3 ovis2 qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
+    smolvlm video_llama_3 video_llava vipllava
 """
 WITH_TOWERS = frozenset(_TYPES.split())
 """Their model types. `tests/models/sweep.py` checks that for text the text model alone gives what
 the whole model gives. PaliGemma is not among them: its prompts attend to later tokens."""
+UNSCALED = {"aya_vision", "cohere2_vision"}
+"""The types that, as transformers runs them, do not multiply logits by the `logit_scale` of their
+text model."""
 _FLAT = {"qwen2_5_vl", "qwen2_vl"}
 """The types whose config on the Hub may be the text model's, with `vision_config` within it."""
 

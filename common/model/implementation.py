@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.checkpoint_config import check_folder, read_json
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, InvalidCheckpoint
 from pdserve.common.core.families import FAMILIES
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.towers import native_text
@@ -33,7 +33,7 @@ def read_spec(folder: Path, impl: str, overrides: Mapping[str, Any]) -> ModelSpe
     try:
         return ModelSpec.from_folder(folder, overrides)
     except ConfigError as native:
-        if impl == "native":
+        if impl == "native" or (isinstance(native, InvalidCheckpoint) and _has_native_code(folder)):
             raise
         try:
             return _describe(folder, overrides)

@@ -13,6 +13,7 @@ than to compute the keys and values of the context, which are then attended to a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.attention import AttentionBackend, AttentionContext, AttentionShape
-from pdserve.common.model.attention_torch import Chunk, Decodes, TorchAttention, TorchContext
+from pdserve.common.model.attention import AttentionBackend, AttentionContext
+from pdserve.common.model.attention_torch import Chunk, TorchAttention, TorchContext
 from pdserve.common.model.layers import (
     ColumnParallelLinear,
     Linear,
@@ -82,7 +83,7 @@ class LatentAttention:
         own, turned = query.split((spec.nope_dim, spec.rope_dim), dim=2)
         latents = torch.cat((self.norm(latent)[:, None], self._turn(shared[:, None], angles)), -1)
         attended = backend.attend_latents(
-            layer, own, self._turn(turned, angles), latents, self.up_proj, kv_cache, context
+            layer, own, self._turn(turned, angles), latents, self.up_proj.matrix, kv_cache, context
         )
         return self.o_proj(attended.flatten(1), lora)
 
@@ -105,15 +106,12 @@ def _whole(name: str, rows: int, columns: int) -> MatrixPart:
     return MatrixPart(name, (rows, columns), slice(0, rows), slice(0, columns))
 
 
-class LatentUpProjection:
+@dataclass(frozen=True, slots=True)
+class UpProjection:
     """Computes the keys and values of this rank's heads from latents."""
 
-    def __init__(self, name: str, heads: int, spec: LatentSpec, sharding: Sharding) -> None:
-        self.name, self.spec = name, spec
-        self._rows = sharding.split(heads * (spec.nope_dim + spec.value_dim))
-        self.shape = (heads * (spec.nope_dim + spec.value_dim), spec.kv_rank)
-        heads //= sharding.group.size
-        self.weight = sharding.zeros(heads, spec.nope_dim + spec.value_dim, spec.kv_rank)
+    spec: LatentSpec
+    weight: Tensor  # [heads, nope_dim + value_dim, kv_rank]
 
     @property
     def keys(self) -> Tensor:
@@ -125,19 +123,25 @@ class LatentUpProjection:
         """`[heads, value_dim, kv_rank]`."""
         return self.weight[:, self.spec.nope_dim :]
 
+
+class LatentUpProjection:
+    """The weights of an `UpProjection`."""
+
+    def __init__(self, name: str, heads: int, spec: LatentSpec, sharding: Sharding) -> None:
+        self.name = name
+        rows = spec.nope_dim + spec.value_dim
+        self._rows = sharding.split(heads * rows)
+        self.shape = (heads * rows, spec.kv_rank)
+        weight = sharding.zeros(heads // sharding.group.size, rows, spec.kv_rank)
+        self.matrix = UpProjection(spec, weight)
+
     def shards(self) -> Iterator[Shard]:
         index = (self._rows, slice(None))
-        yield Shard(f"{self.name}.weight", self.shape, index, self.weight.flatten(0, 1))
+        yield Shard(f"{self.name}.weight", self.shape, index, self.matrix.weight.flatten(0, 1))
 
 
 class LatentBackend(TorchAttention):
     """Attends to latents, in plain torch on CPUs and GPUs."""
-
-    def __init__(
-        self, spec: LatentSpec, num_heads: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(AttentionShape(num_heads, 1, spec.size), device, dtype)
-        self.spec = spec
 
     def attend_latents(
         self,
@@ -145,22 +149,41 @@ class LatentBackend(TorchAttention):
         own: Tensor,
         turned: Tensor,
         latents: Tensor,
-        up: LatentUpProjection,
+        up: UpProjection,
         kv_cache: Tensor,
         context: TorchContext,
+        chosen: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Writes `latents` `[T, 1, size]` and attends with queries `own` `[T, heads, nope_dim]` and
-        `turned` `[T, heads, rope_dim]`; returns `[T, heads, value_dim]`."""
+        `turned` `[T, heads, rope_dim]`; returns `[T, heads, value_dim]`. `chosen`: positions of the
+        tokens that each query attends to, int64 `[T, n]`, padded with -1; None: all. `sinks`
+        `[heads]`: a score in the softmax that has no value."""
         cache = kv_cache[layer]
         context.slots.write(cache, latents)
-        out = own.new_empty(len(own), own.shape[1], self.spec.value_dim)
+        out = own.new_empty(len(own), own.shape[1], up.spec.value_dim)
         for group in context.decodes:
+            past = self.read(cache[0], group.gather, group.length)  # [B, 1, length, size]
+            mask = group.mask
+            if chosen is not None:
+                bias = _others(chosen[group.rows], group.length, self.dtype)[:, None, None]
+                mask = bias if mask is None else mask + bias
+            if sinks is not None:
+                mask = past.new_zeros(len(past), 1, 1, group.length) if mask is None else mask
+                past, mask = _with_sinks(past, mask, sinks[:, None])
             absorbed = self._absorb(own[group.rows], turned[group.rows], up)
-            out[group.rows] = self._decode(absorbed, up, cache, group)
+            out[group.rows] = self._decode(absorbed, up, past, mask)
         for chunk in context.chunks:
             rows = slice(chunk.start, chunk.end)
             past = latents[rows, 0] if chunk.gather is None else self._context(cache, chunk)
-            out[rows] = self._attend(own[rows], turned[rows], past, up, chunk)
+            mask = chunk.mask
+            if mask is None and (chosen is not None or sinks is not None):
+                mask = self._mask(torch.arange(chunk.length), chunk.length)
+            if mask is not None and chosen is not None:
+                mask = mask + _others(chosen[rows], chunk.length, self.dtype)
+            if mask is not None and sinks is not None:
+                past, mask = _with_sinks(past, mask, sinks[:, None, None])
+            out[rows] = self._attend(own[rows], turned[rows], past, up, mask)
         return out
 
     def _context(self, cache: Tensor, chunk: Chunk) -> Tensor:
@@ -168,62 +191,80 @@ class LatentBackend(TorchAttention):
         assert chunk.gather is not None
         return self.read(cache[0], chunk.gather, chunk.length)[0, 0]
 
-    def _absorb(self, own: Tensor, turned: Tensor, up: LatentUpProjection) -> Tensor:
+    def _absorb(self, own: Tensor, turned: Tensor, up: UpProjection) -> Tensor:
         """Returns queries that apply to latents, `[T, heads, size]`."""
         products = torch.bmm(own.transpose(0, 1), up.keys).transpose(0, 1)
         return torch.cat((products, turned), dim=-1)
 
     def _decode(
-        self, absorbed: Tensor, up: LatentUpProjection, cache: Tensor, group: Decodes
+        self, absorbed: Tensor, up: UpProjection, past: Tensor, mask: Tensor | None
     ) -> Tensor:
-        past = self.read(cache[0], group.gather, group.length)  # [B, 1, length, size]
         sums = F.scaled_dot_product_attention(
             absorbed[:, None],
             past,
-            past[..., : self.spec.kv_rank],
-            attn_mask=group.mask,
-            scale=self.spec.scale,
+            past[..., : up.spec.kv_rank],
+            attn_mask=mask,
+            scale=up.spec.scale,
         )
         return _outputs(sums[:, 0], up)
 
     def _attend(
-        self, own: Tensor, turned: Tensor, past: Tensor, up: LatentUpProjection, chunk: Chunk
+        self, own: Tensor, turned: Tensor, past: Tensor, up: UpProjection, mask: Tensor | None
     ) -> Tensor:
-        if self._absorbs(len(own)):
+        """`mask` `[queries, length]` or `[heads, queries, length]`; None: plain causal."""
+        spec = up.spec
+        if self._absorbs(len(own), spec):
             absorbed = self._absorb(own, turned, up).transpose(0, 1)
-            keys, values = past[None], past[None, :, : self.spec.kv_rank]
-            sums = self._masked(absorbed, keys, values, chunk)
+            keys, values = past[None], past[None, :, : spec.kv_rank]
+            sums = _masked(absorbed, keys, values, mask, spec.scale)
             return _outputs(sums.transpose(0, 1), up)
-        latents, shared = past.split((self.spec.kv_rank, self.spec.rope_dim), dim=1)
+        latents, shared = past.split((spec.kv_rank, spec.rope_dim), dim=1)
         heads = own.shape[1]
         keys = torch.cat((latents @ up.keys.transpose(1, 2), shared.expand(heads, -1, -1)), dim=-1)
         values = latents @ up.values.transpose(1, 2)
         # CPU kernels that do not keep all scores need values of the keys' size.
         values = F.pad(values, (0, keys.shape[2] - values.shape[2]))
         queries = torch.cat((own, turned), dim=-1).transpose(0, 1)
-        return self._masked(queries, keys, values, chunk).transpose(0, 1)[
-            ..., : self.spec.value_dim
-        ]
+        found = _masked(queries, keys, values, mask, spec.scale)
+        return found.transpose(0, 1)[..., : spec.value_dim]
 
-    def _absorbs(self, queries: int) -> bool:
+    def _absorbs(self, queries: int, spec: LatentSpec) -> bool:
         """Returns whether absorbing costs fewer FLOPs: its scores and sums are longer, but it
         computes no keys and values."""
-        spec = self.spec
         longer = spec.size + spec.kv_rank - spec.key_dim - spec.value_dim
         return queries * longer < spec.kv_rank * (spec.nope_dim + spec.value_dim)
 
-    def _masked(self, queries: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
-        return F.scaled_dot_product_attention(
-            queries[None],
-            keys[None],
-            values[None],
-            attn_mask=chunk.mask,
-            is_causal=chunk.gather is None,
-            scale=self.spec.scale,
-            enable_gqa=len(keys) != len(queries),
-        )[0]
+
+def _masked(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        queries[None],
+        keys[None],
+        values[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=len(keys) != len(queries),
+    )[0]
 
 
-def _outputs(sums: Tensor, up: LatentUpProjection) -> Tensor:
+def _with_sinks(past: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Appends a latent of zeros to `past` `[…, length, size]`, whose value is zero too, and its
+    scores `sinks` `[…, 1]` to the mask."""
+    shape = torch.broadcast_shapes(mask[..., :1].shape, sinks.shape)
+    scores = mask.expand(*shape[:-1], -1), sinks.to(mask.dtype).expand(shape)
+    return F.pad(past, (0, 0, 0, 1)), torch.cat(scores, dim=-1)
+
+
+def _others(chosen: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Returns a bias `[Q, length]` for the scores of queries: 0 for the tokens that they have
+    chosen, -inf for others."""
+    added = torch.full((len(chosen), length + 1), float("-inf"), dtype=dtype, device=chosen.device)
+    places = torch.where((chosen < 0) | (chosen >= length), length, chosen)
+    return added.scatter_(1, places, 0.0)[:, :length]
+
+
+def _outputs(sums: Tensor, up: UpProjection) -> Tensor:
     """Returns values `[T, heads, value_dim]` of summed latents `[T, heads, kv_rank]`."""
     return torch.bmm(sums.transpose(0, 1), up.values.transpose(1, 2)).transpose(0, 1)

@@ -381,4 +381,5 @@ class EngineNode(ABC, Generic[S, T]):
             instance=secrets.token_hex(16),
             takes_adapters=self.adapters.enabled,
             adapters=self.adapters.present,
+            states_alone=self.facts.spec.kv_groups[0].state,
         )

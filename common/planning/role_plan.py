@@ -139,8 +139,9 @@ class RolePlan:
     weights: int  # of the whole model, stored once
     kv_per_token: int  # of the whole model
     rank: RankBudget
-    num_tokens: int
-    max_concurrent_sequences: int  # of max_model_len tokens, at most --max-num-seqs
+    num_tokens: int | None  # that fit; None: the model keeps states alone, whatever the tokens
+    max_sequences: int  # of max_model_len tokens that fit
+    max_concurrent_sequences: int  # the same, at most --max-num-seqs
     step_tokens: int  # tokens in the role's largest usual step
     all_reduce_per_token: int
     all_reduce_per_step: int
@@ -184,7 +185,8 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         weights=setup.whole.weights(whole),
         kv_per_token=setup.whole.kv_per_token(whole),
         rank=rank,
-        num_tokens=rank.num_blocks * setup.engine.cache.block_size,
+        num_tokens=_num_tokens(setup, rank),
+        max_sequences=sequences,
         max_concurrent_sequences=min(sequences, scheduler.seqs),
         step_tokens=step_tokens,
         all_reduce_per_token=footprint.all_reduces(setup.spec.num_layers, 1),
@@ -193,6 +195,12 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         reason=problem or _room(rank),
         fixes=tuple(_fixes(setup, rank)) if problem else (),
     )
+
+
+def _num_tokens(setup: NodeSetup, rank: RankBudget) -> int | None:
+    """Returns how many tokens the rank's cache holds; None: a model of states alone."""
+    alone = setup.spec.kv_groups[0].state
+    return None if alone else rank.num_blocks * setup.engine.cache.block_size
 
 
 def tightest_rank(setup: NodeSetup) -> RankBudget:
@@ -273,8 +281,10 @@ def _problem(setup: NodeSetup, rank: RankBudget) -> str | None:
         return f"the KV cache of {format_bytes(taken)} exceeds the {left} that are left for it"
     blocks = blocks_per_sequence(setup.engine, setup.spec.kv_groups, setup.max_model_len)[0]
     if rank.num_blocks < blocks:
+        given = setup.engine.cache.kv_cache_memory
+        memory = f"{left} left for KV" if given is None else f"--kv-cache-memory {given}"
         return (
-            f"{left} left for KV hold {rank.num_blocks} blocks, but one sequence of "
+            f"{rank.num_blocks} blocks fit into {memory}, but one sequence of "
             f"{setup.max_model_len} tokens needs {blocks}"
         )
     return None
@@ -296,7 +306,7 @@ def _fixes(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
         cache = replace(setup.engine.cache, kv_cache_memory=None)
         changed = replace(setup, engine=replace(setup.engine, cache=cache))
         yield from _first([("leave out --kv-cache-memory", changed)])
-    if tokens := rank.num_blocks * setup.engine.cache.block_size:
+    if tokens := _num_tokens(setup, rank):
         yield from _first([(f"--max-model-len {tokens}", replace(setup, max_model_len=tokens))])
 
 

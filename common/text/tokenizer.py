@@ -71,6 +71,10 @@ class Tokenizer:
             raise
         except Exception as error:  # the reader's own errors have no common class
             raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
+        if not _is_template(hf.chat_template):
+            raise ConfigError(
+                f"cannot read the tokenizer in {folder}: its chat_template is no text"
+            )
         return cls(hf, _eos_from_config(folder))
 
     @classmethod
@@ -197,6 +201,12 @@ class Tokenizer:
             said = cut(str(error), _MAX_ERROR)
             raise InvalidRequest(f"the chat template failed: {said}", param=param) from error
         return str(text)
+
+
+def _is_template(template: Any) -> bool:
+    """Returns whether it is a template, templates by name, or none."""
+    parts = template.values() if isinstance(template, dict) else [template or ""]
+    return all(isinstance(each, str) for each in parts)
 
 
 def _eos_from_config(folder: Path) -> tuple[int, ...] | None:

@@ -25,9 +25,10 @@ class Geometry:
     block_size: int = 4
     head_dim: int = 8
     num_blocks: int = 256
+    planes: int = 2
 
     def shape(self, rect: Rect) -> tuple[int, ...]:
-        sizes = rect.num_layers, 2, self.num_blocks, rect.num_heads
+        sizes = rect.num_layers, self.planes, self.num_blocks, rect.num_heads
         return (*sizes, self.block_size, self.head_dim)
 
     @property

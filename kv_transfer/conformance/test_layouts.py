@@ -21,6 +21,10 @@ CASES = [
     if (heads == 4 and source_tp != sink_tp) or (heads == 2 and 4 in (source_tp, sink_tp))
 ]
 WHOLE = (0, LAYERS)
+ONE_PLANE = {
+    "latents": Geometry(layers=LAYERS, heads=1, head_dim=40, num_blocks=32, planes=1),
+    "states": Geometry(layers=LAYERS, heads=4, head_dim=96, block_size=1, num_blocks=32, planes=1),
+}
 PIPELINES = {
     "cut": ((WHOLE,), ((0, 1), (1, 4))),
     "joined": (((0, 3), (3, 4)), (WHOLE,)),
@@ -48,6 +52,15 @@ def test_tensor_parallel(kit: Kit, heads: int, source_tp: int, sink_tp: int) -> 
     """TP 1, 2 and 4 on either side; with more ranks than KV heads, replicas of them."""
     geometry = Geometry(layers=LAYERS, heads=heads, num_blocks=32)
     sources, sinks = (rank_rects(LAYERS, heads, tp) for tp in (source_tp, sink_tp))
+    check(kit, geometry, sources, sinks)
+
+
+@pytest.mark.parametrize(("source_tp", "sink_tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("geometry", ONE_PLANE.values(), ids=ONE_PLANE)
+def test_one_plane(kit: Kit, geometry: Geometry, source_tp: int, sink_tp: int) -> None:
+    """Latents without heads, of which each rank has all, and recurrent states: a plane instead of
+    keys and values."""
+    sources, sinks = (rank_rects(LAYERS, geometry.heads, tp) for tp in (source_tp, sink_tp))
     check(kit, geometry, sources, sinks)
 
 

@@ -25,7 +25,7 @@ KV = {
     "windows": "windows",
     "latent": "latents",
     "states": "states",
-    "indexed": "all tokens, keys of indexers",
+    "indexed": "latents, keys of indexers",
 }
 
 

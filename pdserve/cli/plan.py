@@ -209,10 +209,14 @@ def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
     yield "= left for KV", format_bytes(rank.left_for_kv)
     if rank.loading:
         yield "beside weights while loaded ³", format_bytes(rank.loading)
-    yield "KV per token, model", format_bytes(plan.kv_per_token)
-    yield "KV per token, GPU", format_bytes(rank.kv_per_token)
-    yield "KV of longest sequence, GPU", format_bytes(rank.kv_per_sequence)
-    yield "KV blocks", f"{rank.num_blocks} = {plan.num_tokens} tokens"
+    if plan.num_tokens is None:
+        yield "states of a sequence, GPU", format_bytes(rank.kv_per_sequence)
+        yield "state blocks", f"{rank.num_blocks}, for {plan.max_sequences} sequences"
+    else:
+        yield "KV per token, model", format_bytes(plan.kv_per_token)
+        yield "KV per token, GPU", format_bytes(rank.kv_per_token)
+        yield "KV of longest sequence, GPU", format_bytes(rank.kv_per_sequence)
+        yield "KV blocks", f"{rank.num_blocks} = {plan.num_tokens} tokens"
     for group in rank.groups if len(rank.groups) > 1 else ():
         blocks, layers = f"{group.num_blocks} blocks", f"{group.num_layers} layers"
         yield f"  {group.name}", f"{blocks} × {layers} = {format_bytes(group.nbytes)}"

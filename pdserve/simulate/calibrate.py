@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import cycle, product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pdserve.common.core.host import cpu_name, usable_cores
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
-from pdserve.simulate.calibration import LEAST, Calibration
+from pdserve.simulate.calibration import LEAST, Calibration, Line, Scatter, drawn
 
 VOCABULARY = range(3, 500)  # ids that every model has
 ONE_OF_EACH: dict[str, Any] = {
@@ -41,7 +41,9 @@ ONE_OF_EACH: dict[str, Any] = {
 }
 SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
-MOST_BESIDE = 256  # tokens of that node's answer, at most
+ANSWERS_BESIDE = 2  # of the decode node, in a turn
+MOST_BESIDE = 256  # tokens of such an answer, at most
+QUANTILES = 20  # of scatter, besides the least
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
 Samples = dict[tuple[Any, ...], list[float]]  # by what was measured
@@ -104,32 +106,58 @@ def measured(llm: LLM, points: Points) -> Iterator[Samples]:
 
 
 def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibration:
-    """Returns the medians of all turns."""
+    """Returns the medians of all turns, and how far measurements were from them."""
     merged: Samples = {}
     for name, found in ((name, each[name]) for each in turns for name in each):
         merged.setdefault(name, []).extend(found)
     of = {name: statistics.median(found) for name, found in merged.items()}
     decode = {name[1:]: max(LEAST, of[name]) for name in of if name[0] == "decode"}
-    one, context = min(decode)
     prefill = {name[1:]: of[name] for name in of if name[0] == "prefill"}
+    transfer = _line([(name[1], of[name]) for name in of if name[0] == "transfer"])
+    short = {name[1:]: of[name] for name in of if name[0] == "short"}
+    over = {  # of each kind of step and work: measured over the median alone
+        "prefill": _ratios(merged, "prefill", lambda *point: prefill[point]),
+        "prefill_beside": _ratios(merged, "prefill beside", lambda *point: prefill[point]),
+        "decode": _ratios(merged, "long", lambda *point: of["long", *point]),
+        "decode_beside": _ratios(merged, "decode beside", lambda *point: decode[point]),
+        "transfer": _ratios(merged, "transfer", Line(dict(transfer))),
+        "transfer_beside": _ratios(merged, "transfer beside", Line(dict(transfer))),
+        "router": _ratios(merged, "router", lambda: of["router",]),
+        "router_beside": _ratios(merged, "router beside", lambda: of["router",]),
+        "reserve": _ratios(merged, "reserve", lambda: of["reserve",]),
+        "reserve_beside": _ratios(merged, "reserve beside", lambda: of["reserve",]),
+    }
     return Calibration(
         model=str(config.model.model or "the embedded model"),
         device=config.device if config.device != "auto" else cpu_name(),
         prefill=[(*name, seconds) for name, seconds in prefill.items()],
         decode=[(*name, seconds) for name, seconds in decode.items()],
-        transfer=_line([(name[1], of[name]) for name in of if name[0] == "transfer"]),
+        transfer=transfer,
         kv_bytes_per_token=of["kv_bytes_per_token",],
         router_s=of["router",],
-        answer_s=max(0.0, of["short",] - (SHORT - 1) * decode[one, context]),
+        reserve_s=of["reserve",],
+        answer_s=max(0.0, statistics.median(short[n] - (SHORT - 1) * decode[n] for n in short)),
         cores=_cores(config),
-        prefill_beside=max(1.0, of["prefill beside",] / prefill[max(prefill, key=_tokens)]),
-        decode_beside=max(1.0, of["decode beside",] / decode[one, context]),
+        **{name: max(1.0, statistics.median(over[name])) for name in over if "beside" in name},
+        scatter=Scatter(**{name: _quantiles(found) for name, found in over.items()}),
     )
 
 
-def _tokens(point: tuple[int, int]) -> tuple[int, int]:
-    """Orders points of `prefill`: the last one is the prompt of `_beside`."""
-    return point[0], -point[1]
+def _ratios(samples: Samples, kind: str, alone: Callable[..., float]) -> list[float]:
+    """Returns the samples of this kind, each over what `alone` returns for its point."""
+    return [
+        max(LEAST, seconds) / max(LEAST, alone(*name[1:]))
+        for name, found in samples.items()
+        if name[0] == kind
+        for seconds in found
+    ]
+
+
+def _quantiles(ratios: Sequence[float]) -> list[float]:
+    """Returns quantiles of the ratios over their median."""
+    ascending, middle = sorted(ratios), statistics.median(ratios)
+    shares = (number / QUANTILES for number in range(QUANTILES + 1))
+    return [max(0.0001, round(drawn(ascending, share) / middle, 4)) for share in shares]
 
 
 def _cores(config: CalibrateConfig) -> int:
@@ -144,15 +172,12 @@ def _cores(config: CalibrateConfig) -> int:
 def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]:
     chunk, least = max(points.chunk), (min(points.batch), min(points.context))
     chunk_s = step_s = LEAST
+    ask(1, 0)  # does not count: the nodes were idle
     for tokens, cached in product(points.chunk, points.cached):
         output = ask(tokens, cached)
         line = output.timeline
         yield ("prefill", tokens, cached), line["prefill_seconds"]
-        yield ("router",), max(0.0, line["first_token"] - line["prefill_seconds"])
-        yield (
-            ("transfer", line["transfer_bytes"]),
-            max(0.0, line["transferred"] - line["first_token"]),
-        )
+        yield from _around(line)
         moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
         yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
         chunk_s = line["prefill_seconds"] if tokens == chunk else chunk_s
@@ -160,26 +185,44 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
         short, long = (_decoded(ask(1, context - 1, batch, count)) for count in (SHORT, LONG))
         seconds = (long - short) / (LONG - SHORT)
         yield ("decode", batch, context), seconds
-        if (batch, context) == least:
-            yield ("short",), short
-            step_s = max(LEAST, seconds)
+        yield ("long", batch, context), long
+        if batch == min(points.batch):
+            yield ("short", batch, context), short
+        step_s = max(LEAST, seconds) if (batch, context) == least else step_s
     steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
-    yield from _beside(ask, chunk, least, steps)
+    for _ in range(ANSWERS_BESIDE):
+        yield from _beside(ask, points, least, steps)
 
 
 def _beside(
-    ask: _Asks, chunk: int, least: tuple[int, int], steps: int
+    ask: _Asks, points: Points, least: tuple[int, int], steps: int
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
     """Measures prompts while the decode node computes an answer of `steps` steps, and those steps.
     The first and the last prompt run partly alone, and do not count."""
-    batch, context = least
-    seconds: list[float] = []
+    (batch, context), cached = least, min(points.cached)
+    found: list[tuple[int, dict[str, Any]]] = []
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
-        while len(seconds) < BESIDE or not answer.done():
-            seconds.append(ask(chunk, 0, max_tokens=1).timeline["prefill_seconds"])
-    yield ("prefill beside",), statistics.median(seconds[1:-1])
-    yield ("decode beside",), _decoded(answer.result()) / steps
+        for tokens in cycle(points.chunk):
+            if answer.done() and len(found) >= BESIDE:
+                break
+            found.append((tokens, ask(tokens, cached).timeline))
+    for tokens, line in found[1:-1]:
+        yield ("prefill beside", tokens, cached), line["prefill_seconds"]
+        yield from _around(line, " beside")
+    yield ("decode beside", *least), _decoded(answer.result()) / steps
+
+
+def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[Any, ...], float]]:
+    """Yields the parts of a prompt's time that are no step."""
+    reserve = max(0.0, line["reserved"] - line["queued"])
+    steps = line["prefill_queue_seconds"] + line["prefill_seconds"]
+    yield ("reserve" + beside,), reserve
+    yield ("router" + beside,), max(0.0, line["first_token"] - reserve - steps)
+    yield (
+        ("transfer" + beside, line["transfer_bytes"]),
+        max(0.0, line["transferred"] - line["first_token"]),
+    )
 
 
 def _decoded(output: RequestOutput) -> float:

@@ -7,6 +7,8 @@
 Values are interpolated linearly in each direction, and extrapolated from the last two points. A
 step with prompt chunks and decoding sequences takes as long as prefill of all its tokens, plus the
 time to read the sequences' context.
+
+The tables have medians. `Scatter` says how far measurements were from them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,32 @@ from pdserve.common.core.errors import ConfigError
 LEAST = 1e-6  # seconds; no step is shorter
 
 
+class Scatter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Quantiles of measured durations over their medians, evenly spaced from the least to the
+    most. An empty list: no scatter."""
+
+    prefill: list[float] = []  # steps with prompts
+    decode: list[float] = []  # runs of decode steps
+    transfer: list[float] = []
+    router: list[float] = []
+    reserve: list[float] = []
+    prefill_beside: list[float] = []  # while another node of the host computes
+    decode_beside: list[float] = []
+    transfer_beside: list[float] = []  # while the decode node computes
+    router_beside: list[float] = []
+    reserve_beside: list[float] = []
+
+
+def drawn(quantiles: Sequence[float], share: float) -> float:
+    """Returns the quantile of `share`, from 0 to 1."""
+    if not quantiles:
+        return 1.0
+    at = share * (len(quantiles) - 1)
+    low = min(int(at), len(quantiles) - 1)
+    high = min(low + 1, len(quantiles) - 1)
+    return quantiles[low] + (at - low) * (quantiles[high] - quantiles[low])
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file's content. A table's rows have its arguments and the seconds."""
 
@@ -32,13 +60,19 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: list[tuple[int, int, float]]  # sequences, context, seconds
     transfer: list[tuple[int, float]]  # bytes, seconds
     kv_bytes_per_token: float
-    router_s: float = 0.0  # a request's time to its first token, less the prefill node's part
-    answer_s: float = 0.0  # its time after that, less the steps and the hand-off
+    router_s: float = 0.0  # a request's time to its first token, less what follows and the steps
+    reserve_s: float = 0.0  # until the decode node has reserved blocks
+    answer_s: float = 0.0  # its time after the first token, less the steps and the hand-off
     cores: float = 1.0  # of a node; 0: it computes on a GPU
     # Slowdown of a step with prompts, and of one that only decodes, while another node of the host
     # computes: at least 1.
     prefill_beside: float = 1.0
     decode_beside: float = 1.0
+    # Slowdown of `router_s`, `reserve_s` and the transfer while the decode node computes.
+    router_beside: float = 1.0
+    reserve_beside: float = 1.0
+    transfer_beside: float = 1.0
+    scatter: Scatter = Scatter()
 
     def write(self, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
@@ -131,15 +165,22 @@ class Times:
             raise ValueError("a table has a negative or non-finite number")
         if not calibration.transfer:
             raise ValueError("a table is empty")
-        own = (calibration.prefill_beside, calibration.decode_beside)
-        if not all(1 <= each < 1000 for each in own) or not 0 <= calibration.cores < 1e6:
-            raise ValueError("prefill_beside and decode_beside are at least 1, cores at least 0")
+        scatter = msgspec.structs.asdict(calibration.scatter)
+        beside = {
+            n: v for n, v in msgspec.structs.asdict(calibration).items() if n.endswith("beside")
+        }
+        if (
+            not all(1 <= each < 1000 for each in beside.values())
+            or not 0 <= calibration.cores < 1e6
+        ):
+            raise ValueError(f"{', '.join(beside)} are at least 1, cores at least 0")
+        if any(not 0 < each < 1000 for found in scatter.values() for each in found):
+            raise ValueError("scatter has a number that is not above 0 and below 1000")
         self._prefill = Grid(calibration.prefill)
         self._decode = Grid(calibration.decode)
         self._shortest = min(context for _, context, _ in calibration.decode)
         self._transfer = Line(dict(calibration.transfer))
-        self._prefill_beside = calibration.prefill_beside
-        self._decode_beside = calibration.decode_beside
+        self._calibration = calibration
         self._speed = speed
         self._bytes_per_token = calibration.kv_bytes_per_token
 
@@ -156,9 +197,16 @@ class Times:
             seconds += self._prefill(work.chunk_tokens + work.sequences, cached)
         return max(LEAST, seconds / self._speed)
 
-    def beside(self, work: Work) -> float:
-        """Returns the step's slowdown while another node of its host computes."""
-        return self._prefill_beside if work.chunk_tokens else self._decode_beside
+    def scattered(self, work: Work, share: float) -> tuple[float, float]:
+        """Returns the factor on the seconds of `step` for a step alone, and the further slowdown
+        while another node of its host computes. `share`: the quantile, from 0 (the fastest of such
+        steps) to 1."""
+        times, scatter = self._calibration, self._calibration.scatter
+        if work.chunk_tokens:
+            alone = drawn(scatter.prefill, share)
+            return alone, times.prefill_beside * drawn(scatter.prefill_beside, share) / alone
+        alone = drawn(scatter.decode, share)
+        return alone, times.decode_beside * drawn(scatter.decode_beside, share) / alone
 
     @property
     def hand_over(self) -> float:

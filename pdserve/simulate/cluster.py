@@ -10,6 +10,7 @@ on time.
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +39,7 @@ from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.slo import SLO
-from pdserve.simulate.calibration import Calibration, Times
+from pdserve.simulate.calibration import Calibration, Times, drawn
 from pdserve.simulate.clock import run_virtually
 from pdserve.simulate.engine import Job, SimulatedEngine
 from pdserve.simulate.host import Host
@@ -65,6 +66,7 @@ class Setup:
     block_size: int = BLOCK
     event_delay: float = 0.0  # seconds until the router hears what a node has cached
     host_cores: float = 0.0  # of one host with all nodes; 0: each node has cores of its own
+    seed: int = 0  # of the draws from the calibration's scatter
     joining: str = ""  # nodes that join later with empty caches, written like `layout`
     join_after: float = 0.0  # seconds
 
@@ -136,6 +138,7 @@ class Cluster:
         self._start_nodes(read_layout(setup.layout))
         self._joining = _read_nodes(setup.joining) if setup.joining else []
         self._seq_ids = count()
+        self._chance = random.Random(f"router {setup.seed}")
         self._answered: list[Answered] = []
         self._refused: Counter[str] = Counter()
         self._gaps: Counter[float] = Counter()
@@ -168,7 +171,8 @@ class Cluster:
         node = next(each for each in self._registry.nodes() if each.id == name)
         pool = KVPool((_GROUP,), (setup.num_blocks,), setup.block_size)
         scheduler = Scheduler(pool, setup.scheduler, (), now=self.now)
-        engine = SimulatedEngine(scheduler, times, self._host or Host(), self._gap)
+        chance = random.Random(f"{name} {setup.seed}")  # its own: whatever other nodes compute
+        engine = SimulatedEngine(scheduler, times, self._host or Host(), chance, self._gap)
         self._nodes[node] = SimulatedNode(node, engine, self._index, setup.event_delay)
 
     async def _heartbeats(self) -> None:
@@ -216,6 +220,7 @@ class Cluster:
     async def _answer(self, placement: PlacementRequest, arrival: Arrival, ask: Ask) -> Answered:
         """Serves a request that has a slot, like `router.requests.attempt`; returns its figures."""
         node, path = await self._selector.decode(placement)
+        late = self._lasts("router", self._setup.calibration.router_s, node)
         if path is PromptPath.TRANSFERRED:
             first, ended = await self._apart(placement, arrival, ask, node)
         else:
@@ -224,7 +229,6 @@ class Cluster:
                 first = await self._prefilled(job, use, ask)
                 ended = await job.ended
                 self._nodes[node].engine.release(job)
-        late = self._setup.calibration.router_s
         return Answered(ask.arrived, first + late, ended + late, arrival.output_tokens)
 
     async def _apart(
@@ -232,16 +236,27 @@ class Cluster:
     ) -> tuple[float, float]:
         """Returns the times of the first and the last token."""
         engine = self._nodes[decode].engine
+        times = self._setup.calibration
         with self._in_flight(placement, decode, False):
             job = self._job(arrival, decode, remote=True)
             await job.admitted
+            await asyncio.sleep(self._lasts("reserve", times.reserve_s, decode))
             first = job.last = await self._handed_over(placement, arrival, ask, job, decode)
             moved = arrival.num_tokens - (job.sequence.num_cached or 0)
             engine.rates.handed_over(moved, self.now() - first)
             engine.activate(job)
             ended = await job.ended
             engine.release(job)
-        return first, ended + self._setup.calibration.answer_s
+        return first, ended + times.answer_s
+
+    def _lasts(self, kind: str, seconds: float, decode: Node) -> float:
+        """Returns how long work besides the steps takes whose median is `seconds`: longer while the
+        decode node computes. `kind`: a list of `Scatter`."""
+        times, share = self._setup.calibration, self._chance.random()
+        if not self._nodes[decode].engine.computing:
+            return seconds * drawn(getattr(times.scatter, kind), share)
+        beside: float = getattr(times, f"{kind}_beside")
+        return seconds * beside * drawn(getattr(times.scatter, f"{kind}_beside"), share)
 
     async def _handed_over(
         self,
@@ -259,7 +274,8 @@ class Cluster:
             stream = Stream(source, self._times, remote.sequence.num_computed, self.now)
             job = self._job(arrival, prefill, on_computed=stream.computed)
             first = await self._prefilled(job, use, ask)
-            await asyncio.sleep(stream.landing - self.now())
+            left = stream.landing - self.now()
+            await asyncio.sleep(self._lasts("transfer", left, decode))
             source.engine.release(job)
         return first
 

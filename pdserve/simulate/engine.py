@@ -10,6 +10,7 @@ ends. They are simulated as one run; an arrival ends the run after the current s
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
@@ -63,13 +64,16 @@ class SimulatedEngine:
         scheduler: Scheduler,
         times: Times,
         host: Host,
+        chance: random.Random,
         on_gap: Callable[[float, int], None],
     ) -> None:
-        """`on_gap(seconds, count)`: `count` tokens came `seconds` after the token before."""
+        """`chance` scatters the steps' durations. `on_gap(seconds, count)`: `count` tokens came
+        `seconds` after the token before."""
         self.scheduler = scheduler
         self._host = host
         self.computed_tokens = 0  # of prompts
         self._times = times
+        self._chance = chance
         self._on_gap = on_gap
         self.rates = MeasuredRates()
         self._loop = asyncio.get_running_loop()
@@ -94,6 +98,11 @@ class SimulatedEngine:
         self.scheduler.release(job.sequence)
         if self._admit():
             self._changed()
+
+    @property
+    def computing(self) -> bool:
+        """Whether a step is in flight."""
+        return self._run is not None
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -129,7 +138,8 @@ class SimulatedEngine:
         if steps > 1:
             grown = Work(sequences=work.sequences, context=work.context + steps * work.sequences)
             seconds = (seconds + self._times.step(grown)) / 2
-        beside = self._times.beside(work)
+        alone, beside = self._times.scattered(work, self._chance.random())
+        seconds *= alone
         turn = self._host.start(steps * seconds, beside, self._end)
         self._run = _Run(batch, self._loop.time(), seconds, steps, turn)
 

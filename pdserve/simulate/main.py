@@ -56,6 +56,7 @@ def run(config: SimulateConfig) -> dict[str, Any]:
         routing=config.routing,
         scheduler=config.scheduler,
         host_cores=config.host_cores,
+        seed=config.seed,
         num_blocks=max(1, config.kv_cache_tokens // config.block_size),
         block_size=config.block_size,
     )

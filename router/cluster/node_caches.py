@@ -63,10 +63,14 @@ class NodeCaches:
         """Returns how many of a prompt's first blocks each node has, on one of its replicas.
         `blocks` makes the prompt's blocks of a size."""
         found: dict[Node, int] = {}
-        for size in {node.info.block_size for node in self._following} - {0}:
-            for place, depth in self.index.match(blocks(size)).items():
+        kinds = {(node.info.block_size, node.info.states_alone) for node in self._following}
+        for size, alone in kinds:
+            if not size:
+                continue
+            match = self.index.match_states if alone else self.index.match
+            for place, depth in match(blocks(size)).items():
                 node: Node = place[0]  # type: ignore[index]
-                if node.info.block_size == size:
+                if (node.info.block_size, node.info.states_alone) == (size, alone):
                     found[node] = max(depth, found.get(node, 0))
         return found
 

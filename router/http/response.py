@@ -129,25 +129,31 @@ async def _stream(
     outlet: Outlet,
     writer: AnswerWriter,
 ) -> web.StreamResponse:
-    """Begins the response when the first update is there: until then an error has its own HTTP
-    status."""
-    first = await anext(updates)
-    stream = EventStream(request)
-    await stream.begin()
-    try:
-        await stream.send(writer.begin() + await _written(writer, first))
-        outlet.write = partial(_write_now, stream, writer)
-        async for batch in updates:
-            await stream.send(await _written(writer, batch))
-        await stream.send(writer.end())
-    except asyncio.CancelledError:
-        if request.transport is None or request.transport.is_closing():
+    """Begins the response when the first update is there, or has not come for long: until then an
+    error has its own HTTP status."""
+    opened = False
+    with EventStream(request) as stream:
+        try:
+            first = await anext(updates)
+            await stream.begin()
+            opened = True
+            await stream.send(writer.begin() + await _written(writer, first))
+            outlet.write = partial(_write_now, stream, writer)
+            async for batch in updates:
+                await stream.send(await _written(writer, batch))
+            await stream.send(writer.end())
+        except asyncio.CancelledError:
+            gone = request.transport is None or request.transport.is_closing()
+            if gone or not stream.begun:
+                raise
+            await stream.send(writer.error(stopping()))  # the client is there: this server stops
+        except ConnectionError:  # the client is gone
             raise
-        await stream.send(writer.error(stopping()))  # the client is there: this server stops
-    except ConnectionError:  # the client is gone
-        raise
-    except Exception as error:
-        await stream.send(writer.error(as_typed(error)))
+        except Exception as error:
+            if not stream.begun:
+                raise
+            opening = b"" if opened else writer.begin()
+            await stream.send(opening + writer.error(as_typed(error)))
     await stream.end(writer.last)
     return stream.response
 

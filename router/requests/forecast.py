@@ -96,7 +96,7 @@ class Backlog:
         if self._seconds is None or len(self._in_hand) < IN_HAND * self.replicas:
             return True
         work = (self._tokens + self.others) / self.replicas
-        return not self.line.known or self.line.slope * work < self._seconds
+        return self.line.known and self.line.slope * work < self._seconds
 
     def work(self, tokens: int, ahead: int = 0) -> float:
         """Returns the tokens computed until a prompt's first token; `ahead` of them belong to

@@ -35,21 +35,23 @@ def missing_tensor(folder: Path) -> None:
 
 
 def quantized_as(settings: dict[str, str]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        text = json.dumps({**config, "quantization_config": settings})
-        (folder / "config.json").write_text(text)
-
-    return edit
+    return config_with(quantization_config=settings)
 
 
 def without_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
-def many_layers(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**6}))
+def template_of_number(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template=5)
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def config_with(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "config.json", **changes)
 
 
 CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -62,7 +64,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         quantized_as({"quant_method": "bitsandbytes"}),
         "bitsandbytes weights are not supported",
     ),
-    "layers": ("decode_node", many_layers, "no more than 1024"),
+    "template": ("router", template_of_number, "its chat_template is no text"),
     "tokenizer": ("router", without_tokenizer, "tokenizer.json"),
 }
 
@@ -70,7 +72,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 @pytest.mark.parametrize(
     ("name", "impl"),
     [
-        *((name, "native") for name in CASES if name != "layers"),
+        *((name, "native") for name in CASES),
         *(slow(name, "transformers") for name in CASES),
     ],
 )
@@ -86,3 +88,40 @@ def test_a_checkpoint_that_cannot_be_served(name: str, impl: str, tmp_path: Path
     assert code == 2, log
     assert said in log.strip().splitlines()[-1]
     assert "Traceback" not in log
+
+
+def rope(**settings: object) -> Callable[[Path], None]:
+    return config_with(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **settings})
+
+
+CONFIGS: dict[str, tuple[Callable[[Path], None], str, str]] = {  # what native says, and the other
+    "layers": (config_with(num_hidden_layers=10**6), "from 1 to 1024", "more than the supported"),
+    "types": (config_with(layer_types=["full_attention"]), "do not fit 4 layers", "layer_types"),
+    "window": (config_with(sliding_window=-5), "from 0 to 2147483647", "a window of -5 tokens"),
+    "heads": (config_with(num_key_value_heads=3), "do not divide", "[64, 128] ≠ [96, 128]"),
+    "epsilon": (config_with(rms_norm_eps=float("nan")), "positive number", "from 0 to 1"),
+    "theta": (rope(rope_theta=0), "rope_theta must be a positive", "rope_theta must be a positive"),
+    "factor": (rope(factor=-2.0), "factor must be a positive", "factor must be a positive"),
+    "rope": (rope(rope_type="wavelet"), "'wavelet' is not supported", "wavelet"),
+    "huge": (config_with(hidden_size=10**12), "from 1 to 2147483647", "not enough memory"),
+}
+"""Wrong values and contradictions. By default both paths would be tried, but a value that is wrong
+for a native model is not passed on to a class of transformers, which may accept it."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_contradicts_itself(name: str, tmp_path: Path) -> None:
+    spoil, native, other = CONFIGS[name]
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "mistral", folder)
+    spoil(folder)
+    shared().load("pdserve.common.model.hf.model")
+    flags = [f"--model={folder}", "--device=cpu", "--grpc-port=0", "--router=127.0.0.1:9"]
+    ended = run_roles(
+        tmp_path,
+        [["decode_node", *flags, f"--model-impl={impl}"] for impl in ("auto", "transformers")],
+    )
+    for (code, log), said in zip(ended, (native, other), strict=True):
+        assert code == 2, log
+        assert said in log.strip().splitlines()[-1]
+        assert "Traceback" not in log

@@ -19,13 +19,14 @@ import grpc
 import pytest
 
 import reference
+from benchmarks.access import HOSTILE as HOSTILE_CLIENT
+from benchmarks.access import LOAD
 from benchmarks.chaos import NODE_OPTIONS, Soak, run
-from benchmarks.fleet import HOSTILE as HOSTILE_CLIENT
-from benchmarks.fleet import LOAD
+from benchmarks.soak.asks import POISON
 from benchmarks.soak.client import Answer, difference
 from benchmarks.soak.faults import NODE_KINDS, ROLES, make_plan
 from benchmarks.soak.load import Tally, clients
-from benchmarks.soak.poisoned import TOKEN, poisoned
+from benchmarks.soak.poisoned import poisoned
 from benchmarks.soak.report import Report, make_report
 from cluster import MODELS
 from pdserve.common.config.router import RoutingConfig
@@ -140,7 +141,7 @@ HOSTILE = Soak(
 
 
 async def attacked(cluster: WarmCluster) -> Report:
-    async with clients(cluster, HOSTILE.asks(VOCAB_SIZE, never=TOKEN)) as load:
+    async with clients(cluster, HOSTILE.asks(VOCAB_SIZE, never=POISON)) as load:
         await load.learn()
         return await run(cluster, paced(HOSTILE), load)
 

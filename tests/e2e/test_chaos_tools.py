@@ -8,23 +8,25 @@ import io
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 from rich.console import Console
 
 from benchmarks import hosts, warm_start
-from benchmarks.fleet import Fleet, Refused
+from benchmarks.access import Refused
+from benchmarks.fleet import Fleet
 from benchmarks.hosts import ROUTER, Network, front
 from benchmarks.relay import Relays
 from benchmarks.site import site_network
-from benchmarks.soak import crowd, floods, load
+from benchmarks.soak import load
 from benchmarks.soak.asks import Ask
 from benchmarks.soak.client import Answer
 from benchmarks.soak.gauge import Gauge, Life, held_by_clients
@@ -33,7 +35,6 @@ from benchmarks.soak.load import Tally
 from benchmarks.soak.report import make_report, print_report
 from fakes_pipeline import byte_level_folder
 from http_site import serve
-from pdserve.common.rpc import server as rpc_server
 from pdserve.router.api.auth import APIKeys
 
 needs_network = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
@@ -130,6 +131,36 @@ def test_a_relay_spoils_one_edge(place: Place) -> None:
     assert place.relays.spoilt() == seen.total() + 1
 
 
+KEEPER = """
+import sys
+from benchmarks.hosts import network
+with network() as made:
+    address, _ = made.add()
+    print(made.enter_router[1], made.pid(address), flush=True)
+    sys.stdin.read()
+"""
+
+
+@needs_network
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_network_ends_with_its_process(killed: bool) -> None:
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", KEEPER],
+        cwd=Path(hosts.__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert keeper.stdin is not None and keeper.stdout is not None
+    with keeper.stdin, keeper.stdout:
+        residents = [psutil.Process(int(pid)) for pid in keeper.stdout.readline().split()]
+        if killed:
+            keeper.kill()
+    keeper.wait(PATIENCE)
+    assert len(residents) == 2
+    _, alive = psutil.wait_procs(residents, PATIENCE)
+    assert not alive
+
+
 def test_a_process_may_have_the_pid_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(warm_start._codes, 4242, 0)
     monkeypatch.setattr(os, "fork", lambda: 4242)
@@ -197,31 +228,6 @@ def test_a_connection_is_its_client_s_until_the_client_leaves() -> None:
             assert held_by_clients(process, ports) == 0
 
 
-@pytest.mark.parametrize("reads", [True, False])
-async def test_a_server_that_reads_what_strangers_send_is_found(reads: bool) -> None:
-    async def told(messages: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
-        if reads:
-            [len(each) async for each in messages]
-        yield b""
-
-    methods = {"Check": grpc.stream_stream_rpc_method_handler(told)}
-    options = [("grpc.max_receive_message_length", -1), *([] if reads else rpc_server._OPTIONS)]
-    server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)]
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    fleet = SimpleNamespace(credentials=lambda role: None)
-    method = "/grpc.health.v1.Health/Check"
-    size, most = 2**22, floods.MAX_TAKEN
-    try:
-        found = await floods._flood(fleet, f"127.0.0.1:{port}", method, size, most)  # type: ignore[arg-type]
-    finally:
-        await server.stop(0)
-    assert found == (floods.TAKEN if reads else "told")
-
-
 # ---- a request that does not end ----
 
 
@@ -256,7 +262,7 @@ async def test_a_request_that_does_not_get_further_hangs_and_where_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     impatient(monkeypatch)
-    tally, looks = await asked_once(lambda _: Found(False, "router: waits for d1"))
+    tally, looks = await asked_once(lambda _: Found(False, True, "router: waits for d1"))
     assert len(tally.hung) == len(looks) == 1 and tally.hung[0].endswith("router: waits for d1")
 
 
@@ -269,25 +275,11 @@ async def test_a_request_that_gets_further_is_slow_and_does_not_hang(
     def moves(client: Clients) -> Found:
         if next(times) == 9:
             loop.call_soon_threadsafe(client.ready.set)
-        return Found(True, "")
+        return Found(True, True, "")
 
     loop = asyncio.get_running_loop()
     tally, looks = await asked_once(moves)
     assert (tally.completed, tally.hung, looks) == (1, [], []) and next(times) >= 10
-
-
-async def test_a_crowd_hangs_when_none_of_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late answers are none that hang."""
-    seconds = iter([Counter(OK=1), Counter(), Counter(OK=1), Counter(), Counter()])
-    told: Counter[str] = Counter()
-
-    async def turn(_: float) -> None:
-        told.update(next(seconds))
-
-    monkeypatch.setattr(crowd, "SILENCE", 2)
-    monkeypatch.setattr(asyncio, "sleep", turn)
-    await crowd._silence(told)
-    assert told.total() == 2 and next(seconds, None) is None
 
 
 async def test_a_fleet_whose_key_is_refused_says_so_at_once(

@@ -79,6 +79,8 @@ TRANSFORMERS = {
         slow("falcon-h1", "tcp", PP2, TP2),
         ("mamba", "tcp", TP1, TP1),  # states alone
         slow("mamba", "shm", PP2, TP2),
+        slow("falcon-mamba", "tcp", PP2, TP2),
+        slow("falcon-mamba", "shm", TP2, TP1),
         slow("mamba2", "tcp", TP2, PP2),
         slow("lfm2", "shm", TP1, PP2),
         slow("gemma4", "tcp", TP2, TP1),
@@ -142,6 +144,7 @@ def kv_bytes(model: Path, length: int, ranks: int = 1) -> int:
         slow("mistral", TP1, TP1),
         slow("gemma3", PP2, TP2),
         slow("falcon-h1", PP2, TP2),
+        slow("falcon-mamba", TP1, TP1),
         slow("nemotron-h", TP1, TP1),
         slow("qwen3-next", PP2, PP2),
     ],

@@ -17,7 +17,9 @@ from callers import fresh_prompt
 from cluster import METRIC, MODEL_NAME
 from paths import MODELS
 from thinned import slow
+from tiny_engine import some_tokens
 from warm import WarmCluster, run_roles
+from windowed import make_windowed
 
 MODEL = "llama-gqa"
 SIZE = 16
@@ -76,6 +78,14 @@ def turn(cluster: WarmCluster, prompt: list[int]) -> tuple[str, int]:
     return name, cached
 
 
+def asked(cluster: WarmCluster, prompt: list[int], cached: int) -> str:
+    """Returns the prefill node that computed it."""
+    before = prefilled(cluster)
+    assert ask(cluster, prompt) == cached
+    (name,) = (prefilled(cluster) - before).keys()
+    return name
+
+
 def test_conversations_stay_where_they_began_and_are_dealt_out(cluster: WarmCluster) -> None:
     homes = []
     for _ in range(4):
@@ -108,6 +118,23 @@ def test_a_node_that_died_is_forgotten_and_another_takes_over(cluster: WarmClust
     cluster.wait_nodes()
     other, cached = turn(cluster, longest + fresh_prompt(SIZE))
     assert other != home and cached == len(longest)
+
+
+@pytest.mark.slow
+def test_a_state_is_found_where_it_is(tmp_path: Path) -> None:
+    """A model of states alone caches few blocks of a prompt: those after which it has a state."""
+    model = make_windowed("mamba", tmp_path)
+    options = {"max_num_batched_tokens": 4 * SIZE, "max_model_len": 1024}
+    with WarmCluster(model, 2, 1, router=PREFIX_AWARE, **options) as cluster:
+        prompts = [some_tokens(11 * SIZE + 5, seed=number) for number in range(4)]
+        homes = [asked(cluster, prompt, cached=0) for prompt in prompts]
+        cluster.wait_for(lambda: known_blocks(cluster) == 4 * 5)  # two per chunk, the last one full
+        for prompt, home in zip(prompts, homes, strict=True):
+            longer = [*prompt, *some_tokens(40, seed=9)]
+            assert asked(cluster, longer, cached=11 * SIZE) == home
+        assert len(set(homes)) == 2
+        hits = metrics(cluster)['pdserve_prefix_index_hits_total role="prefill"']
+        assert hits == 4 * 11 * SIZE
 
 
 @pytest.mark.slow
@@ -192,6 +219,21 @@ def told_of(cluster: WarmCluster) -> bool:
     nodes = cluster.state()["nodes"]
     computed = sum(node["prompt_tokens"] - node["cached_tokens"] for node in nodes)
     return known_blocks(cluster, "both") >= computed // SIZE
+
+
+@pytest.mark.parametrize("policy", [slow("round-robin"), slow("least-load"), slow("power-of-two")])
+def test_policies_that_do_not_follow_caches_use_all_nodes(policy: str) -> None:
+    router = {"prefill_policy": policy, "decode_policy": policy}
+    with WarmCluster(MODEL, prefill=2, decode=2, router=router) as cluster:
+        before = prefilled(cluster)
+        ask_all(cluster, [fresh_prompt(4 * SIZE) for _ in range(12)])
+        given = prefilled(cluster) - before
+        assert sum(given.values()) == 12 * 4 * SIZE and len(given) == 2
+        if policy == "round-robin":
+            assert set(given.values()) == {6 * 4 * SIZE}
+        said = metrics(cluster)
+        assert said['pdserve_placement_policy_failures_total role="prefill"'] == 0
+        assert not any("prefix_index_blocks" in name for name in said), "none asks"
 
 
 def test_a_policy_of_ones_own_places(tmp_path: Path) -> None:

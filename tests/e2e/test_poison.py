@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 import reference
-from benchmarks.soak.poisoned import TOKEN, poisoned
+from benchmarks.soak.asks import POISON
+from benchmarks.soak.poisoned import poisoned
 from cluster import MODELS, node_metrics
 from warm import WarmCluster
 
 NUM_TOKENS = 60
 STEADY = [tuple(5 + (37 * k + 7 * i) % 480 for i in range(20 + 30 * k)) for k in range(3)]
-FORCED = {"logit_bias": {str(TOKEN): 100}, "max_tokens": 8, "ignore_eos": True}
+FORCED = {"logit_bias": {str(POISON): 100}, "max_tokens": 8, "ignore_eos": True}
 POISONS: list[tuple[list[int], dict[str, Any]]] = [
-    ([7, 8, TOKEN, 9], {}),  # the prefill node's row
-    ([TOKEN], {"temperature": 1, "n": 2}),
+    ([7, 8, POISON, 9], {}),  # the prefill node's row
+    ([POISON], {"temperature": 1, "n": 2}),
     ([7, 8, 9], FORCED),  # the decode node's: the first token is the poison
     ([7, 8, 11], {**FORCED, "n": 3, "temperature": 1, "logprobs": 1}),
 ]
@@ -53,7 +54,7 @@ def test_a_poisoned_request_ends_alone(cluster: WarmCluster) -> None:
     expected = {}
     for prompt in STEADY:  # of the checkpoint that is not poisoned
         tokens = reference.greedy(MODELS / "mistral", prompt, NUM_TOKENS)
-        assert TOKEN not in tokens
+        assert POISON not in tokens
         expected[prompt] = reference.decode(MODELS / "mistral", tokens)
     before = dict(cluster.pids)
     with ThreadPoolExecutor(8) as pool:

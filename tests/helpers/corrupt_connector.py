@@ -17,8 +17,8 @@ from reread import RereadShm, RereadTCP
 
 KINDS: dict[str, Callable[[CacheView, SinkTransfer], bool]] = {
     "any": lambda view, transfer: True,
-    "indexer": lambda view, transfer: view.cache.shape[1] == 1,  # keys without values
-    "latent": lambda view, transfer: view.cache.shape[1] == 1,
+    "indexer": lambda view, transfer: view.cache.shape[1] == 1 and view.cache.shape[5] == 16,
+    "latent": lambda view, transfer: view.cache.shape[1] == 1 and view.cache.shape[5] == 40,
     "state": lambda view, transfer: view.cache.shape[4] == 1,  # one slot per block
     "window": lambda view, transfer: transfer.first_block > 0,  # if no prefix is cached
 }

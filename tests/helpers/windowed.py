@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     FalconH1Config,
+    FalconMambaConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
@@ -129,6 +130,14 @@ STATES = {
         mamba_chunk_size=16,
     ),
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "conv", "full_attention", "conv"]),
+    "falcon-mamba": FalconMambaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=4,
+        initializer_range=0.2,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    ),
     "mamba": MambaConfig(
         vocab_size=512,
         hidden_size=64,

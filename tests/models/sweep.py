@@ -250,6 +250,19 @@ def _get(config: Any, name: str) -> Any:
         return getattr(type(config), name, None)
 
 
+def make(kind: Any, model_class: Any, folder: Path) -> Any:
+    """Writes a tiny checkpoint with random weights; returns the model."""
+    import torch
+
+    torch.manual_seed(0)
+    reference = model_class(tiny(kind)).to(torch.float32).eval()
+    reference.save_pretrained(folder)
+    _name_as_on_the_hub(folder)
+    inner = getattr(reference, "language_model", None)
+    # Llama 4's outer class has no output without images.
+    return inner if hasattr(inner, "lm_head") else reference
+
+
 def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
     """Returns the row of one class: how it is served, or why not; with `split`, on what else than
     one rank."""
@@ -259,22 +272,15 @@ def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
     from pdserve.common.model.implementation import read_spec
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            config = tiny(kind)
-            reference = model_class(config).to(torch.float32).eval()
-            reference.save_pretrained(folder)
-            _name_as_on_the_hub(folder)
+            reference = make(kind, model_class, folder)
         except Exception as error:
             return _without_model(kind, model_class, folder, _first(error))
-        inner = getattr(reference, "language_model", None)
-        if hasattr(inner, "lm_head"):  # Llama 4's outer class has no output without images
-            reference = inner
         try:
             spec = read_spec(folder, "auto", {})
-            tokens, expected = _greedy(reference)
+            tokens, expected = greedy(reference)
             found = logits(folder, spec, tokens)
         except ConfigError as error:
             return _refused(error, folder)
@@ -424,12 +430,16 @@ def _refused(error: Any, folder: Path) -> dict[str, Any]:
 
 
 def _kv(spec: Any) -> str:
+    from pdserve.common.model.hf.indexers import INDEXERS
+
     if spec.latent:
         return "latent"
     if any(group.state for group in spec.kv_groups):
         return "states"
-    if any(group.planes == 1 for group in spec.kv_groups):
+    if spec.family in INDEXERS:
         return "indexed"
+    if any(group.planes == 1 for group in spec.kv_groups):
+        return "latent"
     return "windows" if any(group.window for group in spec.kv_groups) else "full"
 
 
@@ -507,13 +517,13 @@ def _of_step(model: Any, adapter: Path, count: int) -> Any:
     return StepLoRA([(pairs, torch.arange(1, count + 1))])
 
 
-def _greedy(reference: Any) -> tuple[Any, Any]:
-    """Returns a prompt of 60 tokens with 16 greedy ones after it, and their logits."""
+def greedy(reference: Any, count: int = 16) -> tuple[Any, Any]:
+    """Returns a prompt of 60 tokens with `count` greedy ones after it, and their logits."""
     import torch
 
     tokens = torch.randint(3, VOCAB, (60,))
     with torch.inference_mode():
-        for _ in range(16):
+        for _ in range(count):
             expected = reference(tokens[None], use_cache=False).logits[0]
             tokens = torch.cat((tokens, expected[-1].argmax()[None]))
         return tokens, reference(tokens[None], use_cache=False).logits[0]
@@ -560,8 +570,8 @@ def names() -> list[str]:
     return sorted(causal | WITH_TOWERS)
 
 
-def one(name: str, split: bool = True) -> dict[str, Any]:
-    """Compares one class in this process: see `compare`."""
+def classes_of(name: str) -> tuple[Any, Any]:
+    """Returns the classes of a model type's config and model."""
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -571,8 +581,12 @@ def one(name: str, split: bool = True) -> dict[str, Any]:
     kind = CONFIG_MAPPING[name]
     model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None)
     model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING[kind]
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
+    return kind, model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def one(name: str, split: bool = True) -> dict[str, Any]:
+    """Compares one class in this process: see `compare`."""
+    kind, model_class = classes_of(name)
     try:
         row = compare(kind, model_class, split)
     except Exception as error:

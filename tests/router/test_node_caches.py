@@ -175,6 +175,16 @@ async def test_a_stream_without_a_snapshot_is_not_believed(world: World) -> None
         assert world.resyncs("no_snapshot") == 1
 
 
+async def test_nodes_with_states_alone_are_searched_from_the_end(world: World) -> None:
+    async with telling() as (teller, at), telling() as (other, there):
+        teller.snapshot = [HASHES[3], HASHES[7]]
+        other.snapshot = HASHES[:2]
+        world.register("p0", at, states_alone=True)
+        world.register("p1", there)
+        await eventually(lambda: world.known() == {"p0": 8, "p1": 2})
+        assert world.known(TOKENS[: 6 * SIZE]) == {"p0": 4, "p1": 2}
+
+
 async def test_a_process_that_takes_over_an_id_is_another_node(world: World) -> None:
     async with telling() as (old, at):
         old.snapshot = HASHES[:3]

@@ -68,6 +68,28 @@ def _depth(blocks, has) -> int:
     return next((i for i, block in enumerate(blocks) if block not in has), len(blocks))
 
 
+def test_of_states_the_last_one_counts() -> None:
+    """Whatever places have of the blocks before."""
+    rng = random.Random(5)
+    index, plain = PrefixIndex(), {place: set() for place in range(9)}
+    prompts = [[rng.randrange(2) for _ in range(rng.randrange(4, 90))] for _ in range(40)]
+    for _ in range(300):
+        place, some = rng.randrange(9), hashes(rng.choice(prompts))
+        states = rng.sample(some, min(2, len(some)))
+        if rng.random() < 0.7:
+            index.store(place, states)
+            plain[place] |= {*states}
+        else:
+            index.remove(place, states)
+            plain[place] -= {*states}
+        asked = rng.choice(prompts)
+        depths = {
+            place: max((i for i, each in enumerate(hashes(asked), 1) if each in has), default=0)
+            for place, has in plain.items()
+        }
+        assert index.match_states(prompt(asked)) == {p: n for p, n in depths.items() if n}
+
+
 def test_adapters_and_salts_are_apart() -> None:
     index, tokens = PrefixIndex(), list(range(20))
     index.store("plain", hashes(tokens))

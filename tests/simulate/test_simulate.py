@@ -249,27 +249,33 @@ class TimedLLM:
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
         self._beside = Semaphore(0)
+        self._both = False
 
     def generate(self, prompt, params, use_tqdm):
         tokens = prompt["prompt_token_ids"]
         known = max((len(each) for each in self.prompts if tokens[: len(each)] == each), default=0)
         self.prompts.append(tokens)
-        alone, long = params.max_tokens > 1, params.max_tokens > LONG
+        long = params.max_tokens > LONG
         if long:
             for _ in range(4):
                 self._beside.acquire()
-        elif not alone:
+        elif len(tokens) == 1:  # a turn begins
+            self._both = False
+        elif self._both:
             self._beside.release()
-        new = len(tokens) - known
-        first = 0.25 + new / 1000
-        landed = first + 0.1 + new / 10_000
+        slower = 2 if self._both else 1
+        self._both = self._both or (params.n == 4 and params.max_tokens == LONG)  # the last alone
+        new, step = len(tokens) - known, params.n * (0.03 if long else 0.01)
+        first = slower * (0.25 + new / 1000)
+        landed = first + slower * (0.1 + new / 10_000)
         timeline = {
-            "prefill_seconds": new / (1000 if alone else 500),
+            "queued": 0.01,
+            "reserved": 0.01 + slower * 0.05,
+            "prefill_queue_seconds": 0.0,
+            "prefill_seconds": slower * new / 1000,
             "first_token": first,
-            "transferred": landed if alone else None,
-            "finished": landed
-            + 0.002
-            + (params.max_tokens - 1) * params.n * (3 if long else 1) / 100,
+            "transferred": landed,
+            "finished": landed + 0.002 + (params.max_tokens - 1) * step,
             "transfer_bytes": 12 * new,
             "decode_cached_tokens": known,
             "migrations": 0,
@@ -282,9 +288,13 @@ def test_calibration_finds_what_a_cluster_takes() -> None:
         chunk="10,100", cached="0,64", batch="1,4", context="16", cpu_threads=3
     )
     found = measure(TimedLLM(), Points(config), config)  # type: ignore[arg-type]
-    assert found.kv_bytes_per_token == 12 and found.router_s == pytest.approx(0.25)
+    assert found.kv_bytes_per_token == 12 and found.router_s == pytest.approx(0.2)
+    assert found.reserve_s == pytest.approx(0.05)
     assert found.answer_s == pytest.approx(0.002) and found.cores == 3
     assert (found.prefill_beside, found.decode_beside) == pytest.approx((2.0, 3.0), rel=0.02)
+    for beside in (found.router_beside, found.reserve_beside, found.transfer_beside):
+        assert beside == pytest.approx(2.0)
+    assert {*found.scatter.prefill, *found.scatter.decode} == {1.0}, "all measurements are alike"
     assert found.prefill == [
         (10, 0, pytest.approx(0.01)), (10, 64, pytest.approx(0.01)),
         (100, 0, pytest.approx(0.1)), (100, 64, pytest.approx(0.1)),

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from pdserve.common.model.hf.attention import take_temperatures
 from pdserve.common.model.hf.delta_net import take_delta_nets
 from pdserve.common.model.hf.indexers import take_indexers
+from pdserve.common.model.hf.latents import take_latents
 from pdserve.common.model.hf.mixers import ALONE, take_mixers
 from pdserve.common.model.hf.own_attention import take_attention
 from pdserve.common.model.hf.positions import take_positions
@@ -21,6 +22,7 @@ def adapt(model: Any) -> bool:
     take_temperatures(model)
     take_delta_nets(model)
     take_mixers(model)
+    take_latents(model)
     take_indexers(model)
     has_bias = take_attention(model)
     told = take_positions(model, layers_of(model)[1])

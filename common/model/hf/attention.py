@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.model.attention_torch import TorchAttention, TorchContext
 from pdserve.common.model.delta_net import StateInputs
+from pdserve.common.model.hf.latents import latent_of, up_projection
 
 NAME, OUTLINE = "pdserve", "pdserve_outline"
 MASK = "its attention has a mask or bias of its own"
@@ -76,6 +78,14 @@ class Style:
     slopes: tuple[float, ...] | None = None
     """[heads]: a key adds `slope · its position` to its score (ALiBi)."""
     chosen: Tensor | None = None  # [1, T, n]: the result of `Answers.index`
+    latent: LatentSpec | None = None
+    """Keys are latents of one head, values a part of them; `up` computes those of all heads."""
+    up: Tensor | None = None  # [heads, nope_dim + value_dim, kv_rank]
+
+    def output(self, q: Tensor, v: Tensor) -> Tensor:
+        """Returns an empty tensor for the result."""
+        size = v.shape[3] if self.latent is None else self.latent.value_dim
+        return q.new_empty(1, q.shape[2], q.shape[1], size)
 
 
 class Answers(ABC):
@@ -154,7 +164,11 @@ def attend(
         mask = Mask(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     temperature = getattr(module, "temperature", None)
-    style = Style(scale, mask, softcap, s_aux, temperature, slopes, indices)
+    latent = latent_of(module, scale)
+    if latent is not None and (softcap, temperature, slopes) != (None, None, None):
+        mask = Mask(oddity="its scores of latents have a soft cap, ALiBi or a temperature")
+    up = None if latent is None else up_projection(module, latent)
+    style = Style(scale, mask, softcap, s_aux, temperature, slopes, indices, latent, up)
     return running().attend(module.layer_idx, query, key, value, style), None  # type: ignore[arg-type]
 
 
@@ -195,8 +209,6 @@ class StyledAttention(TorchAttention):
             queries = q[group.rows].view(len(group.rows), kv_heads, -1, dim)
             sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1)
             mask = self._biased(group.mask, group.length, style)
-            if (others := _others(style, group.rows, group.length, q.dtype)) is not None:
-                mask = others[:, None, None] if mask is None else mask + others[:, None, None]
             found = _attention(queries, keys, values, mask, style, sinks)
             out[group.rows] = found.reshape(len(group.rows), -1, dim)
         for chunk in context.chunks:
@@ -209,8 +221,6 @@ class StyledAttention(TorchAttention):
             mask = chunk.mask
             if mask is None:
                 mask = self._mask(torch.arange(chunk.length), chunk.length)
-            if (others := _others(style, rows, chunk.length, q.dtype)) is not None:
-                mask = mask + others
             if (biased := self._biased(None, chunk.length, style)) is not None:
                 mask = mask + biased[:, :, None]
             sinks = None if style.sinks is None else style.sinks.view(kv_heads, -1, 1, 1)
@@ -225,17 +235,6 @@ class StyledAttention(TorchAttention):
         slopes = torch.tensor(style.slopes, device=self.device).view(self.shape.num_kv_heads, -1, 1)
         bias = slopes * torch.arange(1 - length, 1, device=self.device)
         return bias if mask is None else mask + bias
-
-
-def _others(style: Style, rows: Any, length: int, dtype: torch.dtype) -> Tensor | None:
-    """Returns a bias `[Q, length]` for the scores of some rows' queries: 0 for the tokens that they
-    have chosen, -inf for others. None: they attend to all."""
-    if style.chosen is None or not style.chosen.shape[2]:
-        return None
-    chosen = style.chosen[0, rows]
-    added = torch.full((len(chosen), length + 1), float("-inf"), dtype=dtype, device=chosen.device)
-    places = torch.where((chosen < 0) | (chosen >= length), length, chosen)
-    return added.scatter_(1, places, 0.0)[:, :length]
 
 
 def _attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from transformers import (
 )
 
 from pdserve.common.core.checkpoint_config import overridden, read_json
-from pdserve.common.core.config_values import CONFIG, check_values
+from pdserve.common.core.config_values import CONFIG, GENERIC, ROPE, check_values
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.towers import WITH_TOWERS
+from pdserve.common.core.rope_spec import rope_settings
+from pdserve.common.core.towers import UNSCALED, WITH_TOWERS, native_text
 
 MAX_REASON = 160  # characters of another library's error
 
@@ -54,6 +55,10 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     model's part. Never runs code of the checkpoint. Raises ConfigError."""
     config = overridden(read_json(folder / "config.json"), overrides)
     check_values(config, CONFIG)
+    text = native_text(config)
+    check_values(text, GENERIC)
+    for settings in _ropes(text):
+        check_values(settings, ROPE, "config.json: the rope")
     config.pop("quantization_config", None)  # `_formats` reads it
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -67,6 +72,12 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     return _text_of(found)
 
 
+def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the rotary settings; some classes have them by type of layer."""
+    yield (found := rope_settings(config))
+    yield from (each for each in found.values() if isinstance(each, Mapping))
+
+
 def _text_of(config: Any) -> Any:
     text = getattr(config, "text_config", None)
     if not isinstance(text, PretrainedConfig) or config.is_encoder_decoder:
@@ -76,6 +87,8 @@ def _text_of(config: Any) -> Any:
             f"{name_of(config)} takes images or audio, and its text model alone gives other output "
             "or has not been compared"
         )
+    if config.model_type in UNSCALED:
+        text.logit_scale = 1.0
     text.architectures = config.architectures
     text.tie_word_embeddings = config.tie_word_embeddings
     return text

@@ -147,8 +147,9 @@ def _linears(model: Any, config: Any) -> dict[str, nn.Module]:
 
 
 def _count(config: Any) -> int:
-    """Returns the number of decoder layers."""
-    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+    """Returns the number of decoder layers, 0 if the config does not state it."""
+    names = ("decoder_layers", "num_hidden_layers")
+    return int(next(filter(None, (getattr(config, name, None) for name in names)), 0))
 
 
 def _checked(name: str, config: Any, recorder: CallRecorder) -> list[Call | StateCall | None]:
@@ -177,6 +178,8 @@ def _checked(name: str, config: Any, recorder: CallRecorder) -> list[Call | Stat
     for layer, call in enumerate(calls):
         if isinstance(call, Call) and call.style.mask.oddity:
             raise ConfigError(f"{name}: layer {layer}: {call.style.mask.oddity}")
+        if isinstance(call, Call) and (window := call.style.mask.window) is not None and window < 1:
+            raise ConfigError(f"{name}: layer {layer} attends to a window of {window} tokens")
     return calls
 
 

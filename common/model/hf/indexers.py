@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdserve.common.model.attention_torch import TorchAttention, TorchContext
+from pdserve.common.model.attention_torch import TorchContext
 from pdserve.common.model.hf.attention import Mask, running
+from pdserve.common.model.latent import LatentBackend
 
 AT_ONCE = 1 << 24  # float32 scores computed at a time
 
@@ -101,8 +102,8 @@ def _forward(
     return running().index(net.layer_idx, inputs)
 
 
-class IndexBackend(TorchAttention):
-    """Keeps the keys of indexers, and chooses by them."""
+class IndexBackend(LatentBackend):
+    """Attends to latents; keeps the keys of indexers, and chooses by them."""
 
     def choose(self, inputs: IndexInputs, cache: Tensor, context: TorchContext) -> Tensor:
         """Writes the keys into a layer's `cache`; returns the positions of the tokens that each

@@ -14,6 +14,7 @@ from torch import nn
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.hf.class_config import first_line
+from pdserve.common.model.hf.latents import UP
 from pdserve.common.model.hf.meta_run import Call, StateCall, build, run_outline
 from pdserve.common.model.hf.parallel import (
     GATHERED,
@@ -89,7 +90,10 @@ def choose_layout(
         return Layout(name, (Heads(),) * spec.num_layers, tuples=tuples)
     with torch.inference_mode():
         whole = run_outline(fresh()).calls
-    gather_kv = any(isinstance(each, Call) and each.k.shape[1] % size for each in whole.values())
+    gather_kv = any(
+        isinstance(each, Call) and each.style.latent is None and each.k.shape[1] % size
+        for each in whole.values()
+    )
     reason = ""
     for way in (GATHERED,) if spec.family in NOT_AS_PLANNED else (PLANNED, GATHERED):
         model = fresh()
@@ -164,6 +168,8 @@ def _heads(
             continue
         if had.q.shape[1] % size:
             raise Unsplittable(f"layer {layer} has {had.q.shape[1]} heads")
+        if has.style.up is not None and len(has.style.up) * size != had.q.shape[1]:
+            raise Unsplittable(f"layer {layer} has latents, but the plan does not split {UP}")
         keys = had.k.shape[1]
         found.append(
             Heads(

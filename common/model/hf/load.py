@@ -139,12 +139,22 @@ def _read(
             raise
         except _READ_ERRORS as error:
             why = first_line(error)
+            if "allocate memory" in why:  # torch's, of many lines
+                why = "config.json has sizes for which there is not enough memory"
             raise ConfigError(f"the weights in {folder.path} cannot be loaded: {why}") from error
     problems = [
-        f"{what}: {some_of(sorted(map(str, info[key])))}"
+        f"{what}: {some_of(sorted(map(_named, info[key])))}"
         for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
         if info.get(key)
     ]
     if problems:
         raise ConfigError(f"weights do not fit {kind.__name__}; tensors {'; '.join(problems)}")
     return model
+
+
+def _named(tensor: Any) -> str:
+    """Describes a name, or a (name, shape, expected shape), as transformers reports tensors."""
+    if isinstance(tensor, str):
+        return tensor
+    name, shape, expected = tensor
+    return f"{name} {list(shape)} ≠ {list(expected)}"

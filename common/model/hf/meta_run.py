@@ -37,7 +37,8 @@ class Call:
     @property
     def kv(self) -> LayerKV:
         mask, size = self.style.mask, max(self.k.shape[3], self.v.shape[3])
-        return LayerKV(self.k.shape[1], size, mask.window, mask.chunked)
+        planes = 2 if self.style.latent is None else 1
+        return LayerKV(self.k.shape[1], size, mask.window, mask.chunked, planes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class CallRecorder(Answers):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         self.repeated |= layer in self.calls
         self.calls[layer] = Call(q, k, v, style)
-        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+        return style.output(q, v)
 
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> None:
         self.linears.add(linear)

@@ -40,6 +40,7 @@ from pdserve.common.model.hf.probe import difference, probe
 from pdserve.common.model.hf.quantize import needs_graph, round_products, tables_of
 from pdserve.common.model.hf.steps import ClassSteps, GraphSteps, Recorded, Steps
 from pdserve.common.model.kernels.native import NativeKernels
+from pdserve.common.model.latent import UpProjection
 from pdserve.common.model.layers import LoRA
 from pdserve.common.model.rotary import Angles
 from pdserve.common.model.sharding import MatrixPart, Sharding
@@ -151,7 +152,7 @@ class TransformersModel(Decoder):
         """Returns the shape of a backend that computes the layer's attention; None without one."""
         style: Style = node.target.style  # type: ignore[union-attr]
         sizes = {each.meta["shape"][3] for each in node.args[:3]}  # type: ignore[union-attr]
-        asked = style.softcap, style.sinks, style.temperature, style.slopes, style.chosen
+        asked = style.softcap, style.sinks, style.temperature, style.slopes
         odd = any(each is not None for each in asked)
         if odd or sizes != {kv.head_dim} or self.layout.heads[layer] != Heads():
             return None
@@ -219,6 +220,8 @@ class _Step(Answers):
         group, index, stores = self._model.place(layer)
         attention = self._model.attentions[group]
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+        if isinstance(attention, IndexBackend):
+            return self._attend_latents(layer, q, k, style)
         if not isinstance(attention, StyledAttention):
             assert isinstance(attention, AttentionBackend)
             return attention.forward(index, q, k, v, self._caches[group], self._contexts[group])[
@@ -243,6 +246,26 @@ class _Step(Answers):
             style = replace(style, slopes=style.slopes[mine])
         out = attention.attend_styled(q, k, v, style, cache, context, stores)
         return (ranks.all_gather(out, dim=1) if heads.whole_queries else out)[None]
+
+    def _attend_latents(self, layer: int, q: Tensor, latents: Tensor, style: Style) -> Tensor:
+        group, index, _ = self._model.place(layer)
+        attention, ranks = self._model.attentions[group], self._model.group
+        assert isinstance(attention, IndexBackend)
+        assert style.latent is not None and style.up is not None
+        whole, sinks = self._model.layout.heads[layer].whole_queries, style.sinks
+        if whole:
+            share = len(style.up)
+            mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+            q, sinks = q[:, mine], None if sinks is None else sinks[mine]
+        own, turned = q.split((style.latent.nope_dim, style.latent.rope_dim), dim=2)
+        up, chosen = UpProjection(style.latent, style.up), style.chosen
+        if chosen is not None:
+            chosen = chosen[0] if chosen.shape[2] else None  # every query attends to all
+        cache, context = self._caches[group], self._contexts[group]
+        out = attention.attend_latents(
+            index, own, turned, latents, up, cache, context, chosen, sinks
+        )
+        return (ranks.all_gather(out, dim=1) if whole else out)[None]
 
     def attend_fused(
         self, layer: int, qkv: Tensor, norms: tuple[Any, Any] | None, angles: Angles | None

@@ -14,6 +14,7 @@ from pdserve.common.core.lora import adapted_shapes
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.model.hf.class_config import read_config
 from pdserve.common.model.hf.experts import experts_of, matrices_of, sizes_of
+from pdserve.common.model.hf.latents import of_latents
 from pdserve.common.model.hf.layout import choose_layout, tie
 from pdserve.common.model.hf.linears import linears_of, size_of
 from pdserve.common.model.hf.meta_run import build
@@ -62,7 +63,8 @@ def _saved(spec: ModelSpec, model: Any, cuts: Mapping[str, Cut]) -> int:
     for name, linear in linears_of(model).items():
         rows, columns = size_of(linear)
         whole = inputs(f"{name}.weight", columns)
-        if layer_of(name) and kind.covers(name) and rows % 8 == whole % 8 == 0:
+        packs = layer_of(name) and kind.covers(name) and not of_latents(model, name)
+        if packs and rows % 8 == whole % 8 == 0:
             saved += rows * columns * item - kind.nbytes(rows, columns, whole, item)
     for name, module in experts_of(model).items():
         for key, parameter in matrices_of(module) if kind.covers(f"{name}.0.down_proj") else ():

@@ -16,6 +16,7 @@ from pdserve.common.core.printable import some_of
 from pdserve.common.model.checkpoint import Checkpoint
 from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.hf.experts import MatrixExperts
+from pdserve.common.model.hf.latents import of_latents
 from pdserve.common.model.hf.parallel import Cut, shares_inputs
 from pdserve.common.model.packing import PackedMatrix
 from pdserve.common.model.sharding import MatrixPart, Shard, Sharding
@@ -91,6 +92,7 @@ class PackedWeights:
         }
         self.names: set[str] = set()  # names of the tensors of packed matrices
         self.groups: dict[str, _Group] = defaultdict(_Group)
+        self._dense: dict[str, list[Any]] = defaultdict(list)  # dequantized once they are read
 
     def find(self, rename: Rename) -> None:
         """Finds the checkpoint's packed matrices and allocates this rank's parts."""
@@ -137,6 +139,8 @@ class PackedWeights:
         owner._parameters["weight"] = None
         owner.__class__ = PackedLinear
         owner._is_hf_initialized = True
+        if of_latents(self._model, module := target.removesuffix(".weight")):
+            self._dense[layer_of(module)].append(owner)
 
     def _stacked(self, target: str, experts: Mapping[int, Mapping[int, str]]) -> None:
         """Allocates the matrices of a layer's experts, each from one or two matrices of the
@@ -212,6 +216,11 @@ class PackedWeights:
             shard.target.copy_(shard.convert(part))
         for shard in shards:
             shard.finish()
+        for linear in self._dense.pop(layer, ()):
+            linear.__class__ = nn.Linear
+            linear.weight = nn.Parameter(linear.packed.dense(), requires_grad=False)
+            self.groups[layer].weights.remove(linear.packed)
+            del linear.packed
 
 
 def layer_of(name: str) -> str:

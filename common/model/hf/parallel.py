@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from pdserve.common.model.hf.latents import of_latents
+
 GATHERED, PLANNED = "gathered", "planned"
 
 KV = ("k_proj", "v_proj")  # suffixes of the layers that compute keys and values
@@ -124,7 +126,9 @@ class _Splitter:
         if way == GATHERED:
             for name, module in linears:
                 if type(module) in (nn.Linear, Conv1D) and _width(module) % self._group.size == 0:
-                    self._gathered(name, module)
+                    # Heads attend to latents with their own rows of the matrix.
+                    split = self._rows if of_latents(self._model, name) else self._gathered
+                    split(name, module)
         else:
             self._planned(linears)
         self._vocabulary()

@@ -50,9 +50,10 @@ class Attend:
 
     def __call__(
         self, step: Answers, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Tensor | None, up: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        return step.attend(self.layer, q, k, v, replace(self.style, sinks=sinks, chosen=chosen))
+        style = replace(self.style, sinks=sinks, chosen=chosen, up=up)
+        return step.attend(self.layer, q, k, v, style)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +209,8 @@ class RecordedAnswers(Answers):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, style: Style) -> Tensor:
         with torch._C.DisableTorchFunction():
-            like = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
-        args = (q, k, v, style.sinks, style.chosen)
+            like = style.output(q, v)
+        args = (q, k, v, style.sinks, style.chosen, style.up)
         return self._recorder.call(Attend(layer, style), args, like, effect=True)
 
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:

@@ -20,7 +20,7 @@ ROLE_DECODE: Role
 ROLE_BOTH: Role
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance", "takes_adapters", "adapters")
+    __slots__ = ("node_id", "role", "address", "model", "fingerprint", "fingerprint_parts", "kv_connectors", "tensor_parallel_size", "max_model_len", "block_size", "num_blocks", "host", "metrics_address", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "instance", "takes_adapters", "adapters", "states_alone")
     class FingerprintPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class NodeInfo(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TAKES_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    STATES_ALONE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -66,7 +67,8 @@ class NodeInfo(_message.Message):
     instance: str
     takes_adapters: bool
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., takes_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    states_alone: bool
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., kv_connectors: _Optional[_Iterable[str]] = ..., tensor_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., instance: _Optional[str] = ..., takes_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., states_alone: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("running", "waiting", "free_blocks", "total_blocks", "waiting_tokens", "healthy", "reason", "most_free_blocks", "others", "others_tokens", "routers", "rates")

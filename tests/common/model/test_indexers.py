@@ -62,7 +62,7 @@ def test_keys_have_a_group_of_their_own(tmp_path: Path) -> None:
     config = GlmMoeDsaConfig(**{**DEEPSEEK, **SHARED, **named})
     config.save_pretrained(tmp_path)
     spec = read_spec(tmp_path, "auto", {})
-    keys, attention = LayerKV(1, 16, planes=1), LayerKV(4, 24)
+    keys, attention = LayerKV(1, 16, planes=1), LayerKV(1, 40, planes=1)  # latents
     assert spec.layer_kv == (keys, attention, 0, attention, keys, attention)
     with pytest.raises(ConfigError, match="each layer counts as 2"):
         choose_layout(spec, read_config(tmp_path, {}), 1, Stage(0, 3, last=False))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV32Config
 
 from benchmarks.quantized_folder import Scheme, quantize_matrix
 from gguf_files import write_gguf
@@ -28,6 +28,7 @@ from stored_folders import compressed, folders, pack_quantized
 from sweep import logits, tiny
 from thinned import slow
 from tiny_engine import CPU
+from windowed import INDEXED
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -140,6 +141,21 @@ def test_a_class_that_runs_by_its_own_code(
     tokens = TOKENS % ours.vocab_size
     right = logits(tmp_path / "a-dense", dense, tokens)
     torch.testing.assert_close(logits(folder, ours, tokens), right, **CLOSE)
+    assert check_bytes(folder).weights_bytes < load(tmp_path / "a-dense", "auto").weights_bytes
+
+
+def test_the_matrix_of_latents_is_dequantized(tmp_path: Path) -> None:
+    """Heads apply parts of it to queries and sums, not to its inputs."""
+    sizes = {"q_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}
+    config = DeepseekV32Config(**{**INDEXED["deepseek-v3.2"].to_dict(), **sizes})
+    source = made(config, tmp_path / "source")
+    names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    kept = {**W4A16, "ignore": [*W4A16["ignore"], r"re:.*\.indexer\..*"]}
+    folder = packed(source, tmp_path / "a", kept, names)
+    ours, dense = (read_spec(tmp_path / each, "auto", {}) for each in ("a", "a-dense"))
+    right = logits(tmp_path / "a-dense", dense, TOKENS)
+    for split in ({}, {"tp": 2}):
+        torch.testing.assert_close(logits(folder, ours, TOKENS, **split), right, **CLOSE)
     assert check_bytes(folder).weights_bytes < load(tmp_path / "a-dense", "auto").weights_bytes
 
 

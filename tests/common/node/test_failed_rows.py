@@ -14,7 +14,8 @@ import grpc
 import pytest
 
 import live_node
-from benchmarks.soak.poisoned import TOKEN, poisoned
+from benchmarks.soak.asks import POISON
+from benchmarks.soak.poisoned import poisoned
 from live_node import decode_node, eventually, run_job
 from pdserve.common.core.errors import Blame, InvalidRequest, NodeError
 from pdserve.common.core.request import Choice, GenerateJob
@@ -27,7 +28,7 @@ from pdserve.decode_node.session import DecodeSession
 PROMPT = tuple(range(3, 40))
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 GOOD = GenerateJob("good", PROMPT, PARAMS)
-FORCED = replace(PARAMS, logit_bias={TOKEN: 100.0})
+FORCED = replace(PARAMS, logit_bias={POISON: 100.0})
 
 
 @pytest.fixture(params=["mistral"])
@@ -61,7 +62,7 @@ async def test_a_failed_row_ends_its_request_and_no_other(
     choices = (Choice(0), Choice(1), Choice(2))
     results = await asyncio.gather(
         run(channel, GOOD),
-        run(channel, GenerateJob("in-the-prompt", (*PROMPT[:20], TOKEN), PARAMS)),
+        run(channel, GenerateJob("in-the-prompt", (*PROMPT[:20], POISON), PARAMS)),
         run(channel, GOOD),
         run(channel, GenerateJob("generated", PROMPT, FORCED)),
         run(channel, GenerateJob("one-of-three", PROMPT, FORCED, choices)),

@@ -20,7 +20,7 @@ from one_group import one_group
 from pdserve.common.config.kv_events import KVEventsConfig, KVEventsOptions
 from pdserve.common.core.block_hash import hash_blocks, short_hash
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.kv_groups import KVGroup
+from pdserve.common.core.kv_groups import LayerKV, grouped
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.engine.kv_pool import KVPool
 from pdserve.common.engine.sequence import Sequence
@@ -100,10 +100,18 @@ def churn(pool: KVPool, rng: random.Random, rounds: int) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("windows", [False, True])
-async def test_all_events_together_describe_the_cache(windows: bool) -> None:
-    groups = [KVGroup((0,), 1, 1, window=9 if windows else None), KVGroup((1,), 1, 1, window=5)]
-    pool = KVPool(groups, [32, 32], SIZE, in_flight=8)
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [LayerKV(1, 1), LayerKV(1, 1, window=5)],
+        [LayerKV(1, 1, window=9), LayerKV(1, 1, window=5)],
+        [LayerKV.of_state(1, 1)],
+    ],
+    ids=["full", "windows", "states"],
+)
+async def test_all_events_together_describe_the_cache(layers: list[LayerKV]) -> None:
+    groups = grouped(layers)
+    pool = KVPool(groups, [32] * len(groups), SIZE, in_flight=8)
     log, mirror = KVEventLog(0, pool, NodeMetrics()), Mirror()
     log.attach(mirror.take)
     for _ in churn(pool, random.Random(1), 300):

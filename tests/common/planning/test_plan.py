@@ -35,6 +35,7 @@ from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.messages import RankReady
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.implementation import read_spec
 from pdserve.common.model.sharding import Sharding, ranges
 from pdserve.common.model.stages import Stage, pipeline_stages
 from pdserve.common.planning.footprint import Footprint, overhead
@@ -404,6 +405,31 @@ async def test_groups_are_those_of_a_node(
         cells[0]: cells[1] for cells in map(cells_of, capsys.readouterr().out.splitlines()) if cells
     }
     assert rows["windows of 24 tokens"].startswith("64 blocks × 2 layers")
+
+
+async def test_states_alone_are_counted_in_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sequence of Mamba takes four states, however long it is."""
+    folder = make_windowed("mamba", tmp_path)
+    options = {"max_model_len": 1024, "kv_cache_memory": "2MiB", "dtype": "float32"}
+    config = PlanConfig(model=str(folder), gpu_memory="4GiB", **options)
+    node = setup(config, read_spec(folder, "auto", {}), "decode")
+    (rank,) = await start_node(node.engine, 1024)
+    (cache,) = rank.caches
+    argv = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    assert main(["plan", f"--model={folder}", "--gpu-memory=4GiB", *argv]) == 0
+    rows = {
+        cells[0]: cells[1] for cells in map(cells_of, capsys.readouterr().out.splitlines()) if cells
+    }
+    sequences = cache.num_blocks // 4
+    assert rows["state blocks"] == f"{cache.num_blocks}, for {sequences} sequences"
+    assert rows["longest sequences at once"] == str(sequences)
+    assert not any("token, " in name or name.startswith("KV") for name in rows)
+    argv[1] = "--kv-cache-memory=60KiB"
+    assert main(["plan", f"--model={folder}", "--gpu-memory=4GiB", *argv]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 blocks fit into --kv-cache-memory 60KiB, but one sequence of 1024 tokens" in said
 
 
 async def start_node(engine: EngineConfig, max_model_len: int = 256) -> list[RankReady]:
