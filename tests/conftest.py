@@ -8,6 +8,7 @@ import re
 import signal
 import uuid
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -108,11 +109,31 @@ def kind_of(file: Path) -> str:
     return "clusters" if file.parent.name == "e2e" else "computing"
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keeps what was imported out of garbage collections: to look through it takes half a second,
     and collections are many."""
     gc.freeze()
     gc.enable()
+    if session.config.option.numprocesses and not session.config.option.collectonly:
+        compile_native_code()
+
+
+def compile_native_code() -> None:
+    """Has the compiled code on disk before the tests begin: a slow machine may need longer for it
+    than a test waits for a node. A forked process does it, so that this one loads no library."""
+    from pdserve.common.core.native import BuildError
+    from pdserve.common.model.kernels import native
+    from pdserve.kv_transfer.native.code import block_code
+
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    try:
+        with suppress(BuildError):
+            block_code()
+            native.load_library()
+    finally:
+        os._exit(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
