@@ -10,6 +10,7 @@ Python does, for threads and servers that a failed test has left.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import sys
@@ -149,12 +150,14 @@ class NoWaiting:
 
     def __init__(self) -> None:
         self._session: pytest.Session | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of gRPC's thread, never closed
 
     def pytest_exception_interact(self) -> None:
         """Keeps gRPC's thread for asyncio: with the last of its users, a server that was not
         stopped, a garbage collection would wait for it forever."""
-        if grpc := sys.modules.get("grpc.aio"):
-            grpc.init_grpc_aio()
+        if self._loop is None and (grpc := sys.modules.get("grpc.aio")):
+            self._loop = asyncio.new_event_loop()
+            self._loop.run_until_complete(_call(grpc.init_grpc_aio))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._session = session
@@ -167,6 +170,11 @@ class NoWaiting:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._session.exitstatus)
+
+
+async def _call(function: Callable[[], None]) -> None:
+    """Calls a function that needs a running event loop."""
+    function()
 
 
 def _stops(session: pytest.Session) -> bool:
