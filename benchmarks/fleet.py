@@ -225,6 +225,15 @@ def _share(lock: socket.socket) -> int:
 _ports = _all_ports()
 
 
+def _draw_anew() -> None:
+    """Gives a forked process ports of its own."""
+    global _ports
+    _ports = _all_ports()
+
+
+os.register_at_fork(after_in_child=_draw_anew)
+
+
 def flags(options: Mapping[str, Any]) -> list[str]:
     """Returns the flags of a command line; an empty value means a switch."""
     return [

@@ -3,12 +3,14 @@ for what a failed test has left."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 import told
 import warm_kit
+from benchmarks.fleet import SHARES, free_port
 
 CONFTEST = """
 from workers import NoWaiting, Workers
@@ -26,7 +28,7 @@ def by_file(items):
     return [[item for item in items if item.path == path] for path in files]
 """
 FIRST = """
-import gc, os, threading, warnings
+import asyncio, gc, os, threading, warnings
 
 import pytest
 from grpc import aio
@@ -38,6 +40,8 @@ def module():
         file.write("once")
 
 def test_one_process_has_a_file(module): assert module == os.getpid()
+
+def test_leaves_no_event_loop(): asyncio.run(asyncio.sleep(0))
 
 def test_leaves_a_thread():
     threading.Thread(target=threading.Event().wait).start()
@@ -86,12 +90,12 @@ def folder(tmp_path: Path) -> Path:
 def test_results_are_those_of_one_process_and_nothing_hangs(folder: Path, workers: int) -> None:
     code, said = warm_kit.run(folder, ["-rs", f"--workers={workers}"], PATIENCE)
     assert code == pytest.ExitCode.TESTS_FAILED
-    assert "2 failed, 8 passed, 1 skipped" in said
+    assert "2 failed, 9 passed, 1 skipped" in said
     assert (folder / "torn-down").read_text() == "once" and said.count("\nsaid by a test") == 1
     assert "left a thread" in said and "left a server" in said
     assert "seen by a user" in said and "not here" in said
     collected, results = told.read(folder)
-    assert len(collected) == 11 and results.keys() == {*collected}
+    assert len(collected) == 12 and results.keys() == {*collected}
 
 
 def test_a_test_that_ends_its_process_fails_and_the_others_run(folder: Path) -> None:
@@ -99,7 +103,7 @@ def test_a_test_that_ends_its_process_fails_and_the_others_run(folder: Path) -> 
     code, said = warm_kit.run(folder, ["--workers=2"], PATIENCE)
     assert code == pytest.ExitCode.TESTS_FAILED
     assert "test_dies.py::test_dies - its process ended: 0" in said
-    assert "3 failed, 10 passed, 1 skipped" in said
+    assert "3 failed, 11 passed, 1 skipped" in said
 
 
 def test_the_first_failure_ends_the_run(folder: Path) -> None:
@@ -112,3 +116,16 @@ def test_the_first_failure_ends_the_run(folder: Path) -> None:
 def test_no_tests_are_reported_as_such(folder: Path) -> None:
     code, _ = warm_kit.run(folder, ["--workers=2", "-k", "absent"], PATIENCE)
     assert code == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_a_forked_process_has_ports_of_its_own() -> None:
+    ours = free_port()
+    end, said = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(said, str(free_port()).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    theirs = int(os.read(end, 8))
+    os.close(end)
+    os.close(said)
+    assert (ours - theirs) % SHARES
