@@ -52,6 +52,7 @@ class Workers:
             return None  # for pytest's own loop
         self._groups = self._divide(session.items)
         self._places = {item: place for place, item in enumerate(session.items)}
+        _tmp_path_factory(session.config).getbasetemp()  # one for all, removed by a later run
         if terminal := session.config.pluginmanager.getplugin("terminalreporter"):
             terminal.showfspath = False  # several files run at one time
         try:
@@ -177,6 +178,10 @@ async def _call(function: Callable[[], None]) -> None:
     function()
 
 
+def _tmp_path_factory(config: pytest.Config) -> pytest.TempPathFactory:
+    return config._tmp_path_factory  # type: ignore[attr-defined, no-any-return]
+
+
 def _stops(session: pytest.Session) -> bool:
     return bool(session.shouldfail or session.shouldstop)
 
@@ -243,7 +248,7 @@ def _separate(config: pytest.Config, connection: Connection, number: int) -> Non
     capture.stop_global_capturing()
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    factory = _tmp_path_factory(config)
     factory._basetemp = factory.mktemp(f"worker-{number}-", numbered=True)
     writer = create_terminal_writer(config, sys.stderr)
     config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
