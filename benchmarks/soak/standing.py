@@ -55,9 +55,7 @@ class Standing:
             for each in self._fleet.shown(path, router)["data"]:
                 if each["standing"]["seconds"] >= STANDS:
                     self._note(router, each)
-        except (
-            OSError
-        ):  # it is dead or frozen; what it knew is gone, or still there at the next look
+        except OSError:  # the router is dead or frozen: the next look may find the same requests
             pass
 
     def _note(self, router: str, found: dict[str, Any]) -> None:

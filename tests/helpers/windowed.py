@@ -46,6 +46,10 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "eos_token_id": 0,
 }
+# Of models without attention.
+NO_HEADS = {
+    key: SIZES[key] for key in ("hidden_size", "vocab_size", "initializer_range", "eos_token_id")
+}
 CONFIGS: dict[str, Any] = {
     "mistral": MistralConfig(**SIZES, sliding_window=40),
     "ministral": MinistralConfig(
@@ -130,33 +134,16 @@ STATES = {
         mamba_chunk_size=16,
     ),
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "conv", "full_attention", "conv"]),
-    "falcon-mamba": FalconMambaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=4,
-        initializer_range=0.2,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    ),
-    "mamba": MambaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=3,
-        initializer_range=0.2,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    ),
+    "falcon-mamba": FalconMambaConfig(**NO_HEADS, num_hidden_layers=4, tie_word_embeddings=False),
+    "mamba": MambaConfig(**NO_HEADS, num_hidden_layers=3, tie_word_embeddings=False),
     "mamba2": Mamba2Config(
-        vocab_size=512,
-        hidden_size=64,
+        **NO_HEADS,
         num_hidden_layers=3,
         num_heads=8,
         head_dim=16,
         n_groups=2,
         state_size=16,
         chunk_size=16,
-        initializer_range=0.2,
-        eos_token_id=0,
     ),
     "nemotron-h": NemotronHConfig(
         **{**SIZES, "initializer_range": 0.1},
