@@ -78,6 +78,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.2,
+    "init_std": 0.2,  # BART and others
     "is_decoder": True,  # BERT and others
 }
 
