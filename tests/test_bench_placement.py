@@ -94,7 +94,7 @@ def test_live_prompts_begin_alike_where_the_trace_s_do() -> None:
     assert len(set(of_blocks.values())) == len(of_blocks)
 
 
-def test_what_a_live_run_can_show_is_simulated_beside_it(tmp_path: Path) -> None:
+def test_live_ratios_stand_beside_simulated_ones(tmp_path: Path) -> None:
     """Half of these prompts' tokens are cached somewhere: at a load near the capacity of
     `least-load` that pays, and nothing is better than the ideal."""
     pytest.importorskip("matplotlib")
