@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--nodes", type=int, default=3, help="of each role")
     add("--blocks", type=int, default=1000, help="in a node's cache")
     add("--policy", action="append", default=[])
-    add("--rounds", type=int, default=1)
+    add("--rounds", type=int, default=1, help="0: only simulate")
     add("--shared-prompt", action="store_true", help="instead of a trace, one that all begin with")
     add("--model", type=Path, default=ROOT / "tests/models/llama-gqa")
     add("--load", type=float, default=0.0, help="of the capacity; 0: a closed loop")
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     trace = [cut(each) for each in arrivals(args)]
     best = ideal(trace, args.nodes, args.blocks, SIZE).hit_ratio
-    per_s = capacity(args, trace) if args.load else 0.0
+    per_s = capacity(args, trace) if args.load and args.rounds else 0.0
     policies = args.policy or ("round-robin", BASE, "prefix-aware", "cost")
     rows = []
     for number in range(args.rounds):
@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             rows.append(found)
             print(json.dumps(found), file=sys.stderr)
-    print(table(rows))
+    if rows:
+        print(table(rows))
     simulated = simulated_rows(args, policies, trace)
     ratios = list(compared(rows, simulated))
     print(table(simulated))
@@ -157,13 +158,15 @@ def simulated_rows(
     """Returns a row for each policy, then that of the ideal. Only the ratios of times mean
     something: nodes compute `TOKENS_PER_S`."""
     asks = [replace(each, output_tokens=ANSWER) for each in trace]
+    pooled = f"1P@{args.nodes}+{args.nodes}D"
 
     def found(
         policy: str, layout: str, blocks: int, asks: Sequence[Arrival], clients: int
     ) -> Outcome:
         of = {role: load_policy(policy, "--policy") for role in ROLES.values()}
         times = linear(TOKENS_PER_S, STEP_S)
-        batches = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=BATCH)
+        tokens = BATCH * args.nodes if layout == pooled else BATCH  # of a step
+        batches = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=tokens)
         setup = Setup(
             layout, times, of, UNLIMITED, batches, blocks, SIZE, event_delay=0.5, clients=clients
         )
@@ -176,7 +179,6 @@ def simulated_rows(
     rows = [
         simulated_row(each, found(each, layout, args.blocks, asks, clients)) for each in policies
     ]
-    pooled = f"1P@{args.nodes}+{args.nodes}D"
     best = found(BASE, pooled, args.nodes * args.blocks, asks, clients)
     return [*rows, simulated_row("ideal", best)]
 

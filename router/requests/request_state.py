@@ -144,6 +144,7 @@ class RequestState:
             avoid=self.retries.avoid,
             local_prefill=self.retries.local_prefill,
             last_chance=self.retries.last_chance,
+            may_share=self.retries.may_share,
             waiting=self.deadline.waiting,
             blocks=self._blocks,
             session=self._session,
