@@ -321,6 +321,7 @@ class Attempt:
     def _in_flight(self, node: Node, prefills: bool) -> InFlightLoad:
         state = self._state
         tokens = self._placement.missing(state.placement, node) if prefills else 0
+        state.retries.placed()
         last_chance = state.request_id if state.retries.last_chance(node.role) else ""
         return InFlightLoad(self._registry, node, tokens, last_chance)
 

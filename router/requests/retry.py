@@ -177,6 +177,10 @@ class Retries:
             self._alone_since = now
         return now - self._alone_since >= self._alone
 
+    def placed(self) -> None:
+        """Notes that it has found a node: its next wait begins anew."""
+        self._alone_since = None
+
     def _num_deaths(self, role: str) -> float:
         return sum(self._deaths.get(each, 0.0) for each in ALIKE[role])
 
@@ -185,7 +189,6 @@ class Retries:
         if not self.failures:
             return
         self._tries = 0
-        self._alone_since = None
         for each in BEHIND[role]:
             self._deaths.pop(each, None)
         for code, nodes in self._alike.items():
@@ -236,7 +239,6 @@ class Retries:
             raise error
         self.failures += 1
         self._tries += 1
-        self._alone_since = None
         self._last = error
         self.avoid.add(node.id)
 
