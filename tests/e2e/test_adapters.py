@@ -364,7 +364,10 @@ def test_steps_in_flight_keep_their_adapter(folder: Path) -> None:
     options = {"enable_lora": "", "max_loras": 1}
     router = {**options, "runtime_lora_dir": folder, "heartbeat_timeout": 30}
     (prompt, *_) = clear(folder, (None, "a", "b"))
-    with WarmCluster(MODEL, 1, 0, router=router, **options) as cluster, ThreadPoolExecutor() as pool:
+    with (
+        WarmCluster(MODEL, 1, 0, router=router, **options) as cluster,
+        ThreadPoolExecutor() as pool,
+    ):
         cluster.start_held("decode", async_scheduling="")
         cluster.wait_nodes()
         for before, after in (("a", "b"), ("b", "a")):
