@@ -101,7 +101,7 @@ class BlockLayout:
     rect: Rect
     num_blocks: int
     head_nbytes: int
-    planes: int = 2  # of a layer
+    planes: int  # of a layer
 
     @classmethod
     def of(cls, view: CacheView) -> BlockLayout:

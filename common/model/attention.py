@@ -69,6 +69,16 @@ class AttentionBatch:
         """The row of each sequence's first token in the step, and the total number of rows."""
         return list(accumulate(self.query_lens, initial=0))
 
+    def only(self, sequences: Sequence[int]) -> AttentionBatch:
+        """Returns a step of these sequences alone."""
+        return AttentionBatch(
+            [self.query_lens[i] for i in sequences],
+            [self.starts[i] for i in sequences],
+            [self.block_tables[i] for i in sequences],
+            self.block_size,
+            None if self.skipped is None else [self.skipped[i] for i in sequences],
+        )
+
     def used_tables(self) -> list[BlockIds]:
         """Returns the blocks each sequence reads, without those reserved for later tokens."""
         size = self.block_size

@@ -93,20 +93,28 @@ class NativeAttention(AttentionBackend):
     ) -> Tensor:
         qkv, cache, shape = qkv.contiguous(), kv_cache[layer], self.shape
         keys, values = cache[0].data_ptr(), cache[1].data_ptr()
-        window = shape.window or NO_WINDOW
         cos, sin = (None, None) if angles is None else (part.data_ptr() for part in angles)
         self._rotate_and_cache(
             *call_of(qkv), len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
             context.block_size, self._format, qkv.data_ptr(), *_norms(norms), cos, sin, keys,
             values, context.slots.ctypes.data,
         )  # fmt: skip
-        out = qkv.new_empty(len(qkv), shape.num_heads, shape.head_dim)
+        return self.read(qkv, cache[0], cache[1], shape.scale, context)
+
+    def read(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: NativeContext
+    ) -> Tensor:
+        """Attends with the first `num_heads` rows of each token of `q` `[T, …, D]` to a layer's
+        keys and values, both `[N, kv_heads, S, D]`; returns `[T, num_heads, D]`."""
+        shape = self.shape
+        out = q.new_empty(len(q), shape.num_heads, shape.head_dim)
         self._paged_attention(
-            *call_of(qkv), len(context.rows), shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            context.block_size, self._format, window, shape.chunked, shape.scale, qkv.data_ptr(),
-            qkv.stride(0), keys, values, context.rows.ctypes.data, context.counts.ctypes.data,
-            context.starts.ctypes.data, context.skipped.ctypes.data, context.tables.ctypes.data,
-            context.tables.shape[1], out.data_ptr(),
+            *call_of(q), len(context.rows), shape.num_heads, shape.num_kv_heads, shape.head_dim,
+            context.block_size, self._format, shape.window or NO_WINDOW, shape.chunked, scale,
+            q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
+            context.rows.ctypes.data, context.counts.ctypes.data, context.starts.ctypes.data,
+            context.skipped.ctypes.data, context.tables.ctypes.data, context.tables.shape[1],
+            out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -298,7 +298,8 @@ def _attention_backend(spec: ModelSpec, kv: KVGroup, sharding: Sharding) -> Atte
     group, device, dtype = sharding.group, sharding.device, sharding.dtype
     heads = spec.num_heads // group.size
     if spec.latent is not None:
-        return LatentBackend(AttentionShape(heads, 1, spec.latent.size), device, dtype)
+        shape = AttentionShape(heads, 1, spec.latent.size)
+        return LatentBackend(shape, device, dtype, sharding.kernels)
     start, end = spec.kv_head_range(group.rank, group.size)
     shape = AttentionShape(heads, end - start, kv.head_dim, kv.window)
     return make_backend(shape, device, dtype, sharding.kernels, sharding.kv_cache_dtype)

@@ -21,8 +21,16 @@ from torch import Tensor
 
 from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.attention import AttentionBackend, AttentionContext
+from pdserve.common.model.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionShape,
+)
+from pdserve.common.model.attention_native import NativeAttention, NativeContext, can_attend
 from pdserve.common.model.attention_torch import Chunk, TorchAttention, TorchContext
+from pdserve.common.model.kernels.native import NativeKernels
+from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.layers import (
     ColumnParallelLinear,
     Linear,
@@ -113,15 +121,17 @@ class UpProjection:
     spec: LatentSpec
     weight: Tensor  # [heads, nope_dim + value_dim, kv_rank]
 
+    # Slices are copied: torch multiplies by a transposed slice in bfloat16 ten times as slowly.
+
     @property
     def keys(self) -> Tensor:
         """`[heads, nope_dim, kv_rank]`."""
-        return self.weight[:, : self.spec.nope_dim]
+        return self.weight[:, : self.spec.nope_dim].contiguous()
 
     @property
     def values(self) -> Tensor:
         """`[heads, value_dim, kv_rank]`."""
-        return self.weight[:, self.spec.nope_dim :]
+        return self.weight[:, self.spec.nope_dim :].contiguous()
 
 
 class LatentUpProjection:
@@ -140,8 +150,38 @@ class LatentUpProjection:
         yield Shard(f"{self.name}.weight", self.shape, index, self.matrix.weight.flatten(0, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """B sequences with one query each, for the native kernel."""
+
+    rows: Tensor  # [B] row of the token in the step
+    context: NativeContext  # of a step of these tokens alone
+
+
+@dataclass(frozen=True, slots=True)
+class LatentContext(TorchContext):
+    in_place: InPlace | None  # the decodes; None: there are none, or no native kernel
+
+
 class LatentBackend(TorchAttention):
-    """Attends to latents, in plain torch on CPUs and GPUs."""
+    """Attends to latents, in plain torch on CPUs and GPUs. The native kernels of a CPU read the
+    latents of decodes in place: absorbed heads share one KV head, whose values are its keys."""
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: Kernels
+    ) -> None:
+        super().__init__(shape, device, dtype)
+        self._native: NativeAttention | None = None
+        if isinstance(kernels, NativeKernels) and can_attend(shape):
+            self._native = NativeAttention(shape, device, dtype, kernels)
+
+    def prepare(self, batch: AttentionBatch) -> LatentContext:
+        found, in_place = super().prepare(batch), None
+        if self._native is not None and found.decodes:
+            alone = [i for i, length in enumerate(batch.query_lens) if length == 1]
+            rows = torch.tensor([batch.offsets[i] for i in alone])
+            in_place = InPlace(rows, self._native.prepare(batch.only(alone)))
+        return LatentContext(found.slots, found.decodes, found.chunks, in_place)
 
     def attend_latents(
         self,
@@ -151,7 +191,7 @@ class LatentBackend(TorchAttention):
         latents: Tensor,
         up: UpProjection,
         kv_cache: Tensor,
-        context: TorchContext,
+        context: LatentContext,
         chosen: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -162,7 +202,11 @@ class LatentBackend(TorchAttention):
         cache = kv_cache[layer]
         context.slots.write(cache, latents)
         out = own.new_empty(len(own), own.shape[1], up.spec.value_dim)
-        for group in context.decodes:
+        decodes = context.decodes
+        if context.in_place is not None and chosen is None and sinks is None:
+            out[context.in_place.rows] = self._read(own, turned, up, cache[0], context.in_place)
+            decodes = ()
+        for group in decodes:
             past = self.read(cache[0], group.gather, group.length)  # [B, 1, length, size]
             mask = group.mask
             if chosen is not None:
@@ -193,8 +237,17 @@ class LatentBackend(TorchAttention):
 
     def _absorb(self, own: Tensor, turned: Tensor, up: UpProjection) -> Tensor:
         """Returns queries that apply to latents, `[T, heads, size]`."""
-        products = torch.bmm(own.transpose(0, 1), up.keys).transpose(0, 1)
+        products = torch.bmm(own.transpose(0, 1), up.weight[:, : up.spec.nope_dim]).transpose(0, 1)
         return torch.cat((products, turned), dim=-1)
+
+    def _read(
+        self, own: Tensor, turned: Tensor, up: UpProjection, latents: Tensor, decodes: InPlace
+    ) -> Tensor:
+        """Attends with the decodes' queries to a layer's `latents` `[N, 1, S, size]`."""
+        assert self._native is not None
+        absorbed = self._absorb(own[decodes.rows], turned[decodes.rows], up)
+        sums = self._native.read(absorbed, latents, latents, up.spec.scale, decodes.context)
+        return _outputs(sums[..., : up.spec.kv_rank], up)
 
     def _decode(
         self, absorbed: Tensor, up: UpProjection, past: Tensor, mask: Tensor | None

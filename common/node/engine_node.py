@@ -25,7 +25,7 @@ from pdserve.common.node.adapters import AdaptersService, NodeAdapters
 from pdserve.common.node.balance import choose_replica
 from pdserve.common.node.kv_events_service import KVEventsService
 from pdserve.common.node.load import export, node_load, num_blocks, unhealthy_reasons
-from pdserve.common.node.model_facts import ModelFacts, check_job
+from pdserve.common.node.model_facts import ModelFacts, check_job, told
 from pdserve.common.node.ranks import Ranks, start_replicas, stop_ranks
 from pdserve.common.node.replica import Call, Replica, S, T
 from pdserve.common.node.server import NodeServer
@@ -369,7 +369,7 @@ class EngineNode(ABC, Generic[S, T]):
             address=self.address,
             model=self.facts.name,
             fingerprint=self.transfer_setup.fingerprint,
-            fingerprint_parts=self.kv_identity,
+            fingerprint_parts={name: told(part) for name, part in self.kv_identity.items()},
             kv_connectors=self.transfer_setup.connectors,
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import fit_context
 
 logger = logging.getLogger(__name__)
+
+MOST_TOLD = 256  # characters of a part of the identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,15 @@ class ModelFacts:
             "layers": str(self.spec.num_layers),
             "kv_groups": "; ".join(map(str, self.spec.kv_groups)),
         }
+
+
+def told(part: str) -> str:
+    """Returns a part of `kv_identity` as routers are told of it: they accept no longer one. A long
+    one ends in its hash, so that unequal parts stay unequal."""
+    if len(part) <= MOST_TOLD:
+        return part
+    digest = hashlib.blake2b(part.encode(), digest_size=8).hexdigest()
+    return f"{part[: MOST_TOLD - len(digest) - 2]}… {digest}"
 
 
 def _check_state(spec: ModelSpec, engine: EngineConfig) -> None:

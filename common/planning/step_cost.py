@@ -18,7 +18,14 @@ from pdserve.common.planning.footprint import DTYPE_BYTES, Footprint, Matrix
 STATE_FLOPS = 7
 """FLOPs per token and state element of a gated delta net: the decay, two products with the key and
 one with the query."""
-_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # first matrix → fused matrix
+_NAMES = {  # first matrix → part of a step
+    "q_proj": "qkv_proj",
+    "q_a_proj": "qkv_proj",
+    "q_b_proj": "qkv_proj",
+    "kv_a_proj_with_mqa": "qkv_proj",
+    "kv_b_proj": "attention",
+    "gate_proj": "gate_up_proj",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class StepCost:
         }
         if self._num_sparse:
             found["experts"] = self._experts(shape)
-        found["attention"] = self._attention(shape)
+        found["attention"] = found.get("attention", Cost()) + self._attention(shape)
         written = shape.tokens * self.footprint.kv_per_token(self.stage)
         found["KV write"] = Cost(bytes=written + self._states_written(shape))
         if self.stage.first:
@@ -102,11 +109,18 @@ class StepCost:
 
     def _attention(self, shape: StepShape) -> Cost:
         """Returns the cost of two products (scores, weighted sum) per query-key pair and query
-        head."""
+        head. Latents take the cheaper way: queries are absorbed, or the keys and values of earlier
+        tokens are computed."""
         spec, footprint = self.footprint.spec, self.footprint
         latent, heads = spec.latent, spec.num_heads // footprint.tp
-        sizes = 2 * spec.head_dim if latent is None else latent.key_dim + latent.value_dim
         total = Cost()
+        if latent is not None:
+            up = latent.kv_rank * (latent.nope_dim + latent.value_dim)
+            absorbed = shape.pairs * (latent.size + latent.kv_rank)
+            computed = shape.pairs * (latent.key_dim + latent.value_dim) + shape.cached * up
+            layers = self.stage.end - self.stage.start
+            total = Cost(2.0 * heads * layers * min(absorbed, computed))
+        sizes = 2 * spec.head_dim if latent is None else 0
         for group, kv in zip(spec.kv_groups, footprint.kv_of_blocks(self.stage, 1), strict=True):
             start, end = group.layers_between(self.stage.start, self.stage.end)
             cached, pairs = shape.cached, shape.pairs

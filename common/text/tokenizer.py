@@ -92,17 +92,40 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join(template.values())
 
     def use_chat_template(self, template: str) -> None:
-        """Replaces the checkpoint's template; call it before threads share this object.
+        """Replaces the checkpoint's template; call it before threads share this object."""
+        self._hf.chat_template = template
+
+    def check_chat_template(self) -> str:
+        """Renders a message with the template, or with each of several by name. Returns why the
+        default one failed, which may be intended.
 
         Raises:
-            ConfigError: the template has a syntax error.
+            ConfigError: a template has a syntax error.
         """
-        self._hf.chat_template = template
-        try:
-            self.render_chat_template([{"role": "user", "content": "a"}])
-        except InvalidRequest as error:
-            if isinstance(error.__cause__, TemplateSyntaxError):
-                raise ConfigError(f"--chat-template: {error.__cause__}") from error
+        given = self._hf.chat_template or {}
+        named = given if isinstance(given, dict) else {"default": given}
+        failures = {name: self._failure(template) for name, template in named.items()}
+        return failures.get("default", "")
+
+    def _failure(self, template: str) -> str:
+        """Returns why a template fails for a short message, as text and in parts; "" if not."""
+        failure = ""
+        for content in ("a", [{"type": "text", "text": "a"}]):
+            message = {"role": "user", "content": content}
+            try:
+                self.render_chat_template([message], chat_template=template)
+            except InvalidRequest as error:
+                if isinstance(wrong := error.__cause__, TemplateSyntaxError):
+                    said = cut(wrong.message or "", _MAX_ERROR).rstrip(".")
+                    raise ConfigError(f"line {wrong.lineno}: {said}") from error
+                failure = failure or error.message
+            else:
+                return ""
+        return failure
+
+    def tokens_past(self, vocab_size: int) -> list[str]:
+        """Returns the tokens with ids that a vocabulary of this size does not have."""
+        return [each for each, number in self._backend.get_vocab().items() if number >= vocab_size]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Returns token ids. `add_special_tokens`: run the post-processor, which adds a BOS token

@@ -37,6 +37,13 @@ class Geometry:
         return Rect(0, self.layers, 0, self.heads)
 
 
+ONE_PLANE = {
+    "latents": Geometry(heads=1, head_dim=40, planes=1),
+    "states": Geometry(head_dim=96, block_size=1, planes=1),
+}
+"""Latents without heads, and recurrent states: a plane instead of keys and values."""
+
+
 class MemoryCache:
     """Puts one rank's cache into a memory file, so that one-sided connectors can map it."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import xxhash
 
 from pdserve.kv_transfer.blocks import gather
-from pdserve.kv_transfer.conformance.caches import FREE
+from pdserve.kv_transfer.conformance.caches import FREE, ONE_PLANE, Geometry
 from pdserve.kv_transfer.conformance.ends import LocalEnd
 from pdserve.kv_transfer.conformance.kit import GEOMETRY, Kit
 from pdserve.kv_transfer.conformance.nodes import Pair, runs_of, scattered, settle
@@ -19,6 +20,11 @@ from pdserve.kv_transfer.layout import Rect, rank_rects
 ID, OTHER = b"transfer-id-0001", b"transfer-id-0002"
 COUNTS = (5, 1, 14)
 SOURCE_IDS, SINK_IDS = scattered(sum(COUNTS), 256, 1), scattered(sum(COUNTS), 256, 2)
+
+
+every_geometry = pytest.mark.parametrize(
+    "geometry", [GEOMETRY, *ONE_PLANE.values()], ids=["keys and values", *ONE_PLANE]
+)
 
 
 def expected(end: LocalEnd, epoch: int, rect: Rect, run: BlockRun, ids: Sequence[int]) -> bytes:
@@ -46,11 +52,12 @@ def check_source(end: LocalEnd, digests: Sequence[RunDigest], runs: Sequence[Blo
         assert found == wanted, f"the digests for sink rank {place[0]} are of blocks {found}"
 
 
-def test_a_source_s_digests_are_of_its_blocks(kit: Kit) -> None:
+@every_geometry
+def test_a_source_s_digests_are_of_its_blocks(kit: Kit, geometry: Geometry) -> None:
     """Each run that `ready_hashed` announces, or each of its parts, has one, for one sink rank."""
     if not kit.capabilities.source_hashes:
         return
-    pair = kit.pair()
+    pair = kit.pair(geometry)
     assert pair.source.end.connector.hashes_as_it_sends, "the class declares `source_hashes`"
     pair.send(ID, SOURCE_IDS, SINK_IDS, COUNTS, hashed=True)
     check_source(pair.source.end, pair.wait_sent(ID)[0].digests, runs_of(COUNTS))
@@ -85,13 +92,14 @@ def test_runs_of_ready_have_no_digest(kit: Kit) -> None:
     check_source(pair.source.end, pair.wait_sent(ID)[0].digests, [second])
 
 
-def test_a_sink_s_digests_are_of_its_blocks(kit: Kit) -> None:
+@every_geometry
+def test_a_sink_s_digests_are_of_its_blocks(kit: Kit, geometry: Geometry) -> None:
     """`landed_digest` has, after Landed, the hash of what lies in the blocks of each run."""
     if not kit.capabilities.sink_writes:
         return
-    pair = kit.pair()
+    pair = kit.pair(geometry)
     pair.send(ID, SOURCE_IDS, SINK_IDS, COUNTS, digests=True)
-    end, whole = pair.sink.end, GEOMETRY.rect
+    end, whole = pair.sink.end, geometry.rect
     for run in runs_of(COUNTS):
         made = end.connector.landed_digest(ID, 1, whole, run)
         assert made is not None, f"no digest of {run}, though the class declares `sink_writes`"

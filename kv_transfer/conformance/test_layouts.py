@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.kv_transfer.conformance.caches import Geometry
+from pdserve.kv_transfer.conformance.caches import ONE_PLANE, Geometry
 from pdserve.kv_transfer.conformance.kit import Kit
 from pdserve.kv_transfer.conformance.nodes import Pair, scattered
 from pdserve.kv_transfer.layout import Rect, rank_rects
@@ -21,10 +21,6 @@ CASES = [
     if (heads == 4 and source_tp != sink_tp) or (heads == 2 and 4 in (source_tp, sink_tp))
 ]
 WHOLE = (0, LAYERS)
-ONE_PLANE = {
-    "latents": Geometry(layers=LAYERS, heads=1, head_dim=40, num_blocks=32, planes=1),
-    "states": Geometry(layers=LAYERS, heads=4, head_dim=96, block_size=1, num_blocks=32, planes=1),
-}
 PIPELINES = {
     "cut": ((WHOLE,), ((0, 1), (1, 4))),
     "joined": (((0, 3), (3, 4)), (WHOLE,)),

@@ -96,7 +96,7 @@ class OpenedCache(pull.PeerCache):
     def __init__(self, greeting: Greeting, storage: torch.UntypedStorage, view: CacheView) -> None:
         super().__init__(greeting)
         rect, ours = greeting.rect, view.cache
-        sizes = (rect.num_layers, 2, greeting.num_blocks, rect.num_heads)
+        sizes = (rect.num_layers, ours.shape[1], greeting.num_blocks, rect.num_heads)
         shape = torch.Size((*sizes, *ours.shape[4:]))
         end = (greeting.offset + shape.numel()) * ours.element_size()
         if min(*shape, 1 + greeting.offset) < 1 or end > storage.nbytes():

@@ -16,6 +16,7 @@ from typing import Any
 from pdserve.common.model import attention
 from pdserve.common.model.attention import SlotMapping
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.latent import LatentAttention
 from pdserve.common.model.layers import (
     MLP,
     ColumnParallelLinear,
@@ -53,9 +54,15 @@ PARTS: tuple[tuple[str, Owner, tuple[str, ...]], ...] = (
 )
 # The attention backend's methods, and the kernels that an instance holds. A kernel that applies
 # rotary embedding and writes KV in one call counts as KV write.
-METHODS = {"prepare": "inputs", "attend": "attention", "forward": "attention"}
+METHODS = {
+    "prepare": "inputs",
+    "attend": "attention",
+    "forward": "attention",
+    "attend_latents": "attention",
+}
 KERNELS = {"_rotate_and_cache": "KV write"}
-LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+LINEARS = {name: name for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
+OF_LATENTS = {"down_proj": "qkv_proj", "query_proj": "qkv_proj", "o_proj": "o_proj"}
 ORDER = (
     "inputs", "embedding", "norms", "qkv_proj", "rope", "KV write", "attention", "o_proj",
     "gate_up_proj", "activation", "down_proj", "experts", "residuals", "logits", "sampling", REST,
@@ -137,9 +144,9 @@ def _methods(cls: type) -> tuple[str, ...]:
 
 def _names_of_linears(model: CausalLM) -> dict[int, str]:
     return {
-        id(value): name
+        id(getattr(part, name)): shown
         for layer in model.layers
         for part in (layer.attention, layer.mlp)
-        for name, value in vars(part).items()
-        if name in LINEARS
+        for name, shown in (OF_LATENTS if isinstance(part, LatentAttention) else LINEARS).items()
+        if hasattr(part, name)
     }

@@ -174,7 +174,27 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: Outline | ModelSpec
     tokenizer = Tokenizer.from_folder(config.tokenizer or folder, config.tokenizer_mode)
     if config.chat_template is not None:
         tokenizer.use_chat_template(_load_template(config.chat_template))
+    _check_template(tokenizer, config)
+    if past := tokenizer.tokens_past(spec.vocab_size):
+        logger.warning(
+            "the model's vocabulary of %d lacks %d of the tokenizer's tokens, such as %r: prompts "
+            "with them are refused",
+            spec.vocab_size, len(past), past[0],
+        )  # fmt: skip
     return tokenizer
+
+
+def _check_template(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Logs a warning if the chat template fails. Raises ConfigError for a syntax error."""
+    own = "the checkpoint's chat template"
+    where = own if config.chat_template is None else "--chat-template"
+    try:
+        failed = tokenizer.check_chat_template()
+    except ConfigError as error:
+        cure = " (--chat-template replaces it)" if where == own else ""
+        raise ConfigError(f"{where}, {error.message}{cure}") from error
+    if failed:
+        logger.warning("%s refuses a message of a user, and chats may fail: %s", where, failed)
 
 
 def _load_template(given: str) -> str:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paths import MODELS
 from thinned import slow
-from warm import run_roles, shared
+from warm import WarmCluster, run_roles, shared
 
 FILE = "model.safetensors"
 NORM = "model.norm.weight"
@@ -46,6 +46,10 @@ def template_of_number(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", chat_template=5)
 
 
+def template_with(text: str) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "tokenizer_config.json", chat_template=text)
+
+
 def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -65,6 +69,12 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "bitsandbytes weights are not supported",
     ),
     "template": ("router", template_of_number, "its chat_template is no text"),
+    "syntax": (
+        "router",
+        template_with("{% for each in messages %}\n{{ each.content"),
+        "the checkpoint's chat template, line 2: unexpected end of template",
+    ),
+    "filter": ("router", template_with("{{ messages | shout }}"), "No filter named 'shout'"),
     "tokenizer": ("router", without_tokenizer, "tokenizer.json"),
 }
 
@@ -88,6 +98,29 @@ def test_a_checkpoint_that_cannot_be_served(name: str, impl: str, tmp_path: Path
     assert code == 2, log
     assert said in log.strip().splitlines()[-1]
     assert "Traceback" not in log
+
+
+def test_warnings_at_start(tmp_path: Path) -> None:
+    """A tokenizer with a token that the model does not have, and a template that fails for a
+    plain message: only requests with them are refused."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "llama-gqa", folder)
+    template_with("{{ messages.missing.name }}")(folder)
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    more = [*tokens, {**tokens[0], "id": 512, "content": "<image>"}]
+    edit_json(folder / "tokenizer.json", added_tokens=more)
+    with WarmCluster(folder) as cluster:
+        for said in (
+            "vocabulary of 512 lacks 1 of the tokenizer's tokens, such as '<image>'",
+            "chats may fail: the chat template failed: 'list object' has no attribute 'missing'",
+        ):
+            assert said in cluster.log()
+        assert cluster.post("/v1/completions", prompt="Once", max_tokens=1).status_code == 200
+        refused = cluster.post("/v1/completions", prompt="an <image>", max_tokens=1)
+        assert refused.status_code == 400 and "not in 0…511" in refused.text
+        chat = [{"role": "user", "content": "Once"}]
+        refused = cluster.post("/v1/chat/completions", messages=chat, max_tokens=1)
+        assert refused.status_code == 400 and "template failed" in refused.text
 
 
 def rope(**settings: object) -> Callable[[Path], None]:

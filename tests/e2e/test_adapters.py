@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def options(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cluster(folder: Path, options: dict[str, Any]) -> Iterator[WarmCluster]:
     router = {**options, "runtime_lora_dir": folder, "heartbeat_timeout": 30}
-    with WarmCluster(MODEL, router=router, **options) as made:
+    with WarmCluster(MODEL, 1, 0, router=router, **options) as made:
+        made.start_node("decode", async_scheduling="")
+        made.wait_nodes()
         yield made
 
 
@@ -218,13 +221,13 @@ def unload(cluster: WarmCluster, name: str) -> Any:
     return cluster.post("/v1/unload_lora_adapter", lora_name=name)
 
 
-def wait_for(cluster: WarmCluster, folder: Path, *names: str) -> None:
-    """Until all nodes that live have these."""
+def wait_for(cluster: WarmCluster, folder: Path, *names: str, role: str | None = None) -> None:
+    """Until all nodes that live, of this role if one is given, have these."""
     spec = ModelSpec.from_folder(MODEL)
     digests = {read_adapter(folder / name, spec, 16).digest for name in names}
 
     def have() -> bool:
-        nodes = [node for node in cluster.nodes() if node["state"] == "ready"]
+        nodes = [node for node in cluster.nodes(role) if node["state"] == "ready"]
         return all(digests <= set(node["adapters"]) for node in nodes)
 
     cluster.wait_for(have)
@@ -352,6 +355,37 @@ def test_an_adapter_of_no_numbers_fails_alone(cluster: WarmCluster, folder: Path
     assert [ask(cluster, *case) for case in cases] == answers
     assert unload(cluster, "nan").status_code == 200
     cluster.wait_idle()
+
+
+@pytest.mark.slow
+def test_steps_in_flight_keep_their_adapter(folder: Path) -> None:
+    """A node with room for one adapter, whose client leaves while two steps are in flight, takes
+    another adapter only after both."""
+    options = {"enable_lora": "", "max_loras": 1}
+    router = {**options, "runtime_lora_dir": folder, "heartbeat_timeout": 30}
+    (prompt, *_) = clear(folder, (None, "a", "b"))
+    with (
+        WarmCluster(MODEL, 1, 0, router=router, **options) as cluster,
+        ThreadPoolExecutor() as pool,
+    ):
+        cluster.start_held("decode", async_scheduling="")
+        cluster.wait_nodes()
+        for before, after in (("a", "b"), ("b", "a")):
+            assert load(cluster, before, before).status_code == 200
+            with cluster.standing_still("decode", steps=5):
+                body = {"model": before, "max_tokens": 200, "ignore_eos": True}
+                stream = cluster.stream(list(prompt), **body)
+                assert text_of(islice(stream, 4))
+                stream.close()
+                assert unload(cluster, before).status_code == 200
+                loaded = pool.submit(load, cluster, after, after)
+                wait_for(cluster, folder, after, role="prefill")
+            assert loaded.result().status_code == 200
+            wait_for(cluster, folder, after)
+            assert ask(cluster, after, prompt) == expected(folder, after, prompt)
+            assert unload(cluster, after).status_code == 200
+        cluster.wait_idle()
+        assert "ADAPTER_NOT_LOADED" not in cluster.log()
 
 
 # ---- at the start ----

@@ -57,7 +57,7 @@ def test_a_hand_over_by_tcp(name: str, tmp_path: Path) -> None:
     best = logits[PROMPT - 1 : -1].topk(2).values
     sure = (best[:, 0] - best[:, 1] > CLOSE).tolist()
     count = sure.index(False) if False in sure else TOKENS
-    with WarmCluster(tmp_path, kv_connector="tcp") as cluster:
+    with WarmCluster(tmp_path, kv_connector="tcp", max_model_len="auto") as cluster:
         asked = {**IDS, "max_tokens": TOKENS, "prompt_logprobs": 0}
         (choice,) = cluster.complete(prompt, **asked)["choices"]
     assert ids_of(choice)[:count] == expected[:count]

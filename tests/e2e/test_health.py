@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import reference
 from cluster import node_metrics, text_of
+from thinned import slow
 from warm import WarmCluster, ranks_of, slowness, suspended
 
 MODEL = "mistral"
@@ -55,11 +56,12 @@ def complete(cluster: WarmCluster) -> str:
     return str(answer["choices"][0]["text"])
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[WarmCluster]:
+@pytest.fixture(scope="module", params=[{}, slow({"async_scheduling": ""})], ids=str)
+def cluster(request: pytest.FixtureRequest) -> Iterator[WarmCluster]:
     options = {"router": {"heartbeat_timeout": 30}, "kv_lease": 30}  # longer than it stands still
     with WarmCluster(MODEL, 1, 0, **options) as cluster:
-        cluster.start_node("decode", tensor_parallel_size=2, engine_stall_timeout=STALL)
+        stall = {"engine_stall_timeout": STALL, **request.param}
+        cluster.start_node("decode", tensor_parallel_size=2, **stall)
         cluster.wait_nodes()
         yield cluster
 

@@ -139,7 +139,7 @@ def kv_bytes(model: Path, length: int, ranks: int = 1) -> int:
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        ("qwen3", TP1, TP1),
+        ("qwen3", TP2, TP1),
         slow("deepseek", TP1, TP1),
         slow("mistral", TP1, TP1),
         slow("gemma3", PP2, TP2),

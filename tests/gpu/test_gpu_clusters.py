@@ -15,6 +15,8 @@ import torch
 import reference
 from cluster import Cluster
 from exact import NUM_TOKENS, Asker, check_exact, prompts
+from tiny_engine import some_tokens
+from windowed import make_windowed
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -31,6 +33,20 @@ def options(**more: Any) -> dict[str, Any]:
 def test_float32_is_exact(model: str, connector: str) -> None:
     with Cluster(model, **options(dtype="float32", kv_connector=connector)) as cluster:
         check_exact(cluster, prompts(cluster.model), range(0, 16, 3))
+
+
+@pytest.mark.parametrize("connector", ["tcp", "cuda_ipc"])
+@pytest.mark.parametrize("model", ["qwen3", "deepseek", "qwen3-next"])
+def test_windows_latents_and_states(model: str, connector: str, tmp_path: Path) -> None:
+    folder = make_windowed(model, tmp_path)
+    flags = options(dtype="float32", kv_connector=connector, max_model_len=1024)
+    with Cluster(folder, **flags) as cluster:
+        asker = Asker(cluster)
+        for length in (30, 150, 300):
+            prompt = tuple(some_tokens(length, seed=length))
+            assert tuple(asker.ids(prompt)) == reference.greedy(folder, prompt, NUM_TOKENS)
+        asker.close()
+        cluster.wait_idle()
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,13 @@ class Geometry:
     head_dim: int = HEAD_DIM
     num_blocks: int = 16
     dtype: torch.dtype = torch.float32
+    planes: int = 2
 
     def shape(self, rect: Rect) -> tuple[int, ...]:
         layers = rect.layer_end - rect.layer_start
         heads = rect.head_end - rect.head_start
-        return (layers, 2, self.num_blocks, heads, self.block_size, self.head_dim)
+        sizes = (self.num_blocks, heads, self.block_size, self.head_dim)
+        return (layers, self.planes, *sizes)
 
     def cache_shape(self, rect: Rect) -> CacheShape:
         return CacheShape(
@@ -81,6 +83,7 @@ class Geometry:
             self.block_size,
             self.head_dim,
             str(self.dtype).removeprefix("torch."),
+            planes=self.planes,
         )
 
 

@@ -211,13 +211,14 @@ THROUGH_TRANSFORMERS = {
 }
 
 
+FAMILIES = CONFIGS | LATENTS | INDEXED | STATES | THROUGH_TRANSFORMERS
+
+
 def make_windowed(name: str, folder: Path) -> Path:
     """Writes a model of one of the tables above in float32, with the tokenizer of the tiny ones."""
     torch.manual_seed(1)
     with torch.inference_mode(False), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(
-            (CONFIGS | LATENTS | INDEXED | STATES | THROUGH_TRANSFORMERS)[name], dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
         model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / "qwen3" / file, folder)

@@ -32,7 +32,13 @@ SHM, TCP = "reread:RereadShm", "reread:RereadTCP"
 CONNECTORS = (SHM, TCP, "nccl", f"{SHM},tcp", CPU_IPC, FAKE)
 FAULTS_IN_PLACE = min(18_000, 360 * EXAMPLES)  # for each connector
 GEOMETRY = Geometry(layers=2, num_blocks=320)
-LAYOUTS = ((1, 1), (2, 1), (1, 2))  # ranks of the source and of the sink
+STATES = replace(GEOMETRY, planes=1, block_size=1, head_dim=50)
+LATENTS = replace(GEOMETRY, planes=1, heads=1, head_dim=40)
+CASES = (
+    (GEOMETRY, (1, 1)), (GEOMETRY, (2, 1)), (GEOMETRY, (1, 2)),
+    (STATES, (2, 1)), (LATENTS, (1, 2)),
+)  # fmt: skip
+"""A cache, and the ranks of the source and of the sink."""
 
 
 reply_of = msgspec.msgpack.Decoder(Reply).decode
@@ -44,10 +50,12 @@ def forget_cpu_ipc() -> Iterator[None]:
     CpuIpcConnector.shared.clear()
 
 
-def faulty_pair(connector: str, tp: tuple[int, int] = (1, 1), **options: Any) -> Any:
+def faulty_pair(
+    connector: str, tp: tuple[int, int] = (1, 1), geometry: Geometry = GEOMETRY, **options: Any
+) -> Any:
     """Its caches are full: stale blocks are not empty ones."""
     faults: dict[str, Any] | None = {} if connector == FAKE else None
-    return pair(connector, *tp, geometry=GEOMETRY, faults=faults, **options)
+    return pair(connector, *tp, geometry=geometry, faults=faults, **options)
 
 
 def view_of(node: FakeNode, rank: int) -> CacheView:
@@ -65,7 +73,7 @@ class Transfer:
             self.runs.append(BlockRun(first, min(rng.randint(1, 4), num_blocks - first)))
 
     async def reserve(self, made: Pair) -> Ticket:
-        tokens = len(self.sink_ids) * GEOMETRY.block_size
+        tokens = len(self.sink_ids) * made.sink_node.geometry.block_size
         return await made.reserve(tokens, 0, self.sink_ids, made.note_sink_free)
 
     async def hand_off(self, made: Pair, ticket: Ticket) -> None:
@@ -141,17 +149,18 @@ class Trials:
 
 @pytest.mark.parametrize("connector", only(CONNECTORS, (TCP, CPU_IPC)))
 async def test_every_fault_in_place_is_found(connector: str) -> None:
+    """In keys and values, in states and in latents."""
     rng = random.Random(0)
     found: Counter[str] = Counter()
-    for tp in LAYOUTS:
-        async with faulty_pair(connector, tp, lease_s=60.0) as made:
+    for geometry, tp in CASES:
+        async with faulty_pair(connector, tp, geometry, lease_s=60.0) as made:
             full = made.source_node.fill_random()
             made.sink_node.fill_random(seed=1)
             blocks = range(GEOMETRY.num_blocks)
             earlier = Transfer(rng, 40, blocks[:40])
             await earlier.hand_off(made, await earlier.reserve(made))
             transfer = Transfer(rng, 250, blocks[40:])
-            trials = Trials(made, rng, transfer, FAULTS_IN_PLACE // len(LAYOUTS))
+            trials = Trials(made, rng, transfer, FAULTS_IN_PLACE // len(CASES))
             await transfer.hand_off(made, await transfer.reserve(made))
             transfer.check(made, full, trials.before)
             found += trials.kinds

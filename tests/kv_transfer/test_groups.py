@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from kv_fakes import FINGERPRINT, FakeSinkClient, Geometry, shared_cache
+from connected_ranks import ConnectedRanks, make_sink, make_source
+from kv_fakes import Geometry
 from pdserve.common.core.errors import TransferError
-from pdserve.common.worker.kv_cache import GroupCache
-from pdserve.kv_transfer.commands import Verify, decode_command, decode_endpoints, encode_command
+from pdserve.common.worker.kv_cache import KVCache
+from pdserve.kv_transfer.commands import Verify, decode_command, encode_command
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.recv_transfer import GroupBlocks
-from pdserve.kv_transfer.control.sink import KVSink
-from pdserve.kv_transfer.control.source import KVSource, SendTransfer
-from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
-from pdserve.kv_transfer.layout import Rect, Share
-from pdserve.kv_transfer.rank.worker_connector import WorkerConnector, build_worker_connector
-from pdserve.kv_transfer.selection import RankConfig
+from pdserve.kv_transfer.control.source import SendTransfer
+from pdserve.kv_transfer.control.ticket import Ticket
+from pdserve.kv_transfer.layout import Rect
 from transfers import awake_time
 
 # A group with all tokens, one of a window with other head sizes, and one of states, with one slot a
@@ -51,45 +47,16 @@ SOURCE_IDS = (
 SINK_IDS = (GroupBlocks(1, (3, 11, 0, 7)), GroupBlocks(3, (2, 6)), GroupBlocks(3, (1, 3)))
 
 
-class Node:
-    """The ranks of one node. `ranks`: the rectangle of each group in each rank."""
-
-    def __init__(self, connector: str, ranks: Sequence[Sequence[Rect]], source: bool) -> None:
-        self.on_event: Any = None
-        self.caches: list[list[torch.Tensor]] = []
-        self.ranks: list[WorkerConnector] = []
-        self._fds: list[int] = []
-        loop = asyncio.get_running_loop()
-        config = msgspec.msgpack.encode(RankConfig({connector: {}}, FINGERPRINT, source=source))
-        for number, rects in enumerate(ranks):
-            shapes = [each.shape(rect) for each, rect in zip(GEOMETRIES, rects, strict=True)]
-            counts = [torch.Size(shape).numel() for shape in shapes]
-            memory, fd = shared_cache((sum(counts),), torch.float32)
-            tensors = [
-                part.view(shape) for part, shape in zip(memory.split(counts), shapes, strict=True)
-            ]
-            caches = [
-                GroupCache(tensor, geometry.cache_shape(rect), 4 * sum(counts[:group]))
-                for group, (tensor, geometry, rect) in enumerate(
-                    zip(tensors, GEOMETRIES, rects, strict=True)
-                )
-            ]
-
-            def emit(message: bytes, number: int = number) -> None:
-                loop.call_soon_threadsafe(self.on_event, number, message)
-
-            self._fds.append(fd)
-            self.caches.append(tensors)
-            self.ranks.append(build_worker_connector(caches, fd, number, "127.0.0.1", config, emit))
-
-    async def call(self, rank: int, message: bytes) -> bytes:
-        return await asyncio.to_thread(self.ranks[rank].handle, message)
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close(5.0)
-        for fd in self._fds:
-            os.close(fd)
+def node(connector: str, ranks: Sequence[Sequence[Rect]], source: bool) -> ConnectedRanks:
+    """Returns a node. `ranks`: the rectangle of each group in each rank."""
+    caches = [
+        KVCache.allocate(
+            [each.cache_shape(rect) for each, rect in zip(GEOMETRIES, rects, strict=True)],
+            torch.device("cpu"),
+        )
+        for rects in ranks
+    ]
+    return ConnectedRanks(connector, caches, source)
 
 
 class Handover:
@@ -98,28 +65,10 @@ class Handover:
     def __init__(self, connector: str, sources: Any, sinks: Any) -> None:
         self.freed = 0
         self.rects = sinks
-        self.source_node, self.sink_node = (
-            Node(connector, sources, source=True),
-            Node(connector, sinks, source=False),
-        )
-        common: Any = {"fingerprint": FINGERPRINT, "block_size": 4, "lease_s": 60.0}
-        endpoints = [
-            RankEndpoint(number, sinks[number][group], endpoint, group)
-            for number, rank in enumerate(self.sink_node.ranks)
-            for group, endpoint in decode_endpoints(rank.info()).items()
-        ]
-        self.sink = KVSink(endpoints, address="test:0", call=self.sink_node.call, **common)
-        shares = [
-            Share(number, rect, group)
-            for number, rects in enumerate(sources)
-            for group, rect in enumerate(rects)
-            if rect.area
-        ]
-        self.source = KVSource(
-            shares, call=self.source_node.call, sink=FakeSinkClient(self.sink), **common
-        )
-        self.source_node.on_event = self.source.on_event
-        self.sink_node.on_event = self.sink.on_event
+        self.source_node = node(connector, sources, source=True)
+        self.sink_node = node(connector, sinks, source=False)
+        self.sink = make_sink(self.sink_node, 4)
+        self.source = make_source(self.source_node, self.sink, 4)
         generator = torch.Generator().manual_seed(1)
         self.models = []
         for group, geometry in enumerate(GEOMETRIES):
@@ -127,7 +76,7 @@ class Handover:
             full = torch.randn(geometry.shape(whole), generator=generator)
             self.models.append(full)
             for number, rects in enumerate(sources):
-                self.source_node.caches[number][group].copy_(part(full, rects[group]))
+                self.source_node.caches[number].tensors[group].copy_(part(full, rects[group]))
 
     async def begin(self) -> tuple[Ticket, SendTransfer, asyncio.Future[Any]]:
         ticket, arrival = await self.sink.reserve(TOKENS, SINK_IDS, self._free)
@@ -138,7 +87,7 @@ class Handover:
 
     def assert_landed(self) -> None:
         for rects, caches in zip(self.rects, self.sink_node.caches, strict=True):
-            for group, cache in enumerate(caches):
+            for group, cache in enumerate(caches.tensors):
                 wanted = SINK_IDS[group]
                 expected = torch.zeros_like(cache)
                 sent = list(SOURCE_IDS[group][wanted.first :])
@@ -198,7 +147,7 @@ async def test_a_damaged_block_of_the_window_is_sent_again() -> None:
             group, command = decode_command(message)
             if isinstance(command, Verify) and group == 1 and not spoilt:
                 spoilt.append(rank)
-                made.sink_node.caches[rank][1][0, 0, 2].view(torch.uint8)[0, 0, 0] ^= 1
+                made.sink_node.caches[rank].tensors[1][0, 0, 2].view(torch.uint8)[0, 0, 0] ^= 1
             return await call(rank, message)
 
         made.sink.ranks.call = spoil

@@ -150,8 +150,8 @@ def test_copied_blocks_are_those_and_no_others(
     """From a rank with other heads and another number of blocks; some adjacent on both sides."""
     use_compiled_code(compiled, monkeypatch)
     source, target = (
-        BlockLayout(Rect(2, 6, 4, 8), num_blocks + 3, 26),
-        BlockLayout(rect, num_blocks, 26),
+        BlockLayout(Rect(2, 6, 4, 8), num_blocks + 3, 26, 2),
+        BlockLayout(rect, num_blocks, 26, 2),
     )
     rng = np.random.default_rng(1)
     data = [rng.integers(0, 255, each.nbytes, np.uint8) for each in (target, source)]

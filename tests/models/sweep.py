@@ -78,6 +78,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.2,
+    "init_std": 0.2,  # BART and others
     "is_decoder": True,  # BERT and others
 }
 
@@ -284,7 +285,7 @@ def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
             found = logits(folder, spec, tokens)
         except ConfigError as error:
             return _refused(error, folder)
-        if why := _difference(found, expected):
+        if why := difference(found, expected):
             return {"result": "differs", "why": why}
         exact = []
         for what, check in WAYS.items() if spec.impl != "native" and split else ():
@@ -310,16 +311,16 @@ def compare(kind: Any, model_class: Any, split: bool) -> dict[str, Any]:
 
 
 def _two_ranks(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
-    return _difference(logits(folder, spec, tokens, tp=2), _right(reference, tokens))
+    return difference(logits(folder, spec, tokens, tp=2), _right(reference, tokens))
 
 
 def _two_stages(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
-    return _difference(logits(folder, spec, tokens, pp=2), _right(reference, tokens))
+    return difference(logits(folder, spec, tokens, pp=2), _right(reference, tokens))
 
 
 def _spread(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
     spec.validate_expert_parallel(2, 2)
-    return _difference(logits(folder, spec, tokens, tp=2, spread=True), _right(reference, tokens))
+    return difference(logits(folder, spec, tokens, tp=2, spread=True), _right(reference, tokens))
 
 
 def _with_adapter(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
@@ -343,12 +344,12 @@ def _with_adapter(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     found = logits(folder, spec, tokens, adapter=adapter)
-    return _difference(found, _right(changed, tokens))
+    return difference(found, _right(changed, tokens))
 
 
 def _rounded(folder: Path, spec: Any, tokens: Any, reference: Any) -> str:
     found = logits(folder, spec, tokens, quantization="int8")
-    return _difference(found, _right(rounded_model(reference, spec), tokens))
+    return difference(found, _right(rounded_model(reference, spec), tokens))
 
 
 WAYS = {
@@ -529,7 +530,9 @@ def greedy(reference: Any, count: int = 16) -> tuple[Any, Any]:
         return tokens, reference(tokens[None], use_cache=False).logits[0]
 
 
-def _difference(found: Any, expected: Any) -> str:
+def difference(found: Any, expected: Any) -> str:
+    """Returns how log-probabilities or greedy tokens after the prompt differ; empty if they do
+    not."""
     off = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
     if not off < 1e-3:
         return f"log-probabilities differ by {off:.2g}"

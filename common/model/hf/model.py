@@ -80,7 +80,7 @@ class TransformersModel(Decoder):
         if kv.state:
             return DeltaBackend(sharding.kernels)
         if kv.planes == 1:
-            return IndexBackend(self._shape(kv), self.device, self.dtype)
+            return IndexBackend(self._shape(kv), self.device, self.dtype, sharding.kernels)
         return self._styled(kv)
 
     def record(self) -> None:

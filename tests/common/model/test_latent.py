@@ -18,11 +18,14 @@ from transformers import (
 )
 
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.latent_spec import LatentSpec
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.model.latent import LatentBackend
+from pdserve.common.model.attention import AttentionBatch, AttentionShape
+from pdserve.common.model.device import choose_kernels
+from pdserve.common.model.latent import LatentBackend, UpProjection
 from pdserve.common.model.stages import Stage
 from pdserve.common.planning.footprint import Footprint
-from tiny_engine import load, new_cache, some_tokens, step
+from tiny_engine import BLOCK_SIZE, load, new_cache, some_tokens, step
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -87,12 +90,13 @@ def save(config: Any, folder: Path) -> Any:
     return model
 
 
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(name: str, kernels: str, tmp_path: Path) -> None:
     """A prompt at once, then in a chunk after a context and tokens one by one."""
     tokens = some_tokens(40, vocab=101)
     expected = save(CONFIGS[name], tmp_path)(torch.tensor([tokens])).logits[0]
-    model, table = load(tmp_path), [4, 2, 6]
+    model, table = load(tmp_path, kernels=kernels), [4, 2, 6]
     logits = step(model, new_cache(model), [(tokens, 0, table)])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     cache = new_cache(model)
@@ -117,6 +121,37 @@ def test_many_queries_with_keys_or_absorbed(
     first = step(model, cache, [(tokens[:20], 0, [4, 2, 6])])
     second = step(model, cache, [(tokens[20:], 20, [4, 2, 6])])
     torch.testing.assert_close(torch.cat((first, second)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_decodes_read_latents_in_place(dtype: torch.dtype) -> None:
+    """Decodes beside a prompt, over contexts around the kernel's tiles and parts, equal torch's."""
+    lengths, heads, device = [1, 16, 17, 64, 65, 512, 513, 900], 4, torch.device("cpu")
+    spec = LatentSpec(None, 32, 16, 8, 12, False, 0.2)
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    blocks = iter(torch.randperm(200, generator=generator).tolist())
+    tables = [[next(blocks) for _ in range(-(-length // BLOCK_SIZE))] for length in [*lengths, 5]]
+    starts = [length - 1 for length in lengths]
+    batch = AttentionBatch([*[1] * len(lengths), 5], [*starts, 0], tables, BLOCK_SIZE)
+    count = len(lengths) + 5
+    inputs = some(count, heads, 16), some(count, heads, 8), some(count, 1, spec.size)
+    up = UpProjection(spec, some(heads, 16 + 12, 32))
+    cache = some(1, 1, 200, 1, BLOCK_SIZE, spec.size)
+    found = []
+    for kernels in (choose_kernels("torch", device), choose_kernels("native", device)):
+        backend = LatentBackend(AttentionShape(heads, 1, spec.size), device, dtype, kernels)
+        context = backend.prepare(batch)
+        assert (context.in_place is None) == (kernels.name == "torch")
+        copy = cache.clone()
+        found.append((backend.attend_latents(0, *inputs, up, copy, context), copy))
+    (expected, written), (out, written_too) = found
+    assert torch.equal(written, written_too)
+    near = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(out, expected, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

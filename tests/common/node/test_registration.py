@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,8 +15,10 @@ from typing import Any
 import grpc
 import pytest
 
+from paths import MODELS
 from pdserve.cli import certs
-from pdserve.common.config.node import NodeConfig
+from pdserve.common.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from pdserve.common.config.node import NodeConfig, WorkerNodeConfig
 from pdserve.common.config.shared import AuthConfig, TLSConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.node import registration
@@ -23,6 +26,8 @@ from pdserve.common.node.registration import Registrations, several
 from pdserve.common.rpc.channels import Channels, Credentials
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
+from pdserve.decode_node.node import DecodeNode
+from pdserve.router.cluster.registry_service import check_shape
 from waiting import eventually
 
 # Seconds that a router may take to answer: where one hangs, and where all are there.
@@ -288,3 +293,22 @@ def test_several_addresses_of_one_family_are_several_routers(
 def test_routers_that_cannot_be(given: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         NodeConfig(router=given)
+
+
+async def test_routers_accept_models_of_many_layers(tmp_path: Path) -> None:
+    """The description of their KV groups is longer than a router takes, and is cut such that
+    models with other layers still differ."""
+    found = []
+    for layers in (64, 80, 81):
+        config = json.loads((MODELS / "qwen2" / "config.json").read_text())
+        windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 8}
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, **windows, "num_hidden_layers": layers, "layer_types": None})
+        )
+        model = ModelConfig(model=str(tmp_path), load_format="dummy")
+        engine = EngineConfig(model=model, parallel=ParallelConfig(device="cpu"))
+        made = DecodeNode(WorkerNodeConfig(node=NodeConfig(router="127.0.0.1:9"), engine=engine))
+        made.address = "127.0.0.1:9"
+        check_shape(info := made._info())
+        found.append(info.fingerprint_parts["kv_groups"])
+    assert len({*found}) == len(found)

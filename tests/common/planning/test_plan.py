@@ -46,7 +46,7 @@ from pdserve.common.worker.runner import ModelRunner, num_dummy_blocks
 from pdserve.common.worker.worker import WorkerConfig, worker_specs
 from thinned import slow
 from tiny_engine import single_threaded_inference
-from windowed import make_windowed
+from windowed import FAMILIES, make_windowed
 
 MODELS = ROOT / "tests" / "models"
 NAMES = ("llama-gqa", "mistral", "qwen2", "qwen3")
@@ -405,6 +405,24 @@ async def test_groups_are_those_of_a_node(
         cells[0]: cells[1] for cells in map(cells_of, capsys.readouterr().out.splitlines()) if cells
     }
     assert rows["windows of 24 tokens"].startswith("64 blocks × 2 layers")
+
+
+@pytest.mark.parametrize(
+    "name", [slow(name) for name in FAMILIES if name != "gpt-oss"] + ["gpt-oss"]
+)
+async def test_bytes_are_those_of_a_node_of_each_family(name: str, tmp_path: Path) -> None:
+    """Weights as loaded, and the bytes and number of each KV group's blocks."""
+    folder = make_windowed(name, tmp_path)
+    options = {"max_model_len": 512, "kv_cache_memory": "8MiB", "dtype": "float32"}
+    config = PlanConfig(model=str(folder), gpu_memory="4GiB", **options)
+    planned = plan(config)[1].rank
+    node = setup(config, read_spec(folder, "auto", {}), "decode")
+    (rank,) = await start_node(node.engine, 512)
+    assert planned.weights == rank.weights_bytes
+    assert [(group.block_bytes, group.num_blocks) for group in planned.groups] == [
+        (kv_cache.cache_bytes(kv_cache.resized(cache, 1)), cache.num_blocks)
+        for cache in rank.caches
+    ]
 
 
 async def test_states_alone_are_counted_in_sequences(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import YoutuConfig
 
 from paths import ROOT
 from pdserve.common.core.kv_groups import STATE_WINDOW, LayerKV
@@ -19,6 +20,20 @@ from tiny_engine import load, new_cache, single_threaded_inference, some_tokens,
 
 MODELS = ROOT / "tests" / "models"
 DENSE = ("llama-gqa", "qwen2", "qwen3")
+LATENTS = YoutuConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    vocab_size=101,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    architectures=["YoutuForCausalLM"],
+).to_dict()
 
 
 def cost_of(name: str, **footprint: int) -> StepCost:
@@ -51,6 +66,18 @@ def test_attention_multiplies_each_pair_twice_in_each_head() -> None:
     assert cost_of("llama-gqa").parts(shape)["attention"].flops == pairs * (
         counter.get_total_flops()
     )
+
+
+def test_latents_are_attended_to_the_cheaper_way() -> None:
+    """A decode absorbs its query; a prompt computes keys and values. Either costs each token one
+    product with the up-projection."""
+    spec, heads, layers = ModelSpec.from_config(LATENTS), 4, 3
+    cost, up = StepCost.whole(Footprint(spec, "float32")), 2 * 32 * (16 + 12)
+    decode = cost.parts(StepShape.of([(99, 1)], sampled=0))["attention"]
+    assert decode.flops == heads * layers * (up + 2 * 100 * (32 + 8 + 32))
+    assert decode.bytes == layers * 4 * (heads * up // 2 + 99 * (32 + 8))
+    prompt = cost.parts(StepShape.of([(0, 100)], sampled=0))["attention"]
+    assert prompt.flops == heads * layers * (100 * up + 2 * 5050 * (16 + 8 + 12))
 
 
 @pytest.mark.parametrize("window", [1, 4, 11, 1000])
