@@ -150,7 +150,7 @@ _KIND_NAMES = {
 
 def options(config: Any) -> Iterator[Option]:
     """Yields the leaf options of `config` in written order; its values are the defaults."""
-    cls = type(config)
+    cls = config.__class__
     kinds = _kinds(cls)
     group = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
     for item in fields(config):
