@@ -32,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.plots import lines
 from pdserve.common.core.errors import Overloaded
 from pdserve.common.engine.fair_queue import share_budget
 from pdserve.router.requests.admission import Admission, Ask
@@ -296,19 +297,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
-    from matplotlib.figure import Figure
-
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure = Figure(figsize=(4.5 * len(traces), 3.5), layout="constrained")
-    for trace, axes in zip(traces, figure.subplots(1, len(traces), squeeze=False)[0], strict=True):
-        for way in WAYS:
-            own = [row for row in rows if row["trace"] == trace and row["way"] == way]
-            axes.plot([r["load"] for r in own], [r["goodput"] for r in own], "o-", label=way)
-        axes.set(title=trace, xlabel="load over capacity", ylim=(0, None))
-    figure.axes[0].set_ylabel("good answers per second")
-    figure.axes[0].legend()
-    figure.savefig(path, dpi=120)
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        points = panels.setdefault(row["trace"], {}).setdefault(row["way"], [])
+        points.append((row["load"], row["goodput"]))
+    lines(path, panels, "load over capacity", "good answers per second")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -325,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--slo-ttft", type=float, default=2.0)
     add("--slo-itl", type=float, default=0.05)
     add("--json", help="file for the rows")
-    add("--plot", help="file for a picture")
+    add("--plot", type=Path, help="file for a picture")
     args = parser.parse_args(argv)
     loads = [float(word) for word in args.loads.split(",")]
     rows: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """Measures the goodput of a real cluster beyond its capacity, with the default limits and with
 --slo-ttft.
 
-    python benchmarks/bench_admission_live.py [--requests 60] [--rounds 2] [--json FILE]
+    python benchmarks/bench_admission_live.py [--rounds 2] [--json FILE] [--plot FILE]
 
 Each policy has a cluster of one prefill and one decode node of a tiny model. Eight API keys send
 different prompts with a trace's lengths divided by `TOKENS`. Before each round four clients measure
@@ -11,6 +11,8 @@ at the same times, in turns, so that other load on this machine affects both.
 --slo-ttft is `PATIENCE` times the TTFT of a mean prompt at the start. An answer is good if its TTFT
 is within it, or within twice its prompt's time alone, if that is longer. A request starves if it
 gets neither a first token nor a refusal within --queue-timeout.
+
+`simulated`: the same prompts on `pdserve simulate`'s virtual clock, with the measured capacity.
 """
 
 from __future__ import annotations
@@ -37,16 +39,25 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_admission import KEYS, QUEUE_TIMEOUT  # noqa: E402
 from benchmarks.bench_placement import TRACES  # noqa: E402
-from benchmarks.bench_placement_live import OPTIONS, VOCABULARY  # noqa: E402
+from benchmarks.bench_placement_live import ANSWER, OPTIONS, SIZE, STEP_S, VOCABULARY  # noqa: E402
 from benchmarks.fleet import Fleet  # noqa: E402
+from benchmarks.plots import lines  # noqa: E402
+from pdserve.common.config.engine import SchedulerConfig  # noqa: E402
+from pdserve.common.config.router import RoutingConfig  # noqa: E402
+from pdserve.router.cluster.placement import load_policies  # noqa: E402
 from pdserve.router.requests.slo import STRETCH  # noqa: E402
+from pdserve.simulate.calibration import linear  # noqa: E402
+from pdserve.simulate.cluster import Setup, simulate  # noqa: E402
 from pdserve.simulate.outcome import table  # noqa: E402
 from pdserve.simulate.traces import read_trace  # noqa: E402
+from pdserve.simulate.workloads import Arrival  # noqa: E402
 
 TOKENS, MOST = 64, 960  # tokens of the trace per token here; most tokens of a prompt
 PATIENCE = 5.0
 MEASURED = 24  # prompts per measurement of the capacity
 REFUSED = (429, 503)
+BATCH, NUM_BLOCKS = 64, 4000  # tokens of a step; blocks of a node
+GOOD = {"live": "good", "simulated": "good simulated"}  # columns
 MOST_PATIENT = {"X-SLO-TTFT-Ms": "1000000"}
 
 
@@ -75,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=2)
     add("--model", type=Path, default=ROOT / "tests/models/llama-gqa")
     add("--json", type=Path)
+    add("--plot", type=Path)
     args = parser.parse_args(argv)
     asks = read(args.trace, args.requests)
     rows = []
@@ -90,7 +102,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
     return 0
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the rounds' mean of good answers."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {"live": {}, "simulated": {}}
+    for title, panel in panels.items():
+        for way, load in dict.fromkeys((row["way"], row["load"]) for row in rows):
+            of = [row for row in rows if (row["way"], row["load"]) == (way, load)]
+            good = fmean(row[GOOD[title]] for row in of)
+            panel.setdefault(way, []).append((load, good))
+    lines(path, panels, "load over capacity", "good answers")
 
 
 def compared(
@@ -103,6 +128,8 @@ def compared(
     for way in fleets if number % 2 else reversed(fleets):  # type: ignore[call-overload]
         answers = asyncio.run(replay(fleets[way], arriving))
         found = {"load": load, "round": number, "way": way, **summary(answers, promise, per_s)}
+        ours = summary(simulated(arriving, promise if way == "slo" else 0.0, per_s), promise, per_s)
+        found |= {f"{name} simulated": ours[name] for name in ("good", "late", "refused")}
         rows.append(found)
         print(json.dumps(found), file=sys.stderr)
     return rows
@@ -132,7 +159,8 @@ def serving(model: Path, **router: Any) -> Iterator[Fleet]:
     keys = ",".join(f"key-{number}" for number in range(KEYS))
     router |= {"queue_timeout": QUEUE_TIMEOUT, "log_level": "warning", "api_key": keys}
     router["admin_api_key"] = "who-looks-at-nodes"
-    options = {**OPTIONS, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 4000}
+    options = {**OPTIONS, "max_num_batched_tokens": BATCH}
+    options["num_gpu_blocks_override"] = NUM_BLOCKS
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(model, Path(folder) / "log", os.environ, router, kv_lease=60, **options)
         try:
@@ -185,7 +213,7 @@ async def answered(
     body = {
         "model": fleet.model.name,
         "prompt": random.choices(VOCABULARY, k=ask.tokens),
-        "max_tokens": 2,
+        "max_tokens": ANSWER,
         "ignore_eos": True,
     }
     url = f"http://127.0.0.1:{fleet.ports['http']}/v1/completions"
@@ -197,6 +225,19 @@ async def answered(
             return Answer(ask, time.monotonic() - began, True)
         response.raise_for_status()
         return Answer(ask, answer["pdserve"]["timeline"]["first_token"], False)
+
+
+def simulated(asks: Sequence[Ask], slo_ttft: float, per_s: float) -> list[Answer]:
+    """Serves the prompts by a prefill node that computes `per_s` tokens per second; `slo_ttft`: 0:
+    none."""
+    routing = RoutingConfig(queue_timeout=QUEUE_TIMEOUT, slo_ttft=slo_ttft)
+    batches = SchedulerConfig(max_num_seqs=OPTIONS["max_num_seqs"], max_num_batched_tokens=BATCH)
+    times, blocks = linear(per_s, STEP_S), NUM_BLOCKS
+    setup = Setup("1P1D", times, load_policies(routing), routing, batches, blocks, SIZE)
+    arrivals = [Arrival(each.time, each.tokens, (), ANSWER, client=each.key) for each in asks]
+    ttft = {round(each.arrived, 6): each.ttft for each in simulate(setup, arrivals).answered}
+    found = ((each, ttft.get(round(each.time, 6))) for each in asks)
+    return [Answer(each, seconds or 0.0, refused=seconds is None) for each, seconds in found]
 
 
 def summary(answers: Sequence[Answer], promise: float, per_s: float) -> dict[str, Any]:

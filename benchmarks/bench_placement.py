@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.plots import bars
 from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.config.router import RoutingConfig
 from pdserve.router.cluster.policies import BUILT_IN, load_policy
@@ -45,7 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
     return 0
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row["policy"] != "ideal":
+            labels = panels.setdefault(row["trace"], {"mean": {}, "p99": {}})
+            for label, values in labels.items():
+                values[row["policy"]] = row[f"ttft_{label}_s"]
+    bars(path, panels, "TTFT, s")
 
 
 def name_of(trace: Path) -> str:
@@ -70,6 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--join-after", type=float, default=600.0, help="s")
     add("--requests", type=int, default=0, help="most requests of each trace (0: all)")
     add("--json", help="file for the rows")
+    add("--plot", type=Path, help="file for a picture")
     return parser.parse_args(argv)
 
 

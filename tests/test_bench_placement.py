@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_placement_live as live
 from benchmarks.bench_placement import TRACES, main, place
 from benchmarks.bench_placement_live import SIZE, cut, prompt
 from pdserve.simulate.traces import read_trace
@@ -89,3 +92,32 @@ def test_live_prompts_begin_alike_where_the_trace_s_do() -> None:
             blocks, begin = tuple(each.blocks[:end]), tuple(tokens[: end * SIZE])
             assert of_blocks.setdefault(blocks, begin) == begin
     assert len(set(of_blocks.values())) == len(of_blocks)
+
+
+def test_live_ratios_stand_beside_simulated_ones(tmp_path: Path) -> None:
+    """Half of these prompts' tokens are cached somewhere: at a load near the capacity of
+    `least-load` that pays, and nothing is better than the ideal."""
+    pytest.importorskip("matplotlib")
+    args = Namespace(nodes=3, blocks=1000, clients=8, load=0.9)
+    trace = [replace(each, num_tokens=each.num_tokens // 32) for each in conversations(400, 1.0)]
+    policies = ("least-load", "cost")
+    simulated = live.simulated_rows(args, policies, trace)
+    rows = [
+        {
+            "policy": policy,
+            "round": number,
+            "ttft_mean_ms": ms,
+            "ttft_p50_ms": ms,
+            "ttft_p99_ms": ms,
+        }
+        for number in (1, 2)
+        for policy, ms in zip(policies, (100, 40 + 10 * number), strict=True)
+    ]
+    least, cost, ideal = live.compared(rows, simulated)
+    assert cost["mean live"] == "0.55 (0.50–0.60)" and least["p99 live"] == "1.00 (1.00–1.00)"
+    assert ideal["mean live"] is None
+    for name in live.TIMES:
+        key = f"{name} simulated"
+        assert float(ideal[key]) <= float(cost[key]) < float(least[key]) == 1.0
+    live.plot(rows, simulated, tmp_path / "it.png")
+    assert (tmp_path / "it.png").stat().st_size > 5000

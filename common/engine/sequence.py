@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pdserve.common.core.block_hash import BlockHash, hash_blocks
+from pdserve.common.core.block_hash import BlockHash, BlockHasher, root_hash
 from pdserve.common.core.prompt_logprobs import PromptLogprobs, join
 from pdserve.common.core.request import FinishReason
 from pdserve.common.core.sampling import SampledToken, SamplingParams
@@ -74,6 +74,7 @@ class Sequence:
     # One per KV group while it has blocks (`kv_pool.py`).
     block_tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
+    _hasher: BlockHasher | None = None
     cancelled: bool = False
     times: Times = field(default_factory=Times)
     # Scores of the prompt computed so far, in parts; None: not requested, or already taken.
@@ -115,10 +116,13 @@ class Sequence:
 
     def hashes(self, block_size: int) -> list[BlockHash]:
         """Returns the hashes of all full blocks."""
-        if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
-            self.block_hashes = hash_blocks(
-                self.token_ids, block_size, self.block_hashes, self.cache_salt, self.adapter
-            )
+        known, full = len(self.block_hashes), len(self.token_ids) // block_size
+        if known < full:
+            if self._hasher is None:
+                root = root_hash(self.cache_salt, self.adapter)
+                self._hasher = BlockHasher(block_size, self.block_hashes[-1] if known else root)
+            start, end = known * block_size, full * block_size
+            self.block_hashes += self._hasher.extend(self.token_ids, start, end)
         return self.block_hashes
 
     def scored(self, start: int, end: int) -> tuple[int, ...]:

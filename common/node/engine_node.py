@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol
 
 from pdserve.common.config.node import WorkerNodeConfig
-from pdserve.common.core.block_hash import HASHER
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, Unavailable
 from pdserve.common.core.request import GenerateJob
 from pdserve.common.engine.messages import RankReady
@@ -204,8 +203,6 @@ class EngineNode(ABC, Generic[S, T]):
         return f"replica {replica}: " if self.config.engine.parallel.data_parallel_size > 1 else ""
 
     async def _start(self) -> None:
-        if self.config.engine.cache.enable_prefix_caching:
-            self.spawn(asyncio.to_thread(HASHER.load))
         export(self.replicas, self.config.engine.parallel.share_cores, self.metrics)
         self.metrics.healthy.set_function(lambda: float(self.ready()[0]))
         self.add_services()

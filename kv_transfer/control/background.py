@@ -71,7 +71,7 @@ class Lease:
     def __init__(self, seconds: float, on_lapse: Callable[[], None]) -> None:
         self.seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._on_lapse = on_lapse
+        self._on_lapse: Callable[[], None] | None = on_lapse
         self._deadline = self._loop.time() + seconds
         self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._check)
 
@@ -80,6 +80,8 @@ class Lease:
         self._deadline = self._loop.time() + self.seconds
 
     def end(self) -> None:
+        """Ends the lease; its owner, which `on_lapse` may hold, is not kept any longer."""
+        self._on_lapse = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -87,6 +89,7 @@ class Lease:
     def _check(self) -> None:
         if self._loop.time() >= self._deadline:
             self._timer = None
-            self._on_lapse()
+            if self._on_lapse is not None:
+                self._on_lapse()
         else:
             self._timer = self._loop.call_at(self._deadline, self._check)

@@ -154,8 +154,10 @@ class SendTransfer:
             source.ranks, pieces, groups, ticket, source.run_blocks, self._lease
         )
         self._keeper = LeaseKeeper(source.sink, ticket, self._lease)
-        self._announcing = self._start(self._announcer.run())
-        self._renewing = self._start(self._keeper.run(partial(self._on, SourceEvent.RENEW_REFUSED)))
+        self._announcing: asyncio.Task[None] | None = self._start(self._announcer.run())
+        self._renewing: asyncio.Task[None] | None = self._start(
+            self._keeper.run(partial(self._on, SourceEvent.RENEW_REFUSED))
+        )
         self._asking: asyncio.Task[None] | None = None  # the commit, or the new epoch
 
     def ready(
@@ -289,6 +291,7 @@ class SendTransfer:
             self._on(SourceEvent.RETARGETED)
 
     async def _quiesce(self) -> None:
+        assert self._announcing is not None and self._renewing is not None
         self._renewing.cancel()
         if self._asking is not None:
             self._asking.cancel()
@@ -299,6 +302,8 @@ class SendTransfer:
 
     def _free(self) -> None:
         self._lease.end()
+        # A cancelled task keeps its frames, and they keep this transfer.
+        self._announcing = self._renewing = self._asking = None
         self._source.forget(self)
         if self._cause is not None:
             self.outcome.set_exception(self._cause)

@@ -67,6 +67,7 @@ class Setup:
     event_delay: float = 0.0  # seconds until the router hears what a node has cached
     host_cores: float = 0.0  # of one host with all nodes; 0: each node has cores of its own
     seed: int = 0  # of the draws from the calibration's scatter
+    clients: int = 0  # which ask in turn, each as soon as it is answered; 0: at the arrivals' times
     joining: str = ""  # nodes that join later with empty caches, written like `layout`
     join_after: float = 0.0  # seconds
 
@@ -185,17 +186,25 @@ class Cluster:
     # ---- requests ---------------------------------------------------------------------------
 
     async def serve(self, arrivals: Iterable[Arrival]) -> Outcome:
-        """Serves each arrival at its time; returns when the last one is answered."""
+        """Serves each arrival at its time, or in turn for `clients`; returns when the last one is
+        answered."""
         beating = self._loop.create_task(self._heartbeats())
         joining = self._loop.create_task(self._join())
         began = self.now()
         async with asyncio.TaskGroup() as requests:
-            for number, arrival in enumerate(arrivals):
+            numbered = enumerate(arrivals)
+            for _ in range(self._setup.clients):
+                requests.create_task(self._client(numbered))
+            for number, arrival in () if self._setup.clients else numbered:
                 await asyncio.sleep(began + arrival.time - self.now())
                 requests.create_task(self._request(str(number), arrival))
         beating.cancel()
         joining.cancel()
         return self._outcome()
+
+    async def _client(self, left: Iterator[tuple[int, Arrival]]) -> None:
+        for number, arrival in left:
+            await self._request(str(number), arrival)
 
     async def _request(self, request_id: str, arrival: Arrival) -> None:
         placement = self._placement(request_id, arrival)

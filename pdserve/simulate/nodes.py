@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from pdserve.common.core.block_hash import BlockHash, short_hash
 from pdserve.common.engine.sequence import Sequence as EngineSequence
@@ -26,6 +26,9 @@ class HashedBlocks:
 
     def __getitem__(self, index: int) -> int:
         return short_hash(self._hashes[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return map(short_hash, self._hashes)
 
 
 class SimulatedNode:

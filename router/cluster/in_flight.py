@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from pdserve.common.core.errors import PdserveError, TransferError
-from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.node import Node, Suspect
 from pdserve.router.cluster.registry import Registry
 
 # After one of these errors a node gets no request until its next heartbeat.
@@ -38,14 +38,17 @@ class InFlightLoad:
         self._registry = registry
         self._node = node
         self._prefill_tokens = prefill_tokens
-        self._last_chance = last_chance
+        self._suspect = Suspect(last_chance) if last_chance else None
         self._has_progressed = False
         self._trial = False  # of a node whose breaker is open
         self.first_in_line = False  # it was the next to be prefilled when it failed
 
     def __enter__(self) -> InFlightLoad:
         node = self._node
-        node.last_chance = self._last_chance or node.last_chance
+        if self._suspect is not None:
+            node.suspects.add(self._suspect)
+            for each in node.suspects if len(node.suspects) > 1 else ():
+                each.alone = False
         node.in_flight += 1
         self._trial = node.breaker.begun()
         if self._prefill_tokens:
@@ -68,6 +71,11 @@ class InFlightLoad:
         self._node.in_flight -= 1
         self._registry.kinds.changed(self._node)
 
+    @property
+    def alone(self) -> bool:
+        """Whether the node had no other request that one more death would end."""
+        return self._suspect is None or self._suspect.alone
+
     def progressed(self) -> None:
         """Notes a token of the node: the prompt is prefilled, a breaker's trial has succeeded, and
         the request does not kill this node."""
@@ -75,6 +83,8 @@ class InFlightLoad:
             self._has_progressed = True
             self._prefilled()
             self._survived()
+            if len(self._node.suspects) == 1:
+                next(iter(self._node.suspects)).alone = True
         self._node.breaker.succeeded()
 
     def failed(self, error: PdserveError) -> None:
@@ -99,7 +109,6 @@ class InFlightLoad:
             self._registry.kinds.changed(self._node)
 
     def _survived(self) -> None:
-        if self._last_chance and self._node.last_chance == self._last_chance:
-            self._node.last_chance = ""
+        if self._suspect is not None and self._suspect in self._node.suspects:
+            self._node.suspects.remove(self._suspect)
             self._registry.notify()
-        self._last_chance = ""

@@ -26,6 +26,14 @@ MOST_SECONDS = 3600.0  # of a token or a step
 
 
 @dataclass(slots=True, eq=False)
+class Suspect:
+    """A request on a node whose death would end it (`Retries.last_chance`)."""
+
+    request_id: str
+    alone: bool = True  # no other suspect may be what killed the node
+
+
+@dataclass(slots=True, eq=False)
 class Node:
     """One registered node and its state at this router."""
 
@@ -41,7 +49,7 @@ class Node:
     prompt_tokens: int = 0  # tokens of the prompts that it has prefilled
     cached_tokens: int = 0  # prompt tokens found in its prefix cache
     adapters: frozenset[str] = frozenset()  # digests of its LoRA adapters
-    last_chance: str = ""  # id of the request that has its last chance here
+    suspects: set[Suspect] = field(default_factory=set)
     # Called when the node is lost, because a stalled host breaks no connection.
     on_lost: set[Callable[[PdserveError], None]] = field(default_factory=set)
     clock: AwakeClock = field(default_factory=AwakeClock)  # the registry's

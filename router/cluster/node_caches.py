@@ -20,7 +20,6 @@ import grpc
 import msgspec
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from pdserve.common.core.block_hash import HASHER
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.kv_events import BlockRemoved, BlockStored, KVEventBatch, decode_batch
@@ -89,7 +88,6 @@ class NodeCaches:
 
     async def run(self) -> None:
         """Follows all nodes that are registered, until cancelled."""
-        await asyncio.to_thread(HASHER.load)
         try:
             while True:
                 self._follow_those_present()

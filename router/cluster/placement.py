@@ -48,6 +48,7 @@ class PlacementRequest:
     avoid: Collection[str]  # ids of nodes that have failed it
     local_prefill: bool  # its KV should not travel any more
     last_chance: Callable[[str], bool]  # as `Retries.last_chance`
+    may_share: Callable[[], bool] = lambda: False  # as `Retries.may_share`
     session: str = ""  # the client's session; "": unknown
     waiting: Callable[[str], AbstractContextManager[float]]  # as `Deadline.waiting`
     blocks: Callable[[int], Blocks]  # those of its prompt, for a block size
@@ -327,7 +328,9 @@ def _adapted(nodes: Candidates, request: PlacementRequest) -> Candidates:
 def _isolated(nodes: Candidates, request: PlacementRequest, role: str) -> Candidates:
     """For a request that one more death of a node would end: returns the nodes without another such
     request. Otherwise a request that kills nodes could end the request that ran beside it each
-    time."""
+    time. After some time without such a node, any will do: that death would end neither."""
     if not request.last_chance(role):
         return nodes
-    return nodes.where(lambda node: node.last_chance in ("", request.request_id))
+    own = request.request_id
+    free = nodes.where(lambda node: all(each.request_id == own for each in node.suspects))
+    return nodes if nodes and not free and request.may_share() else free

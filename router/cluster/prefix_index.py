@@ -14,17 +14,17 @@ in many small ones, because a large one stops the router for a second when it gr
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from pdserve.common.core.block_hash import DIGEST, HASHER, root_hash
+from pdserve.common.core.block_hash import DIGEST, BlockHasher, begun, packed, root_hash, short_hash
 
 MAX_BLOCKS = 10_000_000
 SHARDS = 1024  # a power of two
+FIRST_STEP = 32  # blocks
 EVICTED = 16  # a full shard loses one block of this many, the oldest ones
-AT_ONCE = 32  # blocks that are hashed, at least
 MAX_INTERNED = 1 << 16  # sets of places of which one copy is shared
 _KEY = (1 << 60) - 1  # an integer of more bits takes half as much again
 
@@ -34,10 +34,12 @@ class Blocks(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
 
 
 class PromptBlocks:
-    """The hashes of a prompt's full blocks, computed lazily and once."""
+    """The hashes of a prompt's full blocks, computed when they are asked for. A look-up asks for
+    few, so the tokens between two of them are hashed in one call."""
 
     def __init__(
         self, token_ids: Sequence[int], block_size: int, cache_salt: str = "", adapter: str = ""
@@ -45,30 +47,38 @@ class PromptBlocks:
         self._token_ids = token_ids
         self._block_size = block_size
         self._root = root_hash(cache_salt, adapter)
-        self._digests = bytearray()  # of the first blocks
+        self._hashes: dict[int, int] = {}  # by the block's index
+        self._counts = [0]  # numbers of blocks, ascending
+        self._states = [begun(self._root)]  # the hash so far, at each of these
 
     def __len__(self) -> int:
         return len(self._token_ids) // self._block_size
 
     @property
     def num_hashed(self) -> int:
-        return len(self._digests) // DIGEST
+        return self._counts[-1]
 
     def __getitem__(self, index: int) -> int:
         """Returns the hash of block `index`, as in KV events."""
-        end = DIGEST * (index + 1)
-        if end > len(self._digests):
-            self._hash_up_to(index + 1)
-        return int.from_bytes(self._digests[end - 8 : end], "big")  # as `short_hash`
+        if (found := self._hashes.get(index)) is None:
+            if not 0 <= index < len(self):
+                raise IndexError(index)
+            found = self._hashes[index] = self._hash(index + 1)
+        return found
 
-    def _hash_up_to(self, count: int) -> None:
-        """Hashes `count` blocks, or some more: each call costs as much as ten blocks."""
-        count = min(len(self), max(count, self.num_hashed + AT_ONCE))
-        size, parent = self._block_size, bytes(self._digests[-DIGEST:]) or self._root
-        tokens = self._token_ids[self.num_hashed * size : count * size]
-        if not (isinstance(tokens, array) and tokens.typecode == "I"):
-            tokens = array("I", tokens)
-        self._digests += HASHER.chain(tokens.tobytes(), 4 * size, parent)
+    def __iter__(self) -> Iterator[int]:
+        """Hashes the whole prompt, block by block."""
+        hasher, end = BlockHasher(self._block_size, self._root), len(self) * self._block_size
+        return map(short_hash, hasher.extend(self._token_ids, 0, end))
+
+    def _hash(self, count: int) -> int:
+        """Returns the hash of the first `count` blocks, from the nearest known state before."""
+        at, size = bisect_left(self._counts, count), self._block_size
+        state = self._states[at - 1].copy()
+        state.update(packed(self._token_ids, self._counts[at - 1] * size, count * size))
+        self._counts.insert(at, count)
+        self._states.insert(at, state)
+        return short_hash(state.digest()[:DIGEST])
 
 
 class PrefixIndex:
@@ -160,8 +170,9 @@ class PrefixIndex:
         and the last of them is enough. Hashes the whole prompt."""
         found: dict[Hashable, int] = {}
         lacking = self._live
-        for at in range(len(blocks), 0, -1):
-            if has := lacking & self._mask(blocks, at - 1):
+        hashes = list(blocks) if lacking else []
+        for at in range(len(hashes), 0, -1):
+            if has := lacking & self._mask(hashes, at - 1):
                 found |= {self._places[bit]: at for bit in _bits(has)}
                 lacking &= ~has
             if not lacking:
@@ -171,7 +182,7 @@ class PrefixIndex:
     def _first_gap(self, blocks: Blocks, alive: int, has: int) -> int:
         """Returns the first block after `has` that not all of `alive` have: by doubling steps, so
         that at most twice the cached blocks are hashed, then by bisection."""
-        step, end = 1, len(blocks)
+        step, end = FIRST_STEP, len(blocks)
         while True:
             lacks = min(has + step, end)
             if lacks == end or alive & ~self._mask(blocks, lacks):

@@ -44,9 +44,19 @@ class Ask(Waiter):
     ttft: float | None = None  # measured TTFT in seconds
     crowd: float = 0.0  # choices per decode replica at its first token
     waits: bool = False
+    admission: Admission | None = None  # whose queue it has entered
     # ---- the holder of the slot sets these before it leaves
     generated: int = 0  # tokens, of all its choices
     itl: float | None = None  # mean seconds between tokens
+
+    def last_word(self) -> Overloaded | None:
+        assert self.admission is not None
+        return self.admission.last_word(self)
+
+    def decided(self, error: Overloaded | None) -> None:
+        assert self.admission is not None
+        self.admission.decided(self, error)
+        self.tell(error)
 
 
 class Admission:
@@ -156,9 +166,7 @@ class Admission:
             self._promise(ask)
             self._make_room(batch, ask.amount)
             batch.admitted = True
-        ask.last_word = partial(self._last_word, ask)
-        ask.tell = partial(self._decided, ask, ask.tell)
-        ask.group, ask.waits = batch, True
+        ask.admission, ask.group, ask.waits = self, batch, True
         self._count(batch, 1, ask.prompt_tokens)
         self._slots.enter(batch.client, ask)
 
@@ -236,7 +244,7 @@ class Admission:
         lacking = ahead.amount + ask.amount - (self._slots.available - self._slots.held)
         return self.forecast.ttft(ask.tokens, ahead, lacking, self._slots.held)
 
-    def _last_word(self, ask: Ask) -> Overloaded | None:
+    def last_word(self, ask: Ask) -> Overloaded | None:
         """Returns the error if the SLO cannot be kept any more at the prompt's turn."""
         if ask.batch.begun:
             return None
@@ -271,10 +279,8 @@ class Admission:
 
     # ---- the queue -----------------------------------------------------------------------------
 
-    def _decided(
-        self, ask: Ask, tell: Callable[[Overloaded | None], None], error: Overloaded | None
-    ) -> None:
-        """Called when the prompt gets its slot, or is refused."""
+    def decided(self, ask: Ask, error: Overloaded | None) -> None:
+        """Notes that the prompt gets its slot, or is refused."""
         ask.waits = False
         self._count(ask.batch, -1, -ask.prompt_tokens)
         if error is None:
@@ -283,7 +289,6 @@ class Admission:
             self.forecast.backlog.begin(ask, ask.tokens)
             ask.batch.running += 1
             self._running += 1
-        tell(error)
 
     def _make_room(self, batch: Batch, choices: int) -> None:
         client, gone = batch.client, list[Batch]()

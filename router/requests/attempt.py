@@ -134,7 +134,8 @@ class Attempt:
             if error.code == GONE:  # it was only asked whether it had the job
                 raise AttemptFailed from error
             decoding = self._awaited == "tokens" and not self._local_prefill
-            self._note_failure(error, self._decode, decoding or self._decode_use.first_in_line)
+            computing = decoding or self._decode_use.first_in_line
+            self._note_failure(error, self._decode, computing, self._decode_use)
             raise AttemptFailed from error
 
     async def _finish_choices(self) -> None:
@@ -286,7 +287,7 @@ class Attempt:
                     links.succeeded(*link)
         except PdserveError as error:
             if not state.finished:
-                self._note_failure(error, prefill, use.first_in_line)
+                self._note_failure(error, prefill, use.first_in_line, use)
                 return False
         return True
 
@@ -297,7 +298,7 @@ class Attempt:
         except PdserveError as error:
             if error.code == "ALREADY_LANDED":
                 return None
-            self._note_failure(error, self._decode, computing=False)
+            self._note_failure(error, self._decode, False, self._decode_use)
             raise AttemptFailed from error
 
     def _take_first(self, first: pb.FirstToken) -> None:
@@ -320,10 +321,13 @@ class Attempt:
     def _in_flight(self, node: Node, prefills: bool) -> InFlightLoad:
         state = self._state
         tokens = self._placement.missing(state.placement, node) if prefills else 0
+        state.retries.placed()
         last_chance = state.request_id if state.retries.last_chance(node.role) else ""
         return InFlightLoad(self._registry, node, tokens, last_chance)
 
-    def _note_failure(self, error: PdserveError, node: Node, computing: bool) -> None:
+    def _note_failure(
+        self, error: PdserveError, node: Node, computing: bool, use: InFlightLoad
+    ) -> None:
         """Notes the failure. A node that reports a failed transfer or peer has not failed itself.
 
         Raises:
@@ -332,7 +336,7 @@ class Attempt:
         if error.code == "ADAPTER_NOT_LOADED":
             self._registry.lacks_adapter(node, self._job.adapter)
         if error.blame.value == node.role and not isinstance(error, TransferError):
-            self._state.retries.node_failed(error, node, computing)
+            self._state.retries.node_failed(error, node, computing, use.alone)
         else:
             self._state.retries.transfer_failed(error, node)
             if self._prefill is not None and error.code in LINK_CODES:

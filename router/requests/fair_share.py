@@ -19,16 +19,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """One waiting piece of work. `tell` is called once: with None (granted), or an error."""
+    """One waiting piece of work. `tell` is called once: with None (granted), or an error. It must
+    not hold the waiter: a cycle of references would keep a request until garbage collection."""
 
     tell: Callable[[Overloaded | None], None] = lambda _: None
     has_left: Callable[[], bool] = lambda: False  # has stopped waiting without calling `leave` yet
-    last_word: Callable[[], Overloaded | None] = lambda: None  # at its turn: the refusal, if any
     amount: int = 1
     tokens: int = 1
     priority: int = 0  # lower ones come first
     group: object = None  # pieces of one group are refused together
     overtaken: int = 0  # tokens of shorter, later pieces put before it
+
+    def last_word(self) -> Overloaded | None:
+        """Returns the refusal at its turn, if any."""
+        return None
+
+    def decided(self, error: Overloaded | None) -> None:
+        """Called once, when it is granted or refused."""
+        self.tell(error)
 
     def lets_pass(self, other: Waiter) -> bool:
         """Returns whether `other`, which came later, goes first: by priority, or because it is
@@ -218,13 +226,13 @@ class FairShare:
             self._queues[client] = self._queues.pop(client)  # behind the others
             self._remove(client, waiter)
             if (error := waiter.last_word()) is not None:
-                waiter.tell(error)
+                waiter.decided(error)
                 continue
             self.held += waiter.amount
             self._held_by[client] += waiter.amount
             if self.time is not None:
                 self.time.serve(client, waiter.tokens)
-            waiter.tell(None)
+            waiter.decided(None)
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -271,7 +279,7 @@ class FairShare:
         for waiter in waiters:
             self._remove(client, waiter)
             if not waiter.has_left():
-                waiter.tell(error())
+                waiter.decided(error())
         self.grant()
 
     def _forget_left(self, client: str) -> None:

@@ -175,7 +175,7 @@ class Pipeline:
         """Takes a slot, and serves the prompt in as many attempts as it takes."""
         state.deadline.queued("a slot: --max-concurrent-requests and --prefill-backlog bound them")
         async with self.admission.slot(ask), state.deadline.running():
-            state.on_first_token = partial(self._first_token, state, ask)
+            state.on_first_token = partial(self._first_token, ask)
             try:
                 with self._adapters.running(state.request.adapter):
                     await self._attempts(state, claim)
@@ -184,7 +184,7 @@ class Pipeline:
             ask.itl = fmean(state.token_gaps) if state.token_gaps else None
             self.metrics.observe_slo(ask.predicted, ask.ttft, ask.deadline, ask.itl, ask.slo.itl)
 
-    def _first_token(self, state: RequestState, ask: Ask) -> None:
+    def _first_token(self, ask: Ask, state: RequestState) -> None:
         self.admission.first_token(ask, learn=not state.retries.failures)
 
     async def _attempts(self, state: RequestState, claim: Claim | None) -> None:

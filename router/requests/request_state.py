@@ -68,7 +68,7 @@ class RequestState:
         self._vocab_size = vocab_size
         self._start = monotonic()
         self.arrival = arrival = arrival_var.get()
-        self.on_first_token: Callable[[], None] = lambda: None
+        self.on_first_token: Callable[[RequestState], None] = lambda _: None
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
         self._timeline: dict[str, Any] = {}  # its fields
@@ -144,6 +144,7 @@ class RequestState:
             avoid=self.retries.avoid,
             local_prefill=self.retries.local_prefill,
             last_chance=self.retries.last_chance,
+            may_share=self.retries.may_share,
             waiting=self.deadline.waiting,
             blocks=self._blocks,
             session=self._session,
@@ -351,7 +352,7 @@ class RequestState:
     def _count(self, choice: int, num_tokens: int, now: float) -> None:
         if "first_token" not in self._timeline:
             self.mark("first_token")
-            self.on_first_token()
+            self.on_first_token(self)
         if num_tokens and (last := self._last_token.get(choice)) is not None:
             self.token_gaps += [(now - last) / num_tokens] * num_tokens
         self._last_token[choice] = now

@@ -33,6 +33,7 @@ ALIKE = {
 }
 # By the role that made a token: where the request cannot be poison any more, had it failed there.
 BEHIND = {**ALIKE, "prefill": ("prefill",)}
+ALONE = 5.0  # seconds that a request waits for a node to itself, doubled after each shared death
 SLACK = 1.0  # most seconds by which a request's time limit may be late
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds; the first failure is followed by none
 
@@ -133,6 +134,11 @@ class Retries:
     is *poison*, and ends, when it fails twice in the same way without progress, or when more than
     `limit` nodes in a row have died while they computed it: it must not kill them all. A request
     that makes progress after it failed was not poison: the node was at fault.
+
+    A death counts as the last one only if the node had no other request with its last chance
+    (`NodeSelector` sees to it), for either may have been the poison. If many such requests wait for
+    few nodes, they share them after `ALONE` seconds. Then a death ends none of them, and they wait
+    twice as long for a node to themselves: so poison kills a few nodes more, and no wait is long.
     """
 
     def __init__(self, limit: int) -> None:
@@ -143,6 +149,8 @@ class Retries:
         self._alike: dict[str, list[Node]] = {}
         self._transfer_failures = 0
         self._last: PdserveError | None = None
+        self._alone = ALONE
+        self._alone_since: float | None = None  # since when it waits for a node to itself
         self.failures = 0
         self.avoid: set[str] = set()  # nodes (ids) that have failed it: only if there is no other
 
@@ -161,6 +169,18 @@ class Retries:
         deaths = self._num_deaths(role)
         return deaths > 0 and deaths + 1 > self._limit
 
+    def may_share(self) -> bool:
+        """Returns whether a request with its last chance, which finds no node without another such
+        request, need not wait for one any longer."""
+        now = monotonic()
+        if self._alone_since is None:
+            self._alone_since = now
+        return now - self._alone_since >= self._alone
+
+    def placed(self) -> None:
+        """Notes that it has found a node: its next wait begins anew."""
+        self._alone_since = None
+
     def _num_deaths(self, role: str) -> float:
         return sum(self._deaths.get(each, 0.0) for each in ALIKE[role])
 
@@ -178,8 +198,11 @@ class Retries:
                     if node.role in BEHIND[role]:
                         node.breaker.failed()
 
-    def node_failed(self, error: PdserveError, node: Node, computing: bool = True) -> None:
-        """Notes a node's own failure; `computing`: it was at work for this request.
+    def node_failed(
+        self, error: PdserveError, node: Node, computing: bool = True, alone: bool = True
+    ) -> None:
+        """Notes a node's own failure; `computing`: it was at work for this request; `alone`: it had
+        no other request with its last chance.
 
         Raises:
             PdserveError: another try would not help.
@@ -192,6 +215,9 @@ class Retries:
                 raise _poison("it failed twice in the same way", error)
         if error.code in DEATHS:
             more = 1 if computing else WAITING
+            if not alone and self._num_deaths(node.role) + more > self._limit:
+                self._alone *= 2
+                return
             self._deaths[node.role] = self._deaths.get(node.role, 0.0) + more
             if self._num_deaths(node.role) > self._limit:
                 raise _poison(f"{node.role} nodes died in a row while they computed it", error)

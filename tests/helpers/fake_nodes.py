@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -293,14 +294,11 @@ class FakeCluster:
         job = self.pipeline.streams.job
 
         def counted(node: Any, request: Any, receiver: Any) -> AbstractContextManager[Any]:
-            take = receiver.take
-
             def count(event: Any) -> None:
                 self.heard[request.stream, request.job_number] += 1
-                take(event)
+                receiver.take(event)
 
-            receiver.take = count
-            return job(node, request, receiver)
+            return job(node, request, SimpleNamespace(take=count, fail=receiver.fail))
 
         self.pipeline.streams.job = counted  # type: ignore[method-assign,assignment]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,8 @@ from pdserve.common.rpc.pb import cluster_pb2
 from pdserve.kv_transfer.connector import BlockRun
 from pdserve.kv_transfer.control.background import Lease
 from pdserve.kv_transfer.control.protocol import SinkState
+from pdserve.kv_transfer.control.recv_transfer import RecvTransfer
+from pdserve.kv_transfer.control.source import SendTransfer
 from pdserve.kv_transfer.control.ticket import RankEndpoint, Ticket
 from pdserve.kv_transfer.layout import Rect
 from pdserve.kv_transfer.rank import digester
@@ -33,6 +36,7 @@ from transfers import (
     pair,
     start,
 )
+from waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -520,3 +524,26 @@ async def test_digests_must_cover_every_block_once(digests: Any) -> None:
         with pytest.raises(TransferError, match="BAD_FRAME"):
             await handoff.commit(0)
         await made.sink.cancel(ticket.transfer_id)
+
+
+async def test_ended_transfers_are_freed_without_garbage_collection() -> None:
+    """Cycles of references would keep them until a full collection, which comes late."""
+
+    def left() -> list[object]:
+        return [each for each in gc.get_objects() if type(each) in (SendTransfer, RecvTransfer)]
+
+    gc.collect()
+    before = len(left())
+    gc.disable()
+    try:
+        async with pair("tcp") as made:
+            ticket, handoff = await start(made)
+            announce(handoff)
+            await asyncio.gather(handoff.commit(1), made.landed(ticket.transfer_id))
+            ticket, handoff = await start(made)
+            await handoff.abort("not wanted any more")
+            made.handoffs.clear()
+            del handoff
+        await eventually(lambda: len(left()) <= before)
+    finally:
+        gc.enable()

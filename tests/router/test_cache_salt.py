@@ -24,7 +24,7 @@ TOKENS = list(range(20))
 
 def test_hashes_of_two_adapters_are_never_equal() -> None:
     pairs = [(salt, adapter) for salt in ("", "a", "b") for adapter in ("", "a", "b", "0" * 32)]
-    seen = {each for pair in pairs for each in hash_blocks(TOKENS, 4, (), *pair)}
+    seen = {each for pair in pairs for each in hash_blocks(TOKENS, 4, *pair)}
     assert len(seen) == 5 * len(pairs)
     of_a = Sequence(0, SamplingParams(), list(TOKENS), len(TOKENS), adapter="a")
     assert of_a.hashes(4) == hash_blocks(TOKENS, 4, adapter="a")

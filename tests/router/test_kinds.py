@@ -74,7 +74,10 @@ class PlainRules:
     def able(self, role: int, request: PlacementRequest) -> list[Node]:
         nodes = [n for n in self.usable(role) if not request.adapter or "a" in n.adapters]
         if request.last_chance(""):
-            nodes = [node for node in nodes if node.last_chance in ("", request.request_id)]
+            free = [
+                n for n in nodes if {each.request_id for each in n.suspects} <= {request.request_id}
+            ]
+            nodes = free or (nodes if request.may_share() else [])
         return [n for n in nodes if role == P or request.version in (None, n.info.fingerprint)]
 
     def decode(self, request: PlacementRequest) -> tuple[Node, PromptPath] | None:
@@ -203,10 +206,11 @@ class History:
         self.registry.links.succeeded(*self.link())
 
     def request(self) -> PlacementRequest:
-        last = self.random.random() < 0.2
+        last, share = self.random.random() < 0.2, self.random.random() < 0.5
         return PlacementRequest(
             request_id=self.random.choice(["r", "s"]), num_tokens=9,
             adapter=self.random.choice(["", "", "a"]), last_chance=lambda _: last,
+            may_share=lambda: share,
             version=self.random.choice([None, None, "f", "g"]),
             avoid=self.random.sample(IDS, self.random.choice([0, 0, 1, 6])),
             local_prefill=self.random.random() < 0.1, waiting=lambda what: None,

@@ -19,9 +19,10 @@ from pdserve.common.core.errors import (
     TransferError,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.registry import Registry
-from pdserve.router.requests.retry import WAITING, Deadline, Retries
+from pdserve.router.requests.retry import ALONE, WAITING, Deadline, Retries
 
 LIMIT = 3
 LOST = NodeError("gone", code="PEER_LOST", blame=Blame.DECODE)
@@ -102,6 +103,53 @@ def test_deaths_count_where_the_same_work_was_done() -> None:
     assert retries.last_chance("both"), "what it did there it may do in the next step"
     retries.progress("decode")
     assert not retries.last_chance("both")
+
+
+def test_a_death_beside_another_suspect_ends_neither(node: Node) -> None:
+    """Either may have killed the node; the next death is one's own."""
+    retries = Retries(LIMIT)
+    for _ in range(LIMIT):
+        retries.node_failed(LOST, node, alone=False)
+    assert retries.last_chance("decode"), "until then it does not matter who was there"
+    for _ in range(5):
+        retries.node_failed(LOST, node, alone=False)
+    assert retries.last_chance("decode")
+    with pytest.raises(NodeError, match="died in a row"):
+        retries.node_failed(LOST, node)
+
+
+def test_the_wait_for_a_node_to_itself_is_bounded_and_grows(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, retries = 100.0, Retries(1)
+    monkeypatch.setattr("pdserve.router.requests.retry.monotonic", lambda: now)
+    retries.node_failed(LOST, node)
+    for number in range(4):
+        wait = ALONE * 2**number
+        assert not retries.may_share()
+        now += wait - 0.1
+        assert not retries.may_share()
+        now += 0.2
+        assert retries.may_share()
+        retries.placed()
+        assert not retries.may_share(), "its wait for a node of the other role begins"
+        retries.placed()
+        retries.node_failed(LOST, node, alone=False)
+
+
+def test_suspects_know_whether_the_node_was_theirs(node: Node) -> None:
+    registry = Registry(RoutingConfig())
+    plain, first, second, third = (InFlightLoad(registry, node, 0, key) for key in ("", *"abc"))
+    with plain, first:
+        assert plain.alone and first.alone
+        second.__enter__()
+        assert plain.alone and not (first.alone or second.alone)
+        second.progressed()  # it has not killed the node
+        assert first.alone and {each.request_id for each in node.suspects} == {"a"}
+        third.__enter__()
+        third.__exit__(type(LOST), LOST, None)
+        assert not first.alone, "the third, too, may have killed it"
+    assert not node.suspects
 
 
 ODD = NodeError("not a number", code="SEQUENCE_FAILED", blame=Blame.DECODE)

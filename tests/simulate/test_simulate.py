@@ -253,7 +253,8 @@ class TimedLLM:
 
     def generate(self, prompt, params, use_tqdm):
         tokens = prompt["prompt_token_ids"]
-        known = max((len(each) for each in self.prompts if tokens[: len(each)] == each), default=0)
+        begun = [each for each in self.prompts if tokens[: len(each)] == each]
+        known = max((len(each) for each in begun if len(each) > 1), default=0)  # not by chance
         self.prompts.append(tokens)
         long = params.max_tokens > LONG
         if long:
