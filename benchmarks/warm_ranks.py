@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.core.host import die_with_parent
-from pdserve.common.distributed import launch, rank_main
+from pdserve.common.distributed import launch, rank_main, shared_memory
 from pdserve.router.api import fork_server
 
 NAME = "zygote"
@@ -66,6 +66,7 @@ def _use_in_router() -> Zygote:
 
 def _run_rank(order: str) -> int:
     rank, _, directory = order.partition(" ")
+    shared_memory._SPIN = 0.0  # it would take the cores from other nodes of this host
     return rank_main.main(Path(directory), int(rank))
 
 

@@ -29,6 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from pdserve.common.config.options import options
+from pdserve.common.config.sources import ROLE_CONFIGS
 from pdserve.common.core.host import loading
 from pdserve.common.core.plugins import import_string
 
@@ -40,6 +42,7 @@ MAINS = {  # role → main module, for `WarmStart.start`
 }
 MORE = (
     "pdserve.router.server",
+    "pdserve.demo_model.embedded",
     "pdserve.router.api.preprocess_worker",
     "pdserve.decode_node.node",
     "pdserve.prefill_node.node",
@@ -156,6 +159,8 @@ def main() -> int:
     with loading():  # otherwise each fork's garbage collector would copy all pages
         for module in (*MAINS.values(), *MORE):
             import_module(module)
+        for config in ROLE_CONFIGS:
+            tuple(options(config()))  # reads the types of all options
     signal.signal(signal.SIGCHLD, _reap)
     faulthandler.register(
         signal.SIGUSR1

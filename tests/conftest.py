@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -111,9 +112,13 @@ def kind_of(file: Path) -> str:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keeps what was imported out of garbage collections: to look through it takes half a second,
-    and collections are many."""
+    and collections are many. In each phase of a test pytest adds its handlers to every logger that
+    does not propagate: torch has forty."""
     gc.freeze()
     gc.enable()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     if session.config.option.numprocesses and not session.config.option.collectonly:
         compile_native_code()
 

@@ -118,6 +118,31 @@ def test_no_tests_are_reported_as_such(folder: Path) -> None:
     assert code == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
+KEEPS = """
+import os
+
+os.environ["PYTEST_DEBUG_TEMPROOT"] = os.path.abspath("temp")
+"""
+WRITES = """
+def test_writes(tmp_path): (tmp_path / "written").touch()
+"""
+
+
+def test_processes_share_a_folder_that_a_later_run_removes(folder: Path) -> None:
+    (folder / "keeps.py").write_text(KEEPS)
+    (folder / "temp").mkdir()
+    for name in ("test_writes.py", "test_writes_too.py"):
+        (folder / name).write_text(WRITES)
+    arguments = ["-p", "keeps", "-o", "tmp_path_retention_count=1", "--workers=2", "-k", "writes"]
+    for number in range(2):
+        code, said = warm_kit.run(folder, arguments, PATIENCE)
+        assert code == 0, said
+        (user,) = (folder / "temp").iterdir()
+        (shared,) = (path for path in user.iterdir() if not path.is_symlink())
+        assert shared.name == f"pytest-{number}"
+        assert len([*shared.rglob("written")]) == 2
+
+
 def test_a_forked_process_has_ports_of_its_own() -> None:
     ours = free_port()
     end, said = os.pipe()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from decimal import Decimal
+from functools import cache
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -149,16 +150,22 @@ _KIND_NAMES = {
 
 def options(config: Any) -> Iterator[Option]:
     """Yields the leaf options of `config` in written order; its values are the defaults."""
-    cls = type(config)
-    hints = get_type_hints(cls)
+    cls = config.__class__
+    kinds = _kinds(cls)
     group = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
             yield from options(value)
         else:
-            kind, optional = _unwrap(hints[item.name])
-            yield Option(item.name, kind, optional, value, group, item.metadata)
+            yield Option(item.name, *kinds[item.name], value, group, item.metadata)
+
+
+@cache
+def _kinds(cls: type) -> dict[str, tuple[type, bool]]:
+    """Returns field → (kind, optional), but for fields that are dataclasses themselves."""
+    hints = get_type_hints(cls).items()
+    return {name: _unwrap(hint) for name, hint in hints if not is_dataclass(hint)}
 
 
 def build(base: Config, values: Mapping[str, Any]) -> Config:

@@ -217,9 +217,11 @@ def _check_environment(
 ) -> None:
     """Ends the process if a `PDSERVE_*` variable is unknown to all roles."""
     known = EXTRA_VARIABLES | {option.env for option in found}
-    known |= {option.env for cls in ROLE_CONFIGS for option in options(cls())}
-    for name in environ:
-        if name.startswith(PREFIX) and name not in known:
+    others = [name for name in environ if name.startswith(PREFIX) and name not in known]
+    if others:  # of another role
+        known |= {option.env for cls in ROLE_CONFIGS for option in options(cls())}
+    for name in others:
+        if name not in known:
             parser.error(unknown("variable", name, sorted(known)))
 
 

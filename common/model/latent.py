@@ -203,7 +203,8 @@ class LatentBackend(TorchAttention):
         context.slots.write(cache, latents)
         out = own.new_empty(len(own), own.shape[1], up.spec.value_dim)
         decodes = context.decodes
-        if context.in_place is not None and chosen is None and sinks is None:
+        known = own.shape[1] == self.shape.num_heads  # Dots 3 has layers with other numbers
+        if context.in_place is not None and known and chosen is None and sinks is None:
             out[context.in_place.rows] = self._read(own, turned, up, cache[0], context.in_place)
             decodes = ()
         for group in decodes:

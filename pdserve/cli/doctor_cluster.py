@@ -292,7 +292,8 @@ def _missed(probes: Sequence[Probe], usable: set[str]) -> Iterator[Finding]:
     reached = {name for probe in probes for name in probe.pair}
     for name in sorted(usable - reached):
         seen = f"none of {len(probes)} probes came to it"
-        yield Finding(name, WARNING, seen, "run it again when the cluster is idle")
+        fix = "run it again when the cluster is idle; routers prefer nodes that were faster"
+        yield Finding(name, WARNING, seen, fix)
 
 
 def _agreement(probes: Sequence[Probe]) -> Iterator[Finding]:

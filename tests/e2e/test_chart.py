@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from pdserve.demo_model.embedded import find_gguf
 
 pytestmark = [pytest.mark.slow, needs_helm]
 ROLES = ("prefill", "decode")
+MISSED = re.compile(r"none of \d+ probes came to it")
 SMALL = [
     *("--dtype=float32", "--num-gpu-blocks-override=192", "--cpu-threads=1"),
     *("--peak-tflops=0.05", "--peak-bandwidth=10"),
@@ -65,15 +67,17 @@ def release(network: Network, folder: Path, values: Any, **secrets: Any) -> Iter
         yield kubelet
 
 
-def helm_test(kubelet: Kubelet) -> dict[str, str]:
-    """Returns what the doctor found, by subject; it must be content."""
+def helm_test(kubelet: Kubelet, used: bool = False) -> dict[str, str]:
+    """Returns what the doctor found, by subject; it must be content. In a cluster that was `used`,
+    nodes have measured themselves, and one that was slow on a busy host may get no probe."""
     (pod,) = named(kubelet, "test")
     pod.log.write_text("")
     kubelet.start(pod)
     code = kubelet.ended(pod, START_TIMEOUT)
     assert code == 0, pod.log.read_text()
     found = json.loads(pod.log.read_text())
-    assert {each["verdict"] for each in found} == {"ok"}, found
+    warned = [each for each in found if each["verdict"] != "ok"]
+    assert all(used and MISSED.fullmatch(each["seen"]) for each in warned), found
     return {each["subject"]: each["seen"] for each in found}
 
 
@@ -117,8 +121,7 @@ def test_an_upgrade_loses_no_request(network: Network, tmp_path: Path) -> None:
                 kubelet.restart(*pair)
             for router in named(kubelet, "router"):
                 kubelet.replace(router)
-        # Beside clients, the doctor's probes might miss a node.
-        assert helm_test(kubelet)["roles"] == "2 prefill, 2 decode"
+        assert helm_test(kubelet, used=True)["roles"] == "2 prefill, 2 decode"
     assert len(answers) > 20 and set(answers) == {answers[0]} and answers[0].startswith("200 "), (
         Counter(answers)
     )

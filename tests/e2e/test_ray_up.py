@@ -100,7 +100,7 @@ def test_a_role_is_scaled_under_load(cluster: RayCluster) -> None:
 def test_invalid_sizes_are_refused(cluster: RayCluster) -> None:
     for sizes, reason in (
         (["decode=0"], "prefill and decode nodes need each other"),
-        (["decode=2", "--served-model-name", "other"], "that run serve llama-gqa"),
+        (["decode=2", "--served-model-name", "other"], "clusters serve llama-gqa"),
     ):
         refused = cluster.scale(*sizes)
         assert refused.returncode == 2 and reason in refused.stderr

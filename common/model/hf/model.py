@@ -156,7 +156,9 @@ class TransformersModel(Decoder):
         odd = any(each is not None for each in asked)
         if odd or sizes != {kv.head_dim} or self.layout.heads[layer] != Heads():
             return None
-        return self._shape(kv, style.scale) if self.place(layer)[2] else None
+        shape = self._shape(kv, style.scale)
+        heads = node.args[0].meta["shape"][1]  # type: ignore[union-attr]
+        return shape if self.place(layer)[2] and heads == shape.num_heads else None
 
     def _shape(self, kv: KVGroup, scale: float | None = None) -> AttentionShape:
         start, end = kv.head_range(self.group.rank, self.group.size)

@@ -50,8 +50,15 @@ def multi_process() -> Executor:
     return MultiprocessExecutor(specs(2))
 
 
-both = pytest.mark.parametrize("make", [in_process, multi_process])
-either_size = pytest.mark.parametrize("size", [1, 2])
+forked = pytest.mark.usefixtures("forked_ranks")  # what is not about how ranks start
+
+
+def both(test: Any) -> Any:
+    return forked(pytest.mark.parametrize("make", [in_process, multi_process])(test))
+
+
+def either_size(test: Any) -> Any:
+    return forked(pytest.mark.parametrize("size", [1, 2])(test))
 
 
 def pids_of(answers: list[bytes]) -> list[int]:
@@ -225,6 +232,7 @@ def test_threads_that_still_speak_do_not_keep_a_rank_from_its_end() -> None:
     assert not ending.is_alive()
 
 
+@forked
 async def test_killed_rank_fails_what_waits_and_is_reported_once() -> None:
     executor = MultiprocessExecutor(specs(2))
     deaths: list[tuple[int, str]] = []
@@ -245,6 +253,7 @@ async def test_killed_rank_fails_what_waits_and_is_reported_once() -> None:
     assert [rank for rank, _ in deaths] == [1]
 
 
+@forked
 async def test_a_stop_ends_though_zeromq_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,6 +278,7 @@ async def test_a_stop_ends_though_zeromq_does_not(
         stuck.set()
 
 
+@forked
 async def test_a_stop_ends_though_a_rank_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -309,6 +319,7 @@ async def test_rank_that_dies_while_it_starts() -> None:
         await executor.start()
 
 
+@forked
 async def test_shutdown_kills_a_busy_rank_at_the_deadline() -> None:
     executor = MultiprocessExecutor(specs(2))
     pids = pids_of(list(await executor.start()))
@@ -432,6 +443,7 @@ async def test_a_start_that_takes_long_says_what_it_waits_for(
         await executor.shutdown(5.0)
 
 
+@forked
 async def test_cancelled_step_does_not_confuse_the_next() -> None:
     executor = MultiprocessExecutor(specs(2))
     async with running(executor):
@@ -443,6 +455,7 @@ async def test_cancelled_step_does_not_confuse_the_next() -> None:
         assert await executor.step(b"next") == b"step 0 next"
 
 
+@forked
 async def test_ranks_ignore_terminal_and_supervisor_signals() -> None:
     executor = MultiprocessExecutor(specs(2))
     async with running(executor) as answers:

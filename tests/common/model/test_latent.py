@@ -123,9 +123,14 @@ def test_many_queries_with_keys_or_absorbed(
     torch.testing.assert_close(torch.cat((first, second)), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_decodes_read_latents_in_place(dtype: torch.dtype) -> None:
-    """Decodes beside a prompt, over contexts around the kernel's tiles and parts, equal torch's."""
+@pytest.mark.parametrize(
+    ("dtype", "expected_heads"),
+    [*((each, 4) for each in (torch.float32, torch.bfloat16, torch.float16)),
+     (torch.float32, 2), (torch.float32, 64)],
+)  # fmt: skip
+def test_decodes_read_latents_in_place(dtype: torch.dtype, expected_heads: int) -> None:
+    """Decodes beside a prompt, over contexts around the kernel's tiles and parts, equal torch's,
+    also those of a layer with another number of heads than the model's config says."""
     lengths, heads, device = [1, 16, 17, 64, 65, 512, 513, 900], 4, torch.device("cpu")
     spec = LatentSpec(None, 32, 16, 8, 12, False, 0.2)
     generator = torch.Generator().manual_seed(0)
@@ -143,7 +148,8 @@ def test_decodes_read_latents_in_place(dtype: torch.dtype) -> None:
     cache = some(1, 1, 200, 1, BLOCK_SIZE, spec.size)
     found = []
     for kernels in (choose_kernels("torch", device), choose_kernels("native", device)):
-        backend = LatentBackend(AttentionShape(heads, 1, spec.size), device, dtype, kernels)
+        shape = AttentionShape(expected_heads, 1, spec.size)
+        backend = LatentBackend(shape, device, dtype, kernels)
         context = backend.prepare(batch)
         assert (context.in_place is None) == (kernels.name == "torch")
         copy = cache.clone()
