@@ -298,7 +298,8 @@ class FakeCluster:
                 self.heard[request.stream, request.job_number] += 1
                 receiver.take(event)
 
-            return job(node, request, SimpleNamespace(take=count, fail=receiver.fail))
+            counting = SimpleNamespace(take=count, fail=receiver.fail, receiver=receiver)
+            return job(node, request, counting)
 
         self.pipeline.streams.job = counted  # type: ignore[method-assign,assignment]
 

@@ -423,7 +423,8 @@ async def test_a_bad_token_is_of_its_request_alone(four: FakeCluster) -> None:
     asked = [asyncio.create_task(four.ask()) for _ in range(4)]
     while sum(four[name].open for name in ("d0", "d1")) < 4:
         await asyncio.sleep(0.01)
-    waiting = [job._state for each in streams_of(four).values() for job in each._jobs.values()]
+    jobs: list[Any] = [job for each in streams_of(four).values() for job in each._jobs.values()]
+    waiting = [job.receiver._state for job in jobs]
     while not all(sum(state.generated) == 4 for state in waiting):
         await asyncio.sleep(0.01)  # all but the tokens that hang have come
     (stream,) = (each for name, each in streams_of(four).items() if name == "d0")
@@ -431,7 +432,8 @@ async def test_a_bad_token_is_of_its_request_alone(four: FakeCluster) -> None:
     taken: list[JobTokens] = []
     receiver = stream._jobs[other]
     stream._jobs[other] = type("", (), {"take": taken.append, "fail": taken.append})()
-    attempt = stream._jobs[victim]
+    counting: Any = stream._jobs[victim]
+    attempt = counting.receiver
     assert isinstance(attempt, Attempt)
     generated = list(attempt._state.generated)
     stream._deliver(encode_events([tokens(victim, 10**6), tokens(other)]))
