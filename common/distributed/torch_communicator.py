@@ -93,7 +93,11 @@ class GlooCommunicator(TorchCommunicator):
 
     Listens on loopback if all ranks share a host; else on GLOO_SOCKET_IFNAME, or on the address
     with which this host reaches the rendezvous. (gloo's default is the address of the host's name,
-    which is often loopback.)"""
+    which is often loopback.)
+
+    If a rank dies, its connections break, and the others learn it at once. But on a busy host gloo
+    may miss that (4 of 300 times, on one of three ranks). Then the time-out ends the wait, unless
+    the executor, which sees the dead process, ends the node before."""
 
     SMALL_BYTES = 64 << 10
 

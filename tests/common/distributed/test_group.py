@@ -376,8 +376,10 @@ def _hello(state: ParallelState) -> None:
 def test_a_killed_rank_is_an_error_in_all_others(
     name: str, work: Callable[..., Any], tmp_path: Path
 ) -> None:
-    names = segments.names()
-    processes = Ranks(4, tmp_path)
+    """At once; but gloo sometimes misses, on one rank, that all connections broke. Then its
+    time-out ends the wait."""
+    names, timeout = segments.names(), 60.0
+    processes = Ranks(4, tmp_path, timeout)
     try:
         processes.run(_hello, **TRANSPORTS[name])
         count = processes.start(work, **TRANSPORTS[name])
@@ -386,11 +388,14 @@ def test_a_killed_rank_is_an_error_in_all_others(
         time.sleep(0.3)
         killed = time.monotonic()
         processes.signal(3, signal.SIGKILL)
-        for code, message, heard in processes.results(range(count - 1)):
-            assert code == "RANK_LOST"
-            assert 0 <= heard - killed < 30.0  # half of what a silent one would take
-            if name == "shm-4" and work is _until_lost:
-                assert "is gone" in message
+        told = processes.results(range(count - 1))
+        assert {code for code, _, _ in told} == {"RANK_LOST"}
+        if name == "shm-4" and work is _until_lost:
+            assert all("is gone" in message for _, message, _ in told)
+        waits = sorted(heard - killed for _, _, heard in told)
+        late = 0 if name == "shm-4" else 1
+        assert waits[0] >= 0 and waits[-1 - late] < timeout / 2
+        assert waits[-1] < timeout + 30.0
     finally:
         processes.close()
     segments.check_none_left(names)
