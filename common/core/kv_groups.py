@@ -16,6 +16,7 @@ may hold two more per chunk until they are computed."""
 KV_AUTO = "auto"
 KV_CACHE_DTYPES = (KV_AUTO, "fp8_e4m3", "int8")
 """Values of --kv-cache-dtype; auto: the dtype of computation."""
+MAX_PART_LENGTH = 256  # characters of a part of a node's KV identity, as routers accept it
 _SCALE_BYTES = 4  # a float32 scale after the 8-bit elements of each row
 
 

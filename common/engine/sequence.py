@@ -118,7 +118,7 @@ class Sequence:
         """Returns the hashes of all full blocks."""
         known, full = len(self.block_hashes), len(self.token_ids) // block_size
         if known < full:
-            if self._hasher is None:
+            if self._hasher is None:  # a simulated prompt comes with its hashes
                 root = root_hash(self.cache_salt, self.adapter)
                 self._hasher = BlockHasher(block_size, self.block_hashes[-1] if known else root)
             start, end = known * block_size, full * block_size

@@ -99,9 +99,9 @@ class NativeAttention(AttentionBackend):
             context.block_size, self._format, qkv.data_ptr(), *_norms(norms), cos, sin, keys,
             values, context.slots.ctypes.data,
         )  # fmt: skip
-        return self.read(qkv, cache[0], cache[1], shape.scale, context)
+        return self.attend_cached(qkv, cache[0], cache[1], shape.scale, context)
 
-    def read(
+    def attend_cached(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: NativeContext
     ) -> Tensor:
         """Attends with the first `num_heads` rows of each token of `q` `[T, …, D]` to a layer's

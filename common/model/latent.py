@@ -121,17 +121,15 @@ class UpProjection:
     spec: LatentSpec
     weight: Tensor  # [heads, nope_dim + value_dim, kv_rank]
 
-    # Slices are copied: torch multiplies by a transposed slice in bfloat16 ten times as slowly.
-
     @property
     def keys(self) -> Tensor:
         """`[heads, nope_dim, kv_rank]`."""
-        return self.weight[:, : self.spec.nope_dim].contiguous()
+        return self.weight[:, : self.spec.nope_dim]
 
     @property
     def values(self) -> Tensor:
         """`[heads, value_dim, kv_rank]`."""
-        return self.weight[:, self.spec.nope_dim :].contiguous()
+        return self.weight[:, self.spec.nope_dim :]
 
 
 class LatentUpProjection:
@@ -205,8 +203,8 @@ class LatentBackend(TorchAttention):
         decodes = context.decodes
         known = own.shape[1] == self.shape.num_heads  # Dots 3 has layers with other numbers
         if context.in_place is not None and known and chosen is None and sinks is None:
-            out[context.in_place.rows] = self._read(own, turned, up, cache[0], context.in_place)
-            decodes = ()
+            place, decodes = context.in_place, ()
+            out[place.rows] = self._attend_in_place(own, turned, up, cache[0], place)
         for group in decodes:
             past = self.read(cache[0], group.gather, group.length)  # [B, 1, length, size]
             mask = group.mask
@@ -238,16 +236,18 @@ class LatentBackend(TorchAttention):
 
     def _absorb(self, own: Tensor, turned: Tensor, up: UpProjection) -> Tensor:
         """Returns queries that apply to latents, `[T, heads, size]`."""
-        products = torch.bmm(own.transpose(0, 1), up.weight[:, : up.spec.nope_dim]).transpose(0, 1)
+        products = torch.bmm(own.transpose(0, 1), up.keys).transpose(0, 1)
         return torch.cat((products, turned), dim=-1)
 
-    def _read(
+    def _attend_in_place(
         self, own: Tensor, turned: Tensor, up: UpProjection, latents: Tensor, decodes: InPlace
     ) -> Tensor:
         """Attends with the decodes' queries to a layer's `latents` `[N, 1, S, size]`."""
         assert self._native is not None
         absorbed = self._absorb(own[decodes.rows], turned[decodes.rows], up)
-        sums = self._native.read(absorbed, latents, latents, up.spec.scale, decodes.context)
+        sums = self._native.attend_cached(
+            absorbed, latents, latents, up.spec.scale, decodes.context
+        )
         return _outputs(sums[..., : up.spec.kv_rank], up)
 
     def _decode(
@@ -274,8 +274,8 @@ class LatentBackend(TorchAttention):
             return _outputs(sums.transpose(0, 1), up)
         latents, shared = past.split((spec.kv_rank, spec.rope_dim), dim=1)
         heads = own.shape[1]
-        keys = torch.cat((latents @ up.keys.transpose(1, 2), shared.expand(heads, -1, -1)), dim=-1)
-        values = latents @ up.values.transpose(1, 2)
+        keys = torch.cat((latents @ _transposed(up.keys), shared.expand(heads, -1, -1)), dim=-1)
+        values = latents @ _transposed(up.values)
         # CPU kernels that do not keep all scores need values of the keys' size.
         values = F.pad(values, (0, keys.shape[2] - values.shape[2]))
         queries = torch.cat((own, turned), dim=-1).transpose(0, 1)
@@ -321,4 +321,10 @@ def _others(chosen: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 def _outputs(sums: Tensor, up: UpProjection) -> Tensor:
     """Returns values `[T, heads, value_dim]` of summed latents `[T, heads, kv_rank]`."""
-    return torch.bmm(sums.transpose(0, 1), up.values.transpose(1, 2)).transpose(0, 1)
+    return torch.bmm(sums.transpose(0, 1), _transposed(up.values)).transpose(0, 1)
+
+
+def _transposed(part: Tensor) -> Tensor:
+    """Transposes a slice of the up-projection for a product. On CPUs it is copied first: torch
+    multiplies by a transposed slice in bfloat16 ten times as slowly."""
+    return (part.contiguous() if part.device.type == "cpu" else part).transpose(1, 2)

@@ -11,7 +11,7 @@ import torch
 
 from pdserve.common.config.engine import AUTO, EngineConfig
 from pdserve.common.core.errors import ConfigError, InvalidRequest
-from pdserve.common.core.kv_groups import KV_AUTO
+from pdserve.common.core.kv_groups import KV_AUTO, MAX_PART_LENGTH
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.parameters import MAX_CHOICES, check_range, check_token_ids
 from pdserve.common.core.prompt_logprobs import check_size
@@ -24,8 +24,6 @@ from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import fit_context
 
 logger = logging.getLogger(__name__)
-
-MOST_TOLD = 256  # characters of a part of the identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +95,10 @@ class ModelFacts:
 def told(part: str) -> str:
     """Returns a part of `kv_identity` as routers are told of it: they accept no longer one. A long
     one ends in its hash, so that unequal parts stay unequal."""
-    if len(part) <= MOST_TOLD:
+    if len(part) <= MAX_PART_LENGTH:
         return part
     digest = hashlib.blake2b(part.encode(), digest_size=8).hexdigest()
-    return f"{part[: MOST_TOLD - len(digest) - 2]}… {digest}"
+    return f"{part[: MAX_PART_LENGTH - len(digest) - 2]}… {digest}"
 
 
 def _check_state(spec: ModelSpec, engine: EngineConfig) -> None:

@@ -12,6 +12,7 @@ import grpc
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import ClusterAuthError, InvalidRequest, PdserveError
 from pdserve.common.core.host import is_address
+from pdserve.common.core.kv_groups import MAX_PART_LENGTH
 from pdserve.common.core.printable import printable
 from pdserve.common.rpc.auth import caller_var
 from pdserve.common.rpc.pb import cluster_pb2 as pb
@@ -27,7 +28,7 @@ MAX_REASON_LENGTH = 1000  # longer reasons are cut
 _MAX_LENGTHS = {  # characters
     "model": 1024, "fingerprint": 128, "host": 255, "metrics_address": 261, "instance": 64,
 }  # fmt: skip
-_MAX_PARTS, _MAX_PART_LENGTH = 64, 256
+_MAX_PARTS = 64
 _MAX_CONNECTORS, _MAX_CONNECTOR_LENGTH = 16, 128
 _MAX_ADAPTERS, _MAX_DIGEST_LENGTH = 2048, 64
 _ELSEWHERE = (
@@ -145,10 +146,10 @@ def check_shape(node: pb.NodeInfo) -> None:
             raise InvalidRequest(f"a node's {name} has at most {limit} characters")
     parts = node.fingerprint_parts
     if len(parts) > _MAX_PARTS or any(
-        len(text) > _MAX_PART_LENGTH for item in parts.items() for text in item
+        len(text) > MAX_PART_LENGTH for item in parts.items() for text in item
     ):
         raise InvalidRequest(
-            f"a fingerprint has at most {_MAX_PARTS} parts of {_MAX_PART_LENGTH} characters"
+            f"a fingerprint has at most {_MAX_PARTS} parts of {MAX_PART_LENGTH} characters"
         )
     if len(node.kv_connectors) > _MAX_CONNECTORS or any(
         len(name) > _MAX_CONNECTOR_LENGTH for name in node.kv_connectors
