@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # The class of static methods that grpc_tools adds to each service; nothing calls them.
-EXPERIMENTAL = re.compile(r"\n\n *# This class is part of an EXPERIMENTAL API\..*?(?=\n\n\nclass |\Z)", re.S)
+EXPERIMENTAL = re.compile(r"\n\n *# This class is part of an EXPERIMENTAL.*?(?=\n\n\nclass |\Z)", re.S)
 
 
 def generate(out: Path) -> None:
