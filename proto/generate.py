@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # The class of static methods that grpc_tools adds to each service; nothing calls them.
-EXPERIMENTAL = re.compile(r"\n\n *# This class is part of an EXPERIMENTAL.*?(?=\n\n\nclass |\Z)", re.S)
+STATIC = re.compile(r"\n\n *# This class is part of an EXPERIMENTAL.*?(?=\n\n\nclass |\Z)", re.S)
 
 
 def generate(out: Path) -> None:
@@ -34,7 +34,7 @@ def generate(out: Path) -> None:
             flags=re.M,
         )
         if path.name.endswith("_grpc.py"):
-            text = EXPERIMENTAL.sub("", text)
+            text = STATIC.sub("", text)
         path.write_text(text)
 
 
