@@ -1,4 +1,4 @@
-"""What the benchmarks of live clusters share: clusters on this host, and clients of them."""
+"""Clusters on this host, and clients of them, for benchmarks of live clusters."""
 
 from __future__ import annotations
 
