@@ -6,9 +6,8 @@
 Each layout gets a cluster of its own and the same made prompts, in an open loop: they come at their
 times whether or not others are answered. The first ones, which come at once, do not count: nodes
 are cold. The layout's own nodes are measured before and after; its prediction is by both, so that
-a machine whose speed drifts is followed. Instead of nodes of both roles a prefill and a decode node
-beside them are measured, idle meanwhile. Nothing else should run on the machine. With the defaults
-it takes about 14 minutes on two cores.
+a machine whose speed drifts is followed. Nothing else should run on the machine. With the defaults
+it takes about 12 minutes on two cores.
 
 `--json` keeps the answers and the measurements; `--again` simulates a kept run anew, without
 clusters. ITL is the mean of an answer. Of 101 requests, p99 is the second largest.
@@ -23,7 +22,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -143,25 +141,15 @@ def made(requests: int, per_s: float) -> list[Ask]:
 def live(args: argparse.Namespace) -> Iterator[Run]:
     asks = made(args.requests, args.per_s)
     for layout in args.layouts.split(","):
-        with cluster(layout, args.model) as llm, measurable(layout, llm, args.model) as nodes:
-            turns = measured(nodes, Points(POINTS))
+        roles = [role for role, _ in read_layout(layout)]
+        counts = {COUNTS[letter]: roles.count(role) for letter, role in ROLES.items()}
+        with LLM(args.model, cpu_threads=1, **OPTIONS, **counts) as llm:
+            turns = measured(llm, Points(POINTS), counts["both"])
             next(turns)  # does not count: the nodes are cold
             before = list(islice(turns, TURNS))
             answers, stages = served(llm.url, asks)
             times = calibration([*before, *islice(turns, TURNS)], POINTS)
         yield Run(layout, usable_cores(), args.requests, args.per_s, times, answers, stages)
-
-
-def cluster(layout: str, model: str | None) -> LLM:
-    roles = [role for role, _ in read_layout(layout)]
-    counts = {COUNTS[letter]: roles.count(role) for letter, role in ROLES.items()}
-    return LLM(model, cpu_threads=1, **OPTIONS, **counts)
-
-
-def measurable(layout: str, llm: LLM, model: str | None) -> AbstractContextManager[LLM]:
-    """Returns the layout's own nodes, for one process is faster than another of the same options;
-    if they do not hand over, a prefill and a decode node beside them."""
-    return cluster("1P1D", model) if "B" in layout else nullcontext(llm)
 
 
 def served(url: str, asks: Sequence[Ask]) -> tuple[list[Answered], dict[str, float]]:
