@@ -41,7 +41,6 @@ ONE_OF_EACH: dict[str, Any] = {
 }
 SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
-ANSWERS_BESIDE = 2  # of the decode node, in a turn
 MOST_BESIDE = 256  # tokens of such an answer, at most
 QUANTILES = 20  # of scatter, besides the least
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
@@ -196,16 +195,16 @@ def _turn(
             yield ("short", batch, context), short
         step_s = max(LEAST, seconds) if (batch, context) == least else step_s
     steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
-    for _ in range(ANSWERS_BESIDE if has_neighbour else 0):
-        yield from _beside(ask, points, least, steps)
+    for batch in (min(points.batch), max(points.batch)) if has_neighbour else ():
+        yield from _beside(ask, points, (batch, min(points.context)), steps)
 
 
 def _beside(
-    ask: _Asks, points: Points, least: tuple[int, int], steps: int
+    ask: _Asks, points: Points, point: tuple[int, int], steps: int
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Measures prompts while the decode node computes an answer of `steps` steps, and those steps.
-    The first and the last prompt run partly alone, and do not count."""
-    (batch, context), cached = least, min(points.cached)
+    """Measures prompts while the decode node computes `steps` steps of `point`, sequences and
+    context, and those steps. The first and the last prompt run partly alone, and do not count."""
+    (batch, context), cached = point, min(points.cached)
     found: list[tuple[int, dict[str, Any]]] = []
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
@@ -216,7 +215,7 @@ def _beside(
     for tokens, line in found[1:-1]:
         yield ("prefill beside", tokens, cached), line["prefill_seconds"]
         yield from _around(line, " beside")
-    yield ("decode beside", *least), _decoded(answer.result()) / steps
+    yield ("decode beside", *point), _decoded(answer.result()) / steps
 
 
 def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[Any, ...], float]]:
