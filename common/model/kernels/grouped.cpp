@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "block_sums.h"
+#include "kernels.h"
 #include "packed.h"
 #include "tiles.h"
 

@@ -16,6 +16,7 @@
 
 #include "amx.h"
 #include "block_sums.h"
+#include "kernels.h"
 #include "packed.h"
 #include "tiles.h"
 
