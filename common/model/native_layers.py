@@ -105,7 +105,7 @@ class NativeLayers:
         self._layers = layers
         self._table = (_Layer * len(table))(*table)
         self._groups = (_Group * len(attentions))(*map(_group, attentions))
-        self._calls = list(_calls(layers))
+        self.calls = list(_calls(layers))
         self._buffers = _Buffers.of(layers, table)
         self._run_layers = kernels.function("run_layers")
 
@@ -153,7 +153,7 @@ class NativeLayers:
         for group, cache, context in zip(self._groups, kv_caches, contexts, strict=True):
             _fill(group, cache, context)
         dtype, threads, hidden = *call_of(inputs), held.hidden
-        for call in self._calls:
+        for call in self.calls:
             step.hidden = hidden.data_ptr()
             self._run_layers(
                 dtype, threads, call.begin, call.end, self._table, self._groups, byref(step)
