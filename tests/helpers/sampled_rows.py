@@ -30,5 +30,5 @@ def sequences(device: torch.device) -> list[StepSequence]:
         if counts is not None:
             counts.add((1, 2, 3), (4, 4, 5))
         banned = (7, 8) if i % 2 else ()
-        found.append(StepSequence(i, (5,), 7 + i, (0,), params, counts, banned, seed=i))
+        found.append(StepSequence(i, (5,), 7 + i, ((0,),), params, counts, banned, seed=i))
     return found

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cache.h"
+#include "kernels.h"
 #include "products.h"
 #include "tile_products.h"
 #include "tiles.h"
