@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("CUDA_HOME", str(toolkit(folder / "cuda")))
     from flashinfer import jit
 
+    from pdserve.common.model.attention_flashinfer import find_ninja
+
+    find_ninja()
     makers = {"decode": jit.gen_batch_decode_module, "prefill": jit.gen_batch_prefill_module}
     backend = "fa3" if options.arch.startswith("9.") else "fa2"
     wanted = dict.fromkeys(
