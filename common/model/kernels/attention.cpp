@@ -16,6 +16,7 @@
 
 #include "attention_rows.h"
 #include "cache.h"
+#include "kernels.h"
 #include "products.h"
 #include "tile_products.h"
 #include "tiles.h"
