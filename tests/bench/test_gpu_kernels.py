@@ -40,7 +40,7 @@ def test_modules_compiled_on_one_host_are_found_on_the_next(aot: Path, tmp_path:
     assert (aot / "decode" / "decode.so").read_text() == "code"
 
 
-def test_those_of_another_card_stay_packed(
+def test_an_archive_for_another_card_stays_packed(
     aot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "decode" / "decode.so"
