@@ -20,14 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,6 +40,7 @@ from benchmarks.bench_admission import KEYS, QUEUE_TIMEOUT  # noqa: E402
 from benchmarks.bench_placement import TRACES  # noqa: E402
 from benchmarks.bench_placement_live import ANSWER, OPTIONS, SIZE, STEP_S, VOCABULARY  # noqa: E402
 from benchmarks.fleet import Fleet  # noqa: E402
+from benchmarks.live import at_times, closed_loop, first_token, serving  # noqa: E402
 from benchmarks.plots import lines  # noqa: E402
 from pdserve.common.config.engine import SchedulerConfig  # noqa: E402
 from pdserve.common.config.router import RoutingConfig  # noqa: E402
@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     asks = read(args.trace, args.requests)
     rows = []
-    with serving(args.model) as static:
+    with cluster(args.model) as static:
         promise = PATIENCE * mean(asks) / capacity(static, asks)
         print(f"--slo-ttft {promise:.2f}", file=sys.stderr)
-        with serving(args.model, slo_ttft=promise) as slo:
+        with cluster(args.model, slo_ttft=promise) as slo:
             capacity(slo, asks)  # also measures the time of prompts
             fleets = {"static": static, "slo": slo}
             for number in range(1, args.rounds + 1):
@@ -126,7 +126,7 @@ def compared(
     arriving = at_load(asks, per_s, load)
     rows = []
     for way in fleets if number % 2 else reversed(fleets):  # type: ignore[call-overload]
-        answers = asyncio.run(replay(fleets[way], arriving))
+        answers = asyncio.run(at_times(partial(answered, fleets[way], {}), arriving))
         found = {"load": load, "round": number, "way": way, **summary(answers, promise, per_s)}
         ours = summary(simulated(arriving, promise if way == "slo" else 0.0, per_s), promise, per_s)
         found |= {f"{name} simulated": ours[name] for name in ("good", "late", "refused")}
@@ -154,77 +154,31 @@ def mean(asks: Sequence[Ask]) -> float:
     return fmean(each.tokens for each in asks)
 
 
-@contextmanager
-def serving(model: Path, **router: Any) -> Iterator[Fleet]:
+def cluster(model: Path, **router: Any) -> AbstractContextManager[Fleet]:
     keys = ",".join(f"key-{number}" for number in range(KEYS))
     router |= {"queue_timeout": QUEUE_TIMEOUT, "log_level": "warning", "api_key": keys}
     router["admin_api_key"] = "who-looks-at-nodes"
-    options = {**OPTIONS, "max_num_batched_tokens": BATCH}
-    options["num_gpu_blocks_override"] = NUM_BLOCKS
-    with tempfile.TemporaryDirectory() as folder:
-        fleet = Fleet(model, Path(folder) / "log", os.environ, router, kv_lease=60, **options)
-        try:
-            fleet.start_router()
-            fleet.start_node("prefill")
-            fleet.start_node("decode")
-            fleet.wait_ready()
-            yield fleet
-        finally:
-            fleet.stop()
+    options = {**OPTIONS, "max_num_batched_tokens": BATCH, "num_gpu_blocks_override": NUM_BLOCKS}
+    return serving(model, router, kv_lease=60, **options)
 
 
 def capacity(fleet: Fleet, asks: Sequence[Ask]) -> float:
-    """Returns the prompt tokens that the cluster computes per second."""
+    """Returns the prompt tokens that the cluster computes per second, for four clients."""
     some = asks[:MEASURED]
     began = time.monotonic()
-    asyncio.run(four_clients(fleet, some))
+    asyncio.run(closed_loop(partial(answered, fleet, MOST_PATIENT), some, 4))
     return sum(each.tokens for each in some) / (time.monotonic() - began)
 
 
-async def four_clients(fleet: Fleet, asks: Sequence[Ask]) -> None:
-    async def client(session: aiohttp.ClientSession) -> None:
-        for each in left:
-            await answered(session, fleet, each, MOST_PATIENT)
-
-    left = iter(asks)
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-        for _ in range(4):
-            group.create_task(client(session))
-
-
-async def replay(fleet: Fleet, asks: Sequence[Ask]) -> list[Answer]:
-    """Sends each request at its time, whether or not earlier ones are answered."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-
-        async def later(each: Ask) -> Answer:
-            await asyncio.sleep(each.time)
-            return await answered(session, fleet, each, {})
-
-        return await asyncio.gather(*map(later, asks))
-
-
 async def answered(
-    session: aiohttp.ClientSession,
-    fleet: Fleet,
-    ask: Ask,
-    headers: Mapping[str, str],
+    fleet: Fleet, headers: Mapping[str, str], session: aiohttp.ClientSession, ask: Ask
 ) -> Answer:
-    body = {
-        "model": fleet.model.name,
-        "prompt": random.choices(VOCABULARY, k=ask.tokens),
-        "max_tokens": ANSWER,
-        "ignore_eos": True,
-    }
-    url = f"http://127.0.0.1:{fleet.ports['http']}/v1/completions"
-    named = {"Authorization": f"Bearer {ask.key}", "X-PDServe-Timeline": "1", **headers}
+    body = {"prompt": random.choices(VOCABULARY, k=ask.tokens), "max_tokens": ANSWER}
+    named = {"Authorization": f"Bearer {ask.key}", **headers}
     began = time.monotonic()
-    async with session.post(url, json=body, headers=named) as response:
-        answer = await response.json()
-        if response.status in REFUSED:
-            return Answer(ask, time.monotonic() - began, True)
-        response.raise_for_status()
-        return Answer(ask, answer["pdserve"]["timeline"]["first_token"], False)
+    seconds = await first_token(session, fleet, body, named, REFUSED)
+    refused = seconds is None
+    return Answer(ask, time.monotonic() - began if seconds is None else seconds, refused)
 
 
 def simulated(asks: Sequence[Ask], slo_ttft: float, per_s: float) -> list[Answer]:

@@ -23,16 +23,14 @@ from typing import Any
 
 import msgspec
 import torch
+from rank_steps import step_all
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.all2all import RoutedTokens, make_all2all
 from pdserve.common.distributed.check import CheckConfig, CheckWorker
-from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.distributed.launch import make_executor
 from pdserve.common.distributed.measure import time_calls
 
 EXCHANGES = ("allgather_reducescatter", "alltoallv")
@@ -125,28 +123,12 @@ def _choices(case: Case) -> Tensor:
     return rows.multinomial(case.top_k, generator=torch.Generator().manual_seed(0))
 
 
-async def run(cases: list[Case], communicator: str, seconds: float) -> list[Result]:
+def run(cases: list[Case], communicator: str, seconds: float) -> list[Result]:
     ranks = cases[0].ranks
     config = CheckConfig(ranks, communicator=communicator, seconds=seconds)
-    executor = make_executor([_spec(config, rank, ranks) for rank in range(ranks)])
-    try:
-        await executor.start()
-        answers = [await executor.step(msgspec.msgpack.encode(case)) for case in cases]
-        return [msgspec.msgpack.decode(answer, type=Result) for answer in answers]
-    finally:
-        await executor.shutdown(5.0)
-
-
-def _spec(config: CheckConfig, rank: int, ranks: int) -> WorkerSpec:
-    return WorkerSpec(
-        factory="bench_all2all:BenchWorker",
-        rank=rank,
-        world_size=ranks,
-        init_method="",
-        config=msgspec.to_builtins(config),
-        role="bench",
-        log=LogConfig(log_level="warning"),
-    )
+    messages = [msgspec.msgpack.encode(case) for case in cases]
+    answers = asyncio.run(step_all("bench_all2all:BenchWorker", ranks, config, messages))
+    return [msgspec.msgpack.decode(answer, type=Result) for answer in answers]
 
 
 def show(results: list[Result], title: str) -> None:
@@ -184,7 +166,7 @@ def main() -> None:
     for ranks in map(int, args.ranks.split(",")):
         pairs = product(map(int, args.tokens.split(",")), ROUTINGS)
         cases = [Case(ranks, tokens, routing, *shape) for tokens, routing in pairs]
-        results += asyncio.run(run(cases, args.communicator, args.seconds))
+        results += run(cases, args.communicator, args.seconds)
     title = "hidden {}, {} experts, {} of them for each token".format(*shape)
     show(results, f"{title}, {args.communicator}")
     if args.json:

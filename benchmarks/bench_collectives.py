@@ -20,14 +20,12 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 import torch
 from limits import memcpy_limit
+from rank_steps import step_all
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.common.config.shared import LogConfig
 from pdserve.common.distributed.check import CheckConfig, CheckReport, CheckWorker
-from pdserve.common.distributed.executor import WorkerSpec
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.distributed.launch import make_executor
 from pdserve.common.distributed.measure import Figure, time_calls
 
 SIZES = (256, 2304, 65_536, 1 << 20, 16 << 20)
@@ -62,29 +60,13 @@ def _decode_step(group: GroupCoordinator, seconds: float) -> Figure:
     return Figure("tp", f"{2 * LAYERS} all_reduce", nbytes, latency * 1e6, nbytes / latency / 1e9)
 
 
-async def run(ranks: int, communicator: str, seconds: float) -> list[Result]:
+def run(ranks: int, communicator: str, seconds: float) -> list[Result]:
     config = CheckConfig(ranks, communicator=communicator, sizes=SIZES, seconds=seconds)
-    executor = make_executor([_spec(config, rank, ranks) for rank in range(ranks)])
-    try:
-        await executor.start()
-        report = msgspec.msgpack.decode(await executor.step(b""), type=CheckReport)
-    finally:
-        await executor.shutdown(5.0)
+    (answer,) = asyncio.run(step_all("bench_collectives:BenchWorker", ranks, config, [b""]))
+    report = msgspec.msgpack.decode(answer, type=CheckReport)
     if report.failures:
         raise SystemExit(f"wrong results over {communicator}: {report.failures[0]}")
     return [Result(ranks, communicator, figure) for figure in report.figures]
-
-
-def _spec(config: CheckConfig, rank: int, ranks: int) -> WorkerSpec:
-    return WorkerSpec(
-        factory="bench_collectives:BenchWorker",
-        rank=rank,
-        world_size=ranks,
-        init_method="",
-        config=msgspec.to_builtins(config),
-        role="bench",
-        log=LogConfig(log_level="warning"),
-    )
 
 
 def pipe_limit(seconds: float) -> float:
@@ -135,7 +117,7 @@ def main() -> None:
         result
         for ranks in map(int, args.ranks.split(","))
         for name in args.communicators.split(",")
-        for result in asyncio.run(run(ranks, name, args.seconds))
+        for result in run(ranks, name, args.seconds)
     ]
     show(results, memcpy, pipe)
     if args.json:

@@ -19,9 +19,7 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +28,6 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.request import urlopen
 
 import psutil
 from rich.console import Console
@@ -39,11 +36,9 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.fleet import flags  # noqa: E402
-from pdserve.common.obs.process import read_ports  # noqa: E402
+from benchmarks.live import up  # noqa: E402
 
 PROMPT = "Once there was a little dog who"
-START_TIMEOUT = 180.0  # seconds
 WARM_UP = 1.0  # seconds of load before anything counts
 TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
 ROLES = ("router", "prefill", "decode")
@@ -61,40 +56,13 @@ UP = {
 @contextmanager
 def cluster(model: Path, options: dict[str, Any]) -> Iterator[tuple[int, dict[str, int]]]:
     """The HTTP port, and pids by role."""
-    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
-        ports_file = Path(folder) / "ports.json"
-        command = [str(Path(sys.executable).with_name("pdserve")), "up", "--model", str(model)]
-        command += ["--port", "0", "--grpc-port", "0", "--ports-file", str(ports_file)]
-        up = subprocess.Popen([*command, *flags({**UP, **options})], env={**os.environ})
-        try:
-            port = wait_for(lambda: (read_ports(ports_file) or {}).get("http"))
-            wait_for(lambda: answers(f"http://127.0.0.1:{port}/ready"))
-            yield port, pids_of(up.pid)
-        finally:
-            up.terminate()
-            up.wait(30)
+    with up({"model": model, **UP, **options}) as (port, pid):
+        yield port, pids_of(pid)
 
 
-def wait_for(condition: Any) -> Any:
-    deadline = time.monotonic() + START_TIMEOUT
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise SystemExit("the cluster did not start")
-        time.sleep(0.05)
-    return value
-
-
-def answers(url: str) -> bool:
-    try:
-        with urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def pids_of(up: int) -> dict[str, int]:
+def pids_of(parent: int) -> dict[str, int]:
     found = {}
-    for child in psutil.Process(up).children():
+    for child in psutil.Process(parent).children():
         words = " ".join(child.cmdline())
         found |= {role: child.pid for role in ROLES if f"pdserve.{role}" in words}
     return found

@@ -11,52 +11,20 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from rich.console import Console
 from rich.table import Table
 
-START_TIMEOUT_S = 120.0
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.live import up
+
 MAX_TOKEN_ID = 400  # in every vocabulary
-
-
-@contextmanager
-def cluster(options: Sequence[str]) -> Iterator[str]:
-    """Runs `pdserve up` with these options; yields its URL once it is ready."""
-    with tempfile.TemporaryDirectory() as folder:
-        ports = Path(folder) / "ports.json"
-        pdserve = Path(sys.executable).with_name("pdserve")
-        command = [str(pdserve), "up", "--port", "0", "--grpc-port", "0", *options]
-        with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [*command, "--ports-file", str(ports)], stdout=log, stderr=log
-            )
-        try:
-            yield wait_ready(process, ports)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_ready(process: subprocess.Popen[bytes], ports: Path) -> str:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.2)
-        try:
-            url = f"http://127.0.0.1:{json.loads(ports.read_text())['http']}"
-            with urlopen(f"{url}/ready", timeout=5):
-                return url
-        except (OSError, URLError, ValueError):  # not written yet, not open yet, not ready yet
-            continue
-    raise SystemExit(f"the cluster does not start: {process.args!r}")
 
 
 def ask(url: str, prompt: list[int]) -> tuple[float, float]:
@@ -115,10 +83,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="prompts")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
-    options = ["--model", args.model] if args.model else []
+    options = {"model": args.model} if args.model else {}
     with ExitStack() as stack:
-        plain = stack.enter_context(cluster([*options, "--no-enable-kv-digests"]))
-        digested = stack.enter_context(cluster([*options, "--enable-kv-digests"]))
+        plain, digested = (
+            f"http://127.0.0.1:{stack.enter_context(up({**options, switch: ''}))[0]}"
+            for switch in ("no_enable_kv_digests", "enable_kv_digests")
+        )
         pairs = measure(plain, digested, args.prompt_len, args.rounds)
     summary = summarize(pairs)
     show(summary)

@@ -25,12 +25,12 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from rich.console import Console
@@ -39,6 +39,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.fleet import Fleet
+from benchmarks.live import at_times, closed_loop, serving
 from pdserve.demo_model.embedded import ensure_embedded_model
 
 TINY = Path(__file__).parent.parent / "tests/models/llama-gqa"
@@ -74,6 +75,10 @@ def _later(line: Line, one: str, other: str) -> float:
 # ---- load ----
 
 
+class Due(NamedTuple):
+    time: float  # seconds
+
+
 class Load:
     """Clients of one router; `lines` are the timelines of the answers."""
 
@@ -86,28 +91,14 @@ class Load:
 
     async def run(self, clients: int, requests: int) -> None:
         """Runs closed-loop clients: each has a request under way until `requests` were answered."""
-        async with self._session() as session, asyncio.TaskGroup() as group:
-            left = iter(range(requests))
-            for _ in range(clients):
-                group.create_task(self._client(session, left))
+        self.lines += await closed_loop(self._ask, range(requests), clients)
 
     async def arrive(self, rate: float, requests: int) -> None:
         """Sends `requests` at random times, on average `rate` a second (a Poisson process)."""
-        async with self._session() as session, asyncio.TaskGroup() as group:
-            due = asyncio.get_running_loop().time()
-            for _ in range(requests):
-                due += self._random.expovariate(rate)
-                await asyncio.sleep(due - asyncio.get_running_loop().time())
-                group.create_task(self._client(session, iter((0,))))
+        gaps = (self._random.expovariate(rate) for _ in range(requests))
+        self.lines += await at_times(self._ask, [Due(time) for time in accumulate(gaps)])
 
-    def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-
-    async def _client(self, session: aiohttp.ClientSession, left: Iterator[int]) -> None:
-        for _ in left:
-            self.lines.append(await self._ask(session))
-
-    async def _ask(self, session: aiohttp.ClientSession) -> Line:
+    async def _ask(self, session: aiohttp.ClientSession, _: object) -> Line:
         input_len, output_len = self._lengths
         prompt = [self._random.randrange(1, self._vocabulary) for _ in range(input_len)]
         body = {
@@ -128,23 +119,10 @@ class Load:
 # ---- a cluster ----
 
 
-@contextmanager
-def serving(model: Path, pairs: int, **options: Any) -> Iterator[Fleet]:
+def cluster(model: Path, pairs: int, **options: Any) -> AbstractContextManager[Fleet]:
     """A router and `pairs` of nodes, ready."""
-    with tempfile.TemporaryDirectory() as folder:
-        fleet = Fleet(
-            model, Path(folder) / "log", os.environ, {"served_model_name": "bench"},
-            served_model_name="bench", cpu_threads=1, kv_lease=30, **options,
-        )  # fmt: skip
-        try:
-            fleet.start_router()
-            for _ in range(pairs):
-                fleet.start_node("prefill")
-                fleet.start_node("decode")
-            fleet.wait_ready()
-            yield fleet
-        finally:
-            fleet.stop()
+    named = {"served_model_name": "bench"}
+    return serving(model, named, pairs, cpu_threads=1, kv_lease=30, **named, **options)
 
 
 def measure(
@@ -234,7 +212,7 @@ def exposed(model: Path, tokens: int, chunk: int, requests: int) -> tuple[float,
     medians."""
     limits = {"max_num_batched_tokens": chunk, "max_model_len": tokens + 64}
     blocks = 4 * (tokens // 16 + 8)
-    with serving(model, 1, num_gpu_blocks_override=blocks, **limits) as fleet:
+    with cluster(model, 1, num_gpu_blocks_override=blocks, **limits) as fleet:
         load = Load(f"http://127.0.0.1:{fleet.ports['http']}", tokens, 2, 1000)
         asyncio.run(load.run(1, 1 + requests))
         lines = load.lines[1:]
@@ -304,7 +282,7 @@ def main() -> None:
     counts = [int(each) for each in args.clients.split(",") if each]
     rates = [float(each) for each in args.rates.split(",") if each]
     if counts or rates:
-        with serving(args.model, args.pairs, kv_connector=args.connector) as fleet:
+        with cluster(args.model, args.pairs, kv_connector=args.connector) as fleet:
             url = f"http://127.0.0.1:{fleet.ports['http']}"
             load = Load(url, args.input_len, args.output_len, args.vocab_size)
             found: list[dict[str, Any]] = []

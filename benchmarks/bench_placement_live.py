@@ -20,14 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -39,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_placement import TRACES, UNLIMITED, ideal  # noqa: E402
 from benchmarks.fleet import Fleet  # noqa: E402
+from benchmarks.live import at_times, closed_loop, first_token, serving  # noqa: E402
 from benchmarks.plots import bars  # noqa: E402
 from pdserve.common.config.engine import SchedulerConfig  # noqa: E402
 from pdserve.common.core.block_hash import short_hash  # noqa: E402
@@ -130,9 +130,9 @@ def timed(trace: Sequence[Arrival], per_s: float) -> list[Arrival]:
 
 def capacity(args: argparse.Namespace, trace: Sequence[Arrival]) -> float:
     """Returns the answers per second of `BASE` in a closed loop."""
-    with serving(args, BASE) as fleet:
+    with cluster(args, BASE) as fleet:
         began = time.monotonic()
-        asyncio.run(replay(fleet, trace, args.clients))
+        asyncio.run(closed_loop(partial(answered, fleet), trace, args.clients))
         return len(trace) / (time.monotonic() - began)
 
 
@@ -140,13 +140,14 @@ def served(
     args: argparse.Namespace, policy: str, trace: Sequence[Arrival], best: float, per_s: float
 ) -> dict[str, Any]:
     """`per_s`: the capacity; 0: a closed loop."""
-    with serving(args, policy) as fleet:
+    with cluster(args, policy) as fleet:
+        ask = partial(answered, fleet)
         if per_s:
-            ttft = asyncio.run(replay_timed(fleet, timed(trace, args.load * per_s)))
+            ttft = asyncio.run(at_times(ask, timed(trace, args.load * per_s)))
         else:
-            ttft = asyncio.run(replay(fleet, trace, args.clients))
+            ttft = asyncio.run(closed_loop(ask, trace, args.clients))
         nodes = [node for node in fleet.state()["nodes"] if node["role"] == "prefill"]
-    return summary(nodes, ttft, best)
+    return summary(nodes, sorted(ttft), best)
 
 
 # ---- simulated ----
@@ -253,57 +254,18 @@ def prompt(arrival: Arrival) -> list[int]:
     return [*tokens, VOCABULARY[0]]
 
 
-@contextmanager
-def serving(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
+def cluster(args: argparse.Namespace, policy: str) -> AbstractContextManager[Fleet]:
     router = {"prefill_policy": policy, "decode_policy": policy, "log_level": "warning"}
     options = {**OPTIONS, "num_gpu_blocks_override": args.blocks}
-    with tempfile.TemporaryDirectory() as folder:
-        fleet = Fleet(args.model, Path(folder) / "log", os.environ, router, kv_lease=30, **options)
-        try:
-            fleet.start_router()
-            for _ in range(args.nodes):
-                fleet.start_node("prefill")
-                fleet.start_node("decode")
-            fleet.wait_ready()
-            yield fleet
-        finally:
-            fleet.stop()
+    return serving(args.model, router, args.nodes, kv_lease=30, **options)
 
 
-async def replay(fleet: Fleet, trace: Sequence[Arrival], clients: int) -> list[float]:
-    """Returns the seconds until each first token, ascending."""
-    ttft = []
-
-    async def client(session: aiohttp.ClientSession, left: Iterator[Arrival]) -> None:
-        for arrival in left:
-            ttft.append(await answered(session, fleet, arrival))
-
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-        left = iter(trace)
-        for _ in range(clients):
-            group.create_task(client(session, left))
-    return sorted(ttft)
-
-
-async def replay_timed(fleet: Fleet, trace: Sequence[Arrival]) -> list[float]:
-    """Like `replay`; each prompt comes at its time."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def later(arrival: Arrival) -> float:
-            await asyncio.sleep(arrival.time)
-            return await answered(session, fleet, arrival)
-
-        return sorted(await asyncio.gather(*map(later, trace)))
-
-
-async def answered(session: aiohttp.ClientSession, fleet: Fleet, arrival: Arrival) -> float:
+async def answered(fleet: Fleet, session: aiohttp.ClientSession, arrival: Arrival) -> float:
     """Returns the seconds until the first token."""
-    url = f"http://127.0.0.1:{fleet.ports['http']}/v1/completions"
-    ask = {"model": fleet.model.name, "prompt": prompt(arrival), "max_tokens": ANSWER}
-    ask |= {"temperature": 0, "ignore_eos": True}
-    async with session.post(url, json=ask, headers={"X-PDServe-Timeline": "1"}) as answer:
-        answer.raise_for_status()
-        return float((await answer.json())["pdserve"]["timeline"]["first_token"])
+    body = {"prompt": prompt(arrival), "max_tokens": ANSWER, "temperature": 0}
+    seconds = await first_token(session, fleet, body)
+    assert seconds is not None
+    return seconds
 
 
 def summary(nodes: Sequence[dict[str, Any]], ttft: Sequence[float], best: float) -> dict[str, Any]:

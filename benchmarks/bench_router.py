@@ -47,9 +47,10 @@ import psutil
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_cpu_per_token import TICK_US, Load, ticks, wait_for  # noqa: E402
+from benchmarks.bench_cpu_per_token import TICK_US, Load, ticks  # noqa: E402
 from benchmarks.compared import routers  # noqa: E402
 from benchmarks.fleet import flags  # noqa: E402
+from benchmarks.live import wait_for  # noqa: E402
 from benchmarks.router_tables import report  # noqa: E402
 from benchmarks.simulated_nodes import info, load  # noqa: E402
 from pdserve.common.config.router import RoutingConfig  # noqa: E402

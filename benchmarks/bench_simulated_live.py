@@ -6,8 +6,7 @@
 Each layout gets a cluster of its own and the same made prompts, in an open loop: they come at their
 times whether or not others are answered. The first ones, which come at once, do not count: nodes
 are cold. The layout's own nodes are measured before and after; its prediction is by both, so that
-a machine whose speed drifts is followed. Instead of nodes of both roles a prefill and a decode node
-beside them are measured, idle meanwhile. Nothing else should run on the machine. With the defaults
+a machine whose speed drifts is followed. Nothing else should run on the machine. With the defaults
 it takes about 14 minutes on two cores.
 
 `--json` keeps the answers and the measurements; `--again` simulates a kept run anew, without
@@ -23,7 +22,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -62,7 +60,7 @@ OPTIONS = {"api_key": KEY} | {
 POINTS = CalibrateConfig(
     chunk="1,8,16,32,64,128", cached="0,64", batch="1,2,4", context="32,160", cpu_threads=1
 )
-TURNS = 2  # measurements of the nodes between two layouts
+TURNS = 3  # measurements of the nodes between two layouts
 SEEDS = range(15)
 TTFT, ITL = attrgetter("ttft"), attrgetter("tpot")
 GOALS = {0.5: 5, 0.99: 15}  # percent that a percentile may be off
@@ -143,25 +141,15 @@ def made(requests: int, per_s: float) -> list[Ask]:
 def live(args: argparse.Namespace) -> Iterator[Run]:
     asks = made(args.requests, args.per_s)
     for layout in args.layouts.split(","):
-        with cluster(layout, args.model) as llm, measurable(layout, llm, args.model) as nodes:
-            turns = measured(nodes, Points(POINTS))
+        roles = [role for role, _ in read_layout(layout)]
+        counts = {COUNTS[letter]: roles.count(role) for letter, role in ROLES.items()}
+        with LLM(args.model, cpu_threads=1, **OPTIONS, **counts) as llm:
+            turns = measured(llm, Points(POINTS), counts["both"])
             next(turns)  # does not count: the nodes are cold
             before = list(islice(turns, TURNS))
             answers, stages = served(llm.url, asks)
             times = calibration([*before, *islice(turns, TURNS)], POINTS)
         yield Run(layout, usable_cores(), args.requests, args.per_s, times, answers, stages)
-
-
-def cluster(layout: str, model: str | None) -> LLM:
-    roles = [role for role, _ in read_layout(layout)]
-    counts = {COUNTS[letter]: roles.count(role) for letter, role in ROLES.items()}
-    return LLM(model, cpu_threads=1, **OPTIONS, **counts)
-
-
-def measurable(layout: str, llm: LLM, model: str | None) -> AbstractContextManager[LLM]:
-    """Returns the layout's own nodes, for one process is faster than another of the same options;
-    if they do not hand over, a prefill and a decode node beside them."""
-    return cluster("1P1D", model) if "B" in layout else nullcontext(llm)
 
 
 def served(url: str, asks: Sequence[Ask]) -> tuple[list[Answered], dict[str, float]]:

@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# The class of static methods that grpc_tools adds to each service; nothing calls them.
+STATIC = re.compile(r"\n\n *# This class is part of an EXPERIMENTAL.*?(?=\n\n\nclass |\Z)", re.S)
 
 
 def generate(out: Path) -> None:
@@ -31,6 +33,8 @@ def generate(out: Path) -> None:
             path.read_text(),
             flags=re.M,
         )
+        if path.name.endswith("_grpc.py"):
+            text = STATIC.sub("", text)
         path.write_text(text)
 
 

@@ -13,8 +13,8 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from benchmarks.bench_cpu_per_token import wait_for
 from benchmarks.fleet import free_port
+from benchmarks.live import wait_for
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"smg": ["launch", "--disable-tokenizer-autoload"], "vllm-router": []}

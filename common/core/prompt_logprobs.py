@@ -91,12 +91,12 @@ def join(parts: Sequence[PromptLogprobs], num_top: int) -> PromptLogprobs:
     )
 
 
-def check_size(num_tokens: int, num_top: int, param: str = "prompt_logprobs") -> None:
+def check_size(num_tokens: int, num_top: int) -> None:
     """Raises InvalidRequest if `num_tokens` tokens with `num_top` alternatives exceed
     MAX_ENTRIES."""
     if num_tokens * (1 + num_top) > MAX_ENTRIES:
         raise InvalidRequest(
             f"log-probabilities of {num_tokens} prompt tokens, each with {num_top} alternatives, "
             f"exceed {MAX_ENTRIES}: ask for fewer alternatives, or for fewer or shorter prompts",
-            param=param,
+            param="prompt_logprobs",
         )

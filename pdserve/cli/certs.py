@@ -35,6 +35,7 @@ PrivateKey = ec.EllipticCurvePrivateKey
 ROLE_URI = "pdserve://role/"  # common/rpc/tls.py reads it
 ROLES = ("router", "prefill", "decode", "both")
 HOSTS = ("localhost", "127.0.0.1", "::1")
+CA_NAME = "pdserve trial CA"
 VALID = timedelta(days=365)
 SKEW = timedelta(minutes=5)  # clock skew between hosts that a new certificate tolerates
 
@@ -204,7 +205,7 @@ def _pair(
 def _ca(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     usage = _key_usage(key_cert_sign=True, crl_sign=True)
     return (
-        _builder(key, "pdserve trial CA", "pdserve trial CA")
+        _builder(key, CA_NAME)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
@@ -221,7 +222,7 @@ def _certificate(
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     names = x509.SubjectAlternativeName(alternatives)
     return (
-        _builder(key, "pdserve", "pdserve trial CA")
+        _builder(key, "pdserve")
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(digital_signature=True), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
@@ -231,12 +232,12 @@ def _certificate(
     )
 
 
-def _builder(key: ec.EllipticCurvePrivateKey, subject: str, issuer: str) -> x509.CertificateBuilder:
+def _builder(key: ec.EllipticCurvePrivateKey, subject: str) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CA_NAME)]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - SKEW)

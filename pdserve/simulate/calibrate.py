@@ -42,7 +42,6 @@ ONE_OF_EACH: dict[str, Any] = {
 }
 SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
-ANSWERS_BESIDE = 2  # of the decode node, in a turn
 MOST_BESIDE = 256  # tokens of such an answer, at most
 QUANTILES = 20  # of scatter, besides the least
 _COUNT = re.compile(r"[0-9]{1,9}")
@@ -97,12 +96,13 @@ def measure(llm: LLM, points: Points, config: CalibrateConfig) -> Calibration:
     return calibration([next(turns) for _ in range(config.repetitions)], config)
 
 
-def measured(llm: LLM, points: Points) -> Iterator[Samples]:
-    """Measures all points once for each `next`."""
-    ask = _Asks(llm)
+def measured(llm: LLM, points: Points, both: int = 0) -> Iterator[Samples]:
+    """Measures all points once for each `next`. `both`: the number of nodes of both roles, if the
+    cluster has them instead of a prefill and a decode node."""
+    ask = _Asks(llm, hands_over=not both)
     while True:
         samples: Samples = {}
-        for name, seconds in _turn(ask, points):
+        for name, seconds in _turn(ask, points, has_neighbour=both != 1):
             samples.setdefault(name, []).append(seconds)
         yield samples
 
@@ -115,7 +115,8 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
     of = {name: statistics.median(found) for name, found in merged.items()}
     decode = {name[1:]: max(LEAST, of[name]) for name in of if name[0] == "decode"}
     prefill = {name[1:]: of[name] for name in of if name[0] == "prefill"}
-    transfer = _line([(name[1], of[name]) for name in of if name[0] == "transfer"])
+    moved = [(name[1], of[name]) for name in of if name[0] == "transfer"]
+    transfer = _line(moved) if moved else [(0, 0.0)]
     short = {name[1:]: of[name] for name in of if name[0] == "short"}
     over = {  # of each kind of step and work: measured over the median alone
         "prefill": _ratios(merged, "prefill", lambda *point: prefill[point]),
@@ -129,15 +130,16 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
         "reserve": _ratios(merged, "reserve", lambda: of["reserve",]),
         "reserve_beside": _ratios(merged, "reserve beside", lambda: of["reserve",]),
     }
+    over = {name: found for name, found in over.items() if found}
     return Calibration(
         model=str(config.model.model or "the embedded model"),
         device=config.device if config.device != "auto" else cpu_name(),
         prefill=[(*name, seconds) for name, seconds in prefill.items()],
         decode=[(*name, seconds) for name, seconds in decode.items()],
         transfer=transfer,
-        kv_bytes_per_token=of["kv_bytes_per_token",],
+        kv_bytes_per_token=of.get(("kv_bytes_per_token",), 0.0),
         router_s=max(0.0, of["router",]),
-        reserve_s=max(0.0, of["reserve",]),
+        reserve_s=max(0.0, of.get(("reserve",), 0.0)),
         answer_s=max(0.0, statistics.median(short[n] - (SHORT - 1) * decode[n] for n in short)),
         cores=_cores(config),
         **{
@@ -176,7 +178,9 @@ def _cores(config: CalibrateConfig) -> int:
     return share_host(engine, both, gpus=gpus, cores=usable_cores())[0].num_threads
 
 
-def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]:
+def _turn(
+    ask: _Asks, points: Points, has_neighbour: bool
+) -> Iterator[tuple[tuple[Any, ...], float]]:
     chunk, least = max(points.chunk), (min(points.batch), min(points.context))
     chunk_s = step_s = LEAST
     ask(1, 0)  # does not count: the nodes were idle
@@ -185,8 +189,9 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
         line = output.timeline
         yield ("prefill", tokens, cached), line["prefill_seconds"]
         yield from _around(line)
-        moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
-        yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
+        if ask.hands_over:
+            moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
+            yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
         chunk_s = line["prefill_seconds"] if tokens == chunk else chunk_s
     for batch, context in product(points.batch, points.context):
         short, long = (_decoded(ask(1, context - 1, batch, count)) for count in (SHORT, LONG))
@@ -197,16 +202,16 @@ def _turn(ask: _Asks, points: Points) -> Iterator[tuple[tuple[Any, ...], float]]
             yield ("short", batch, context), short
         step_s = max(LEAST, seconds) if (batch, context) == least else step_s
     steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
-    for _ in range(ANSWERS_BESIDE):
-        yield from _beside(ask, points, least, steps)
+    for batch in (min(points.batch), max(points.batch)) if has_neighbour else ():
+        yield from _beside(ask, points, (batch, min(points.context)), steps)
 
 
 def _beside(
-    ask: _Asks, points: Points, least: tuple[int, int], steps: int
+    ask: _Asks, points: Points, point: tuple[int, int], steps: int
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Measures prompts while the decode node computes an answer of `steps` steps, and those steps.
-    The first and the last prompt run partly alone, and do not count."""
-    (batch, context), cached = least, min(points.cached)
+    """Measures prompts while the decode node computes `steps` steps of `point`, sequences and
+    context, and those steps. The first and the last prompt run partly alone, and do not count."""
+    (batch, context), cached = point, min(points.cached)
     found: list[tuple[int, dict[str, Any]]] = []
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
@@ -217,31 +222,33 @@ def _beside(
     for tokens, line in found[1:-1]:
         yield ("prefill beside", tokens, cached), line["prefill_seconds"]
         yield from _around(line, " beside")
-    yield ("decode beside", *least), _decoded(answer.result()) / steps
+    yield ("decode beside", *point), _decoded(answer.result()) / steps
 
 
 def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[Any, ...], float]]:
     """Yields the parts of a prompt's time that are no step."""
-    reserve = max(0.0, line["reserved"] - line["queued"])
+    first, reserve = line["first_token"], 0.0
+    if line["transferred"] is not None:
+        reserve = max(0.0, line["reserved"] - line["queued"])
+        yield ("reserve" + beside,), reserve
+        yield ("transfer" + beside, line["transfer_bytes"]), max(0.0, line["transferred"] - first)
     steps = line["prefill_queue_seconds"] + line["prefill_seconds"]
-    yield ("reserve" + beside,), reserve
-    yield ("router" + beside,), max(0.0, line["first_token"] - reserve - steps)
-    yield (
-        ("transfer" + beside, line["transfer_bytes"]),
-        max(0.0, line["transferred"] - line["first_token"]),
-    )
+    yield ("router" + beside,), max(0.0, first - reserve - steps)
 
 
 def _decoded(output: RequestOutput) -> float:
-    """Returns the seconds that the decode node took for its tokens."""
-    return float(output.timeline["finished"] - output.timeline["transferred"])
+    """Returns the seconds of the tokens after the first."""
+    line = output.timeline
+    began = line["first_token"] if line["transferred"] is None else line["transferred"]
+    return float(line["finished"] - began)
 
 
 class _Asks:
     """Sends prompts of random tokens; their prefixes may be cached."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, hands_over: bool) -> None:
         self._llm = llm
+        self.hands_over = hands_over
         self._chance = random.Random(0)
         self._known: dict[int, list[int]] = {}  # length → cached prompt
 
@@ -260,7 +267,7 @@ class _Asks:
     def _generate(self, prompt: list[int], choices: int, max_tokens: int) -> RequestOutput:
         params = SamplingParams(n=choices, max_tokens=max_tokens, temperature=0, ignore_eos=True)
         (output,) = self._llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        lost = max_tokens > 1 and output.timeline["transferred"] is None
+        lost = self.hands_over and max_tokens > 1 and output.timeline["transferred"] is None
         if output.timeline["migrations"] or lost:
             raise NodeError("a node failed while it was measured; see the log above")
         return output

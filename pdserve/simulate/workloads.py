@@ -10,6 +10,7 @@ from itertools import count
 from pdserve.common.core.block_hash import BlockHash
 
 BLOCK = 512  # tokens of a block in Mooncake's traces
+TURNS, TURN_TOKENS = 6, 1024  # of a synthetic conversation; a turn, or the tokens of one prompt
 _SPREAD = 0x9E3779B97F4A7C15  # an odd factor, which spreads block numbers over 64 bits
 
 
@@ -36,11 +37,11 @@ def _hashes(blocks: Iterable[int]) -> list[BlockHash]:
 
 
 def shared_prompt(
-    requests: int, per_s: float, shared: int = 8, own_tokens: int = 1024, seed: int = 0
+    requests: int, per_s: float, shared: int = 8, own_tokens: int = TURN_TOKENS
 ) -> list[Arrival]:
     """Makes prompts that share their first `shared` blocks, followed by `own_tokens` unique tokens
     on average."""
-    rng, fresh, time = random.Random(seed), count(1_000_000), 0.0
+    rng, fresh, time = random.Random(0), count(1_000_000), 0.0
     arrivals = []
     for _ in range(requests):
         time += rng.expovariate(per_s)
@@ -50,29 +51,26 @@ def shared_prompt(
     return arrivals
 
 
-def conversations(
-    requests: int, per_s: float, turns: int = 6, turn_tokens: int = 1024, seed: int = 0
-) -> list[Arrival]:
+def conversations(requests: int, per_s: float) -> list[Arrival]:
     """Makes conversations: each prompt extends an earlier one by a turn, or is new."""
-    rng, fresh, time = random.Random(seed), count(1_000_000), 0.0
+    rng, fresh, time = random.Random(0), count(1_000_000), 0.0
     open_ones: list[list[int]] = []
     arrivals = []
     for _ in range(requests):
         time += rng.expovariate(per_s)
-        if open_ones and rng.random() > 1 / turns:
+        if open_ones and rng.random() > 1 / TURNS:
             blocks = open_ones.pop(rng.randrange(len(open_ones)))
         else:
             blocks = []
-        blocks = [*blocks, *(next(fresh) for _ in range(turn_tokens // BLOCK))]
-        if len(blocks) < turns * turn_tokens // BLOCK:
+        blocks = [*blocks, *(next(fresh) for _ in range(TURN_TOKENS // BLOCK))]
+        if len(blocks) < TURNS * TURN_TOKENS // BLOCK:
             open_ones.append(blocks)
         arrivals.append(Arrival(time, len(blocks) * BLOCK + 16, _hashes(blocks)))
     return arrivals
 
 
-def burst(requests: int, shared: int = 1, own_tokens: int = 1024) -> list[Arrival]:
-    """Makes one prompt and, much later, a burst of prompts that share its first blocks."""
-    prefix = _hashes(range(shared))
-    first = Arrival(0.0, shared * BLOCK, prefix)
-    many = [Arrival(1000.0, shared * BLOCK + own_tokens, prefix) for _ in range(requests)]
-    return [first, *many]
+def burst(requests: int) -> list[Arrival]:
+    """Makes one prompt of a block and, much later, a burst of prompts that begin with it."""
+    prefix = _hashes(range(1))
+    many = [Arrival(1000.0, BLOCK + TURN_TOKENS, prefix) for _ in range(requests)]
+    return [Arrival(0.0, BLOCK, prefix), *many]

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,30 +13,19 @@ import torch
 from paths import MODELS
 from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.sampling import SampledToken, SamplingParams
+from pdserve.common.core.sampling import SampledToken
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.graphs import CudaCapture, DecodeGraphs
-from pdserve.common.worker.input_batch import StepSequence, TokenCounts
 from pdserve.common.worker.sampler import sample
 from pdserve.common.worker.token_feed import TokenFeed
+from sampled_rows import PARAMS, VOCAB, sequences
 
 CUDA = torch.device("cuda")
-VOCAB = 1000
 BLOCK_SIZE = 16
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 3},
-    {"temperature": 0.7, "top_p": 0.9, "logprobs": 0},
-    {"temperature": 1.3, "top_k": 40, "min_p": 0.01},
-    {"temperature": 1.0, "top_k": 7, "top_p": 0.5},
-    {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    {"temperature": 0.0, "logit_bias": {5: 9.0, VOCAB: 1.0}},
-    {"temperature": 1.0, "allowed_token_ids": (3, 4, 5)},
-]
 
 
 @contextmanager
@@ -48,18 +36,6 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def sequences(device: torch.device) -> list[StepSequence]:
-    found = []
-    for i, fields in enumerate(PARAMS):
-        params = SamplingParams(**fields)
-        counts = TokenCounts(VOCAB, device) if params.penalised else None
-        if counts is not None:
-            counts.add((1, 2, 3), (4, 4, 5))
-        banned = (7, 8) if i % 2 else ()
-        found.append(StepSequence(i, (5,), 7 + i, (0,), params, counts, banned, seed=i))
-    return found
 
 
 @pytest.mark.parametrize("spoiled", [0.0, torch.nan, torch.inf, -torch.inf])

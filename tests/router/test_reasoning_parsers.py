@@ -28,7 +28,13 @@ def test_every_name_is_known_to_the_options_and_to_the_parsers() -> None:
     ("family", "text", "content", "reasoning"),
     [
         ("deepseek_r1", "hm</think>\n\nyes", "yes", "hm"),
-        ("qwen3", "<think>\nhm\n</think>yes", "yes", "hm"),
+        ("deepseek_r1", "hm, </thin\nk></think>yes", "yes", "hm, </thin\nk>"),
+        ("deepseek_r1", "\n<think>\nhm </think>", "", "hm"),
+        ("deepseek_r1", "hm\n", "", "hm\n"),
+        ("qwen3", "<think>\nhm\n\n</think>\n\nyes", "yes", "hm"),
+        ("qwen3", "\n <think>hm", "", "hm"),
+        ("qwen3", " <thin>k", " <thin>k", ""),
+        ("qwen3", "yes <think>", "yes <think>", ""),
         ("qwen3", "yes", "yes", ""),
         ("mistral", "[THINK]hm[/THINK]yes", "yes", "hm"),
         ("granite", "Here is my thought process: hm\nHere's my response: yes", "yes", "hm"),
@@ -70,6 +76,11 @@ def test_reasoning(family: str, text: str, content: str, reasoning: str) -> None
 @pytest.mark.parametrize(
     ("family", "prompt", "continued", "thinks", "may"),
     [
+        ("deepseek_r1", "assistant:", None, True, True),
+        ("deepseek_r1", "assistant:</think>", None, False, False),
+        ("qwen3", "assistant\n", None, False, True),
+        ("qwen3", "assistant\n<think>\n", None, True, True),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", None, False, False),
         ("deepseek_v3", "<｜Assistant｜><think>", None, True, True),
         ("deepseek_v3", "<｜Assistant｜></think>", None, False, False),
         ("gemma4", "model\n<|channel>thought\n<channel|>", None, False, False),

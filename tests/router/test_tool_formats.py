@@ -47,6 +47,7 @@ def said(events: list[Event]) -> tuple[str, str, list[tuple[str, str]], list[str
                 calls.append((name, ""))
                 ids.append(call_id)
             case CallArguments(index, text):
+                assert index == len(calls) - 1 and text
                 calls[index] = (calls[index][0], calls[index][1] + text)
             case Content(text):
                 content += text

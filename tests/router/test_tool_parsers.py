@@ -8,13 +8,14 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_tool_formats import said
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.parsers import harmony
 from pdserve.router.api.parsers.forced import BareCallParser, NamedParser, RequiredParser
 from pdserve.router.api.parsers.formats import HermesParser, Llama3JSONParser, MistralParser
-from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event
-from pdserve.router.api.parsers.reasoning import AnswerParser, ReasoningParser, begins_thinking
+from pdserve.router.api.parsers.parser import Content
+from pdserve.router.api.parsers.reasoning import AnswerParser, ReasoningParser
 from pdserve.router.api.parsers.tool_parser import BUILTIN, ArgumentKind, ToolParser, tool_parser
 from thinned import EXAMPLES
 
@@ -24,23 +25,6 @@ FORMATS: list[type[ToolParser]] = [
 ]  # fmt: skip
 KINDS = {"f": {"x": ArgumentKind.TEXT, "y": ArgumentKind.TEXT_OR_NULL}}
 Said = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls
-
-
-def said(events: list[Event]) -> Said:
-    content = reasoning = ""
-    calls: list[tuple[str, str]] = []
-    for event in events:
-        if isinstance(event, CallStart):
-            assert event.index == len(calls)
-            calls.append((event.name, ""))
-        elif isinstance(event, CallArguments):
-            assert event.index == len(calls) - 1 and event.text
-            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
-        elif isinstance(event, Content):
-            content += event.text
-        else:
-            reasoning += event.text
-    return content, reasoning, calls
 
 
 def answer(kind: type[ToolParser] | None, thinking: bool | None = None) -> AnswerParser:
@@ -53,7 +37,7 @@ def answer(kind: type[ToolParser] | None, thinking: bool | None = None) -> Answe
 def parse(kind: type[ToolParser] | None, *pieces: str, thinking: bool | None = None) -> Said:
     parser = answer(kind, thinking)
     events = [event for piece in pieces for event in parser.push(piece)]
-    return said(events + parser.push("", final=True))
+    return said(events + parser.push("", final=True))[:3]
 
 
 A, B = '{"x": [1, "}", {"y": "\\"é"}]}', "{}"
@@ -136,44 +120,11 @@ def test_formats(
     assert parse(kind, *text) == expected
 
 
-@pytest.mark.parametrize(
-    ("thinking", "text", "content", "reasoning"),
-    [
-        (False, "<think>\nhm\n\n</think>\n\nyes", "yes", "hm"),
-        (False, "\n <think>hm", "", "hm"),
-        (False, " <thin>k", " <thin>k", ""),
-        (False, "yes <think>", "yes <think>", ""),
-        (True, "hm, </thin\nk></think>yes", "yes", "hm, </thin\nk>"),
-        (True, "\n<think>\nhm </think>", "", "hm"),
-        (True, "hm\n", "", "hm\n"),
-    ],
-)
-def test_reasoning(thinking: bool, text: str, content: str, reasoning: str) -> None:
-    assert parse(None, text, thinking=thinking) == (content, reasoning, [])
-    assert parse(None, *text, thinking=thinking) == (content, reasoning, [])
-
-
 def test_calls_after_reasoning_are_not_those_within() -> None:
     call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     assert parse(HermesParser, f"hm {call}</think>\n{call}", thinking=True) == (
         "", f"hm {call}", [G],
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("family", "prompt", "expected"),
-    [
-        ("deepseek_r1", "assistant:", True),
-        ("deepseek_r1", "assistant:</think>", False),
-        ("qwen3", "assistant\n", False),
-        ("qwen3", "assistant\n<think>\n", True),
-        ("qwen3", "assistant\n<think>\n\n</think>\n\n", False),
-    ],
-)
-def test_the_end_of_the_prompt_says_whether_it_thinks(
-    family: str, prompt: str, expected: bool
-) -> None:
-    assert begins_thinking(family, prompt) is expected
 
 
 FRAGMENTS = [
@@ -227,7 +178,7 @@ def test_the_cuts_do_not_matter_and_nothing_is_invented(
 def test_calls_after_the_first_are_left_out_unless_parallel() -> None:
     parser = HermesParser(parallel=False)
     call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
-    assert said(parser.push(call % "g" + call % "f") + parser.finish()) == ("", "", [G])
+    assert said(parser.push(call % "g" + call % "f") + parser.finish())[:3] == ("", "", [G])
 
 
 @pytest.mark.parametrize("kind", FORMATS)

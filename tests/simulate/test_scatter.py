@@ -132,6 +132,18 @@ def test_calibration_keeps_the_scatter_of_its_measurements() -> None:
     assert found.transfer_beside == pytest.approx(2.0)
 
 
+def test_nodes_of_both_roles_are_calibrated_without_a_hand_off() -> None:
+    names = {"prefill", "decode", "long", "short", "router"}
+    found = calibration(
+        [{name: seconds for name, seconds in turn(1.0).items() if name[0] in names}],
+        CalibrateConfig(cpu_threads=1),
+    )
+    assert found.transfer == [(0, 0.0)] and found.reserve_s == found.kv_bytes_per_token == 0
+    assert found.prefill_beside == found.decode_beside == 1.0
+    (answer,) = answers(found, [Arrival(0.0, 100, [], 5)], layout="1B", cores=1)
+    assert answer.ttft == pytest.approx(0.1 + found.router_s)
+
+
 def test_the_file_keeps_scatter_and_refuses_what_cannot_be(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     times = scattered(prefill=[0.9, 1.2])

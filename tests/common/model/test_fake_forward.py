@@ -1,5 +1,6 @@
-"""A forward pass of fake tensors, which have a device and a shape but no memory: what would mix
-devices or shapes on a GPU shows without one, where torch is built for CUDA."""
+"""A forward pass of fake tensors on `cuda`, which have a device and a shape but no memory and no
+values. Where torch is built for CUDA it shows without a GPU or a driver what would mix devices or
+shapes there, and where the host would wait for a value: fake tensors raise."""
 
 from __future__ import annotations
 
@@ -20,43 +21,51 @@ from pdserve.common.model.decoder import CausalLM
 from pdserve.common.model.sharding import Sharding
 
 NO_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
-# Mixtures are not among them: on a GPU the number of an expert's rows is a value, which fakes lack.
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DENSE = ("llama-gqa", "qwen2", "qwen3", "mistral")
+# Only a GPU computes all experts by one product, without the number of each expert's rows.
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
+CASES = [
+    *((name, CPU) for name in DENSE),
+    *(pytest.param(name, CUDA, marks=NO_CUDA) for name in (*DENSE, *MIXTURES)),
+]
 BATCHES = [
     AttentionBatch([1, 1, 1], [15, 30, 0], [[3], [1, 4], [2]], 16),
     AttentionBatch([1, 9, 20], [15, 30, 0], [[3], [1, 4, 7], [2, 6]], 16),
 ]
 
 
-def moved(found: Any, target: torch.device) -> Any:
-    """The step's context, whose making needs values, on another device."""
+def moved(found: Any, mode: FakeTensorMode, target: torch.device) -> Any:
+    """The step's context, whose making needs values, as fakes on another device."""
     if isinstance(found, torch.Tensor):
-        return found.to(target)
+        return mode.from_tensor(found).to(target)
     if isinstance(found, tuple):
-        return tuple(moved(each, target) for each in found)
+        return tuple(moved(each, mode, target) for each in found)
     if is_dataclass(found) and not isinstance(found, type):
-        parts = {each.name: moved(getattr(found, each.name), target) for each in fields(found)}
+        parts = {
+            each.name: moved(getattr(found, each.name), mode, target) for each in fields(found)
+        }
         return replace(found, **parts)
     return found
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=NO_CUDA)])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name", "target"), CASES, ids=str)
 @pytest.mark.parametrize("batch", BATCHES, ids=["decodes", "mixed"])
 def test_a_fake_forward_stays_on_its_device(
-    name: str, where: str, batch: AttentionBatch, monkeypatch: pytest.MonkeyPatch
+    name: str, target: torch.device, batch: AttentionBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer_limits, "find_spec", lambda name: None)  # torch's attention
-    target = torch.device("cuda", 0) if where == "cuda" else torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     spec = ModelSpec.from_folder(MODELS / name)
     heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    context = TorchAttention(heads, torch.device("cpu"), torch.bfloat16).prepare(batch)
+    context = TorchAttention(heads, CPU, torch.bfloat16).prepare(batch)
     total = sum(batch.query_lens)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-        model = CausalLM(spec, Sharding(GroupCoordinator(), target, torch.bfloat16))
+    with FakeTensorMode() as mode, torch.inference_mode():
+        group = GroupCoordinator(device=target)
+        model = CausalLM(spec, Sharding(group, target, torch.bfloat16))
         shape = spec.num_layers, 2, 20, spec.num_kv_heads, 16, spec.head_dim
         cache = torch.zeros(shape, dtype=torch.bfloat16, device=target)
         ids = torch.zeros(total, dtype=torch.int64, device=target)
-        hidden = model.forward(ids, ids, [moved(context, target)], [cache])
+        hidden = model.forward(ids, ids, [moved(context, mode, target)], [cache])
         logits = model.compute_logits(hidden)
-    assert logits.shape == (total, spec.vocab_size) and logits.device.type == where
+    assert logits.shape == (total, spec.vocab_size) and logits.device == target
