@@ -395,7 +395,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys) -> N
         ("--layout=1P1D@0", "none of speed 0"),
         ("--layout=9999B", "at most 512"),
         (f"--layout={'9' * 5000}B", "write counts and roles"),
-        (f"--skip={'9' * 400}", "is too large"),
         ("--kv-cache-tokens=999999999999999", "at most 10000000 blocks"),
         ("--skip=999999", "no more requests"),
         ("--kv-cache-tokens=1000", "the longest request"),
