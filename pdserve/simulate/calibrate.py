@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from pdserve.common.core.host import cpu_name, usable_cores
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
-from pdserve.simulate.calibration import LEAST, Calibration, Line, Scatter, drawn
+from pdserve.simulate.calibration import LEAST, MOST_RATIO, Calibration, Line, Scatter, drawn
 
 VOCABULARY = range(3, 500)  # ids that every model has
 ONE_OF_EACH: dict[str, Any] = {
@@ -43,6 +44,7 @@ SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
 MOST_BESIDE = 256  # tokens of such an answer, at most
 QUANTILES = 20  # of scatter, besides the least
+_COUNT = re.compile(r"[0-9]{1,9}")
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
 Samples = dict[tuple[Any, ...], list[float]]  # by what was measured
@@ -82,7 +84,7 @@ class Points:
 
 def _counts(flag: str, text: str, least: int = 1) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) >= least for word in words):
+    if not all(_COUNT.fullmatch(word) and int(word) >= least for word in words):
         raise ConfigError(f"{flag} {text!r} is not a list of counts such as 1,8,32")
     return sorted({int(word) for word in words})
 
@@ -136,11 +138,15 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
         decode=[(*name, seconds) for name, seconds in decode.items()],
         transfer=transfer,
         kv_bytes_per_token=of.get(("kv_bytes_per_token",), 0.0),
-        router_s=of["router",],
-        reserve_s=of.get(("reserve",), 0.0),
+        router_s=max(0.0, of["router",]),
+        reserve_s=max(0.0, of.get(("reserve",), 0.0)),
         answer_s=max(0.0, statistics.median(short[n] - (SHORT - 1) * decode[n] for n in short)),
         cores=_cores(config),
-        **{name: max(1.0, statistics.median(over[name])) for name in over if "beside" in name},
+        **{
+            name: min(MOST_RATIO, max(1.0, statistics.median(over[name])))
+            for name in over
+            if "beside" in name
+        },
         scatter=Scatter(**{name: _quantiles(found) for name, found in over.items()}),
     )
 
@@ -159,7 +165,8 @@ def _quantiles(ratios: Sequence[float]) -> list[float]:
     """Returns quantiles of the ratios over their median."""
     ascending, middle = sorted(ratios), statistics.median(ratios)
     shares = (number / QUANTILES for number in range(QUANTILES + 1))
-    return [max(0.0001, round(drawn(ascending, share) / middle, 4)) for share in shares]
+    found = (round(drawn(ascending, share) / middle, 4) for share in shares)
+    return [min(MOST_RATIO, max(0.0001, each)) for each in found]
 
 
 def _cores(config: CalibrateConfig) -> int:
