@@ -125,8 +125,9 @@ gpu-kernels: $(CUDA_VENV)/.installed
 $(CUDA_VENV)/.installed: pyproject.toml requirements-dev.lock
 	@echo "making $(CUDA_VENV): $(CUDA_TORCH), FlashInfer and nvcc (some minutes)"
 	@test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
-	@$(CUDA_VENV)/bin/python $(PIP) install $(CUDA_TORCH) $(CUDA_PACKAGES)
-	@$(CUDA_VENV)/bin/python $(PIP) install -c requirements-dev.lock -e '.[node,dev]'
+	@grep -v '^setuptools==' requirements-dev.lock >$(CUDA_VENV)/requirements.lock # torch: < 82
+	@$(CUDA_VENV)/bin/python $(PIP) install $(CUDA_TORCH) $(CUDA_PACKAGES) \
+		-c $(CUDA_VENV)/requirements.lock -e '.[node,dev]'
 	@touch $@
 
 lint: $(STAMP)

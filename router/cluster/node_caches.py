@@ -32,7 +32,8 @@ from pdserve.common.rpc.kv_events import (
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.router.cluster.node import ROLE_NAMES, Node
-from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex
+from pdserve.router.cluster.policy import Blocks
+from pdserve.router.cluster.prefix_index import PrefixIndex
 from pdserve.router.cluster.registry import Registry
 
 logger = logging.getLogger(__name__)

@@ -219,6 +219,16 @@ def test_an_slo_refuses_what_would_be_late() -> None:
     assert kept.good(1.0, 0.0) > 0.9 * len(kept.answered)
 
 
+def test_one_session_of_unrelated_prompts_does_not_herd() -> None:
+    """A client may give all its requests the same X-Session-Id."""
+    arrivals = [
+        Arrival(number / 2, 1024, [hash_of(2 * number), hash_of(2 * number + 1)], 5, "same")
+        for number in range(90)
+    ]
+    found = run(arrivals, "3P3D", linear(1000), "cost")
+    assert found.imbalance < 1.1 and max(each.ttft for each in found.answered) < 1.5
+
+
 def test_one_system_prompt_is_shared_by_all_nodes() -> None:
     found = run(shared_prompt(300, 20.0), "3P1D", linear(10_000), "prefix-aware")
     assert found.imbalance < 1.1 and found.hit_ratio > 0.7
