@@ -1,4 +1,5 @@
 # make demo | test | test-all | test-clients | test-gpu | test-compose | test-helm | lint | format
+#      test-cuda-build | gpu-kernels: what a GPU runs, on a host without one (docs/gpu.md)
 #      proto | docs | site | screenshots | bench | figures | lock | lock-clients | clean
 #      test-all-common | test-all-bits | test-all-clusters | test-all-rest | soak: parts of test-all
 # Everything runs from $(VENV). make installs it at first use, and again when pyproject.toml or
@@ -20,6 +21,10 @@ CLIENTS_VENV ?= build/clients
 CLIENTS_NPM ?= build/clients-npm
 LOCK_VENV ?= build/lock
 HELM_TOOLS ?= build/helm
+CUDA_VENV ?= build/cuda-venv
+CUDA_TORCH ?= torch==2.11.0
+CUDA_PACKAGES ?= flashinfer-python==0.6.6 nvidia-cuda-nvcc==13.0.* nvidia-cuda-crt==13.0.* \
+	nvidia-nvvm==13.0.* nvidia-cuda-cccl==13.0.*
 
 BIN := $(VENV)/bin
 COMPILED := PYTHONDONTWRITEBYTECODE=
@@ -30,7 +35,7 @@ PIP := -m pip --quiet --disable-pip-version-check
 EXTRAS := node,demo,bench,ray,docs,dev
 
 .PHONY: demo test test-all test-all-common test-all-bits test-all-clusters test-all-rest soak \
-	test-clients test-gpu test-compose test-helm lint format proto docs site screenshots bench \
+	test-clients test-gpu test-cuda-build gpu-kernels test-compose test-helm lint format proto docs site screenshots bench \
 	figures lock lock-clients clean
 
 demo: $(STAMP)
@@ -103,6 +108,27 @@ test-gpu: $(STAMP)
 	$(BIN)/pdserve doctor --gpu
 	$(BIN)/pytest tests/common/model/test_flashinfer.py tests/common/model/test_flashinfer_layer.py \
 		tests/common/model/test_fake_forward.py tests/gpu $(TEST_ARGS)
+
+# On a host without a GPU: torch for CUDA, FlashInfer and nvcc from PyPI (8 GB). The tests that need
+# them, and FlashInfer's kernels compiled for an H100, to take along to one.
+test-cuda-build: $(CUDA_VENV)/.installed
+	$(CUDA_VENV)/bin/pytest tests/common/model/test_flashinfer.py \
+		tests/common/model/test_flashinfer_layer.py tests/common/model/test_fake_forward.py \
+		tests/common/worker/test_fake_cuda_steps.py tests/bench/test_flashinfer_kernels.py $(TEST_ARGS)
+
+gpu-kernels: $(CUDA_VENV)/.installed
+	PATH="$(abspath $(CUDA_VENV))/bin:$$PATH" \
+		$(CUDA_VENV)/bin/python -m benchmarks.flashinfer_kernels build/gpu-kernels
+	@mkdir -p build/gpu-wheels
+	cp build/gpu-kernels/*.tgz build/gpu-wheels
+
+$(CUDA_VENV)/.installed: pyproject.toml requirements-dev.lock
+	@echo "making $(CUDA_VENV): $(CUDA_TORCH), FlashInfer and nvcc (some minutes)"
+	@test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	@grep -v '^setuptools==' requirements-dev.lock >$(CUDA_VENV)/requirements.lock # torch: < 82
+	@$(CUDA_VENV)/bin/python $(PIP) install $(CUDA_TORCH) $(CUDA_PACKAGES) \
+		-c $(CUDA_VENV)/requirements.lock -e '.[node,dev]'
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -30,7 +30,8 @@ from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies
-from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex, PromptBlocks
+from pdserve.router.cluster.policy import Blocks
+from pdserve.router.cluster.prefix_index import PrefixIndex, PromptBlocks
 from pdserve.router.cluster.registry import Registry
 from pdserve.simulate.outcome import table
 

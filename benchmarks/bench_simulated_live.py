@@ -7,7 +7,7 @@ Each layout gets a cluster of its own and the same made prompts, in an open loop
 times whether or not others are answered. The first ones, which come at once, do not count: nodes
 are cold. The layout's own nodes are measured before and after; its prediction is by both, so that
 a machine whose speed drifts is followed. Nothing else should run on the machine. With the defaults
-it takes about 12 minutes on two cores.
+it takes about 14 minutes on two cores.
 
 `--json` keeps the answers and the measurements; `--again` simulates a kept run anew, without
 clusters. ITL is the mean of an answer. Of 101 requests, p99 is the second largest.
@@ -60,7 +60,7 @@ OPTIONS = {"api_key": KEY} | {
 POINTS = CalibrateConfig(
     chunk="1,8,16,32,64,128", cached="0,64", batch="1,2,4", context="32,160", cpu_threads=1
 )
-TURNS = 2  # measurements of the nodes between two layouts
+TURNS = 3  # measurements of the nodes between two layouts
 SEEDS = range(15)
 TTFT, ITL = attrgetter("ttft"), attrgetter("tpot")
 GOALS = {0.5: 5, 0.99: 15}  # percent that a percentile may be off

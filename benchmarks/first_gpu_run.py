@@ -22,10 +22,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_kernels
 from benchmarks.gpu_clusters import CLUSTERS, Served, text_of_cluster
 from benchmarks.gpu_shapes import SHAPES, make_shape
 
 ROOT = Path(__file__).parents[1]
+WHEELS = ROOT / "build" / "gpu-wheels"
 WORK = ROOT / "build" / "first-gpu-run"  # emptied at the start
 LOG_CHARS = 100_000
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
@@ -88,8 +90,11 @@ class Run:
 
 
 def machine(run: Run) -> Iterator[Result]:
-    """Reports the machine and the versions."""
-    yield run.checked("machine", [sys.executable, "-c", VERSIONS], 60)
+    """Reports the machine and the versions, and unpacks FlashInfer's modules compiled before."""
+    result = run.checked("machine", [sys.executable, "-c", VERSIONS], 60)
+    if number := gpu_kernels.unpack(WHEELS):
+        result.says += f"; {number} modules compiled before"
+    yield result
     if not run.on_cpu:
         yield run.checked("nvidia-smi", ["nvidia-smi", *NVIDIA_SMI], 30)
 
@@ -211,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{result.verdict:8} {result.stage:22} {result.seconds:5.0f} s  {result.says}")
             _write(out / "first-gpu-run.json", results)
     _table(results)
+    gpu_kernels.pack(out)
     _write_log(out / "first-gpu-run.log", run.work)
     return 1 if any(result.verdict == FAILED for result in results) else 0
 

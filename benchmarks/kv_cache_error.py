@@ -13,20 +13,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import exp
 from pathlib import Path
-from statistics import fmean
 
 import torch
-from quantization_error import (
-    PLAIN,
-    PROMPT_TOKENS,
-    Reading,
-    Subject,
-    agreement,
-    speed,
-    texts_of,
-)
+from quantization_error import COLUMNS, PLAIN, Errors, Subject, decode_speed, texts_of
 from rich.console import Console
 from rich.table import Table
 
@@ -41,37 +31,19 @@ class Result:
     dtype: str
     kv_cache_dtype: str
     kv_bytes_per_token: int
-    max_logit_error: float
-    mean_logit_error: float
-    perplexity: float
-    equal_top_tokens: float  # share of positions with the same most likely token
-    equal_greedy_tokens: float  # share of a continuation before the first difference
+    errors: Errors
     decode_speed: float  # relative to the unquantized cache
 
 
 def measure(
     exact: Subject, plain: Subject, other: Subject, texts: list[list[int]], count: int
 ) -> Result:
-    readings = [Reading.of(exact, other, text) for text in texts]
-    pairs = [
-        (
-            exact.continuation(text[:PROMPT_TOKENS], count),
-            other.continuation(text[:PROMPT_TOKENS], count),
-        )
-        for text in texts
-    ]
     return Result(
         dtype=dtype_name(other.model.dtype),
         kv_cache_dtype=other.model.attentions[0].kv_cache_dtype,
         kv_bytes_per_token=other.cache.nbytes // (other.cache.shape[2] * other.cache.shape[4]),
-        max_logit_error=max(each.max_error for each in readings),
-        mean_logit_error=fmean(each.mean_error for each in readings),
-        perplexity=exp(fmean(each.loss for each in readings)),
-        equal_top_tokens=fmean(each.equal_tops for each in readings),
-        equal_greedy_tokens=fmean(agreement(*pair) for pair in pairs),
-        decode_speed=speed(
-            lambda each: each.logits(texts[0][-1:], len(texts[0]) - 1), plain, other
-        ),
+        errors=Errors.of(exact, other, texts, count),
+        decode_speed=decode_speed(texts[0], plain, other),
     )
 
 
@@ -89,17 +61,11 @@ def results_of(folder: Path, num_texts: int, count: int) -> list[Result]:
 
 
 def show(results: Sequence[Result]) -> None:
-    table = Table("dtype", "KV", "bytes a token", "max Δlogit", "mean Δlogit", "perplexity")
-    for column in ("same top", "same greedy", "decode ×"):
-        table.add_column(column)
+    table = Table("dtype", "KV", "bytes a token", *COLUMNS, "decode ×")
     for each in results:
         kind = each.dtype if each.kv_cache_dtype == KV_AUTO else each.kv_cache_dtype
-        table.add_row(
-            *(each.dtype, kind, str(each.kv_bytes_per_token)),
-            *(f"{each.max_logit_error:.3f}", f"{each.mean_logit_error:.4f}"),
-            *(f"{each.perplexity:.4f}", f"{each.equal_top_tokens:.1%}"),
-            *(f"{each.equal_greedy_tokens:.1%}", f"{each.decode_speed:.2f}"),
-        )
+        speed = f"{each.decode_speed:.2f}"
+        table.add_row(each.dtype, kind, str(each.kv_bytes_per_token), *each.errors.cells(), speed)
     Console(width=140).print(table)
 
 

@@ -53,6 +53,7 @@ BLOCK_SIZE = 16
 TEXT_TOKENS = 256  # per story
 PROMPT_TOKENS = 48  # of a continuation
 ROUNDS = 12  # of each timing; the best counts
+COLUMNS = ("max Δlogit", "mean Δlogit", "perplexity", "same top", "same greedy")
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,7 @@ class Result:
     weights: str
     weights_bytes: int
     weight_error: float  # ‖W' - W‖ / ‖W‖ over all linear layers
-    max_logit_error: float
-    mean_logit_error: float
-    perplexity: float
-    equal_top_tokens: float  # share of positions with the same most likely token
-    equal_greedy_tokens: float  # share of a continuation before the first difference
+    errors: Errors
     prefill_speed: float
     decode_speed: float
 
@@ -116,49 +113,59 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The losses and differences of two models on one text."""
+class Errors:
+    """Differences between two models over some texts."""
 
-    max_error: float
-    mean_error: float
-    loss: float  # mean nats per token
-    equal_tops: float
+    max_logit_error: float
+    mean_logit_error: float
+    perplexity: float
+    equal_top_tokens: float  # share of positions with the same most likely token
+    equal_greedy_tokens: float  # share of a continuation before the first difference
 
     @classmethod
-    def of(cls, exact: Subject, other: Subject, text: list[int]) -> Reading:
-        expected, found = exact.logits(text), other.logits(text)
-        errors = (expected - found).abs()
+    def of(cls, exact: Subject, other: Subject, texts: list[list[int]], count: int) -> Errors:
+        """`count`: tokens of a continuation."""
+        errors, losses, tops, greedy = [], [], [], []
+        for text in texts:
+            expected, found = exact.logits(text), other.logits(text)
+            errors.append((expected - found).abs())
+            losses.append(float(F.cross_entropy(found[:-1], torch.tensor(text[1:]))))
+            tops.append(float((expected.argmax(-1) == found.argmax(-1)).float().mean()))
+            ends = (each.continuation(text[:PROMPT_TOKENS], count) for each in (exact, other))
+            greedy.append(agreement(*ends))
         return cls(
-            max_error=float(errors.max()),
-            mean_error=float(errors.mean()),
-            loss=float(F.cross_entropy(found[:-1], torch.tensor(text[1:]))),
-            equal_tops=float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
+            max_logit_error=max(float(each.max()) for each in errors),
+            mean_logit_error=fmean(float(each.mean()) for each in errors),
+            perplexity=exp(fmean(losses)),
+            equal_top_tokens=fmean(tops),
+            equal_greedy_tokens=fmean(greedy),
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the cells of COLUMNS."""
+        return (
+            *(f"{self.max_logit_error:.3f}", f"{self.mean_logit_error:.4f}"),
+            *(f"{self.perplexity:.4f}", f"{self.equal_top_tokens:.1%}"),
+            f"{self.equal_greedy_tokens:.1%}",
         )
 
 
 def measure(
     name: str, kind: str, exact: Subject, other: Subject, texts: list[list[int]], count: int
 ) -> Result:
-    readings = [Reading.of(exact, other, text) for text in texts]
-    prompts = [text[:PROMPT_TOKENS] for text in texts]
     return Result(
         model=name,
         weights=kind,
         weights_bytes=other.model.weights_bytes,
         weight_error=weight_error(exact, other),
-        max_logit_error=max(each.max_error for each in readings),
-        mean_logit_error=fmean(each.mean_error for each in readings),
-        perplexity=exp(fmean(each.loss for each in readings)),
-        equal_top_tokens=fmean(each.equal_tops for each in readings),
-        equal_greedy_tokens=fmean(
-            agreement(exact.continuation(each, count), other.continuation(each, count))
-            for each in prompts
-        ),
+        errors=Errors.of(exact, other, texts, count),
         prefill_speed=speed(lambda each: each.logits(texts[0]), exact, other),
-        decode_speed=speed(
-            lambda each: each.logits(texts[0][-1:], len(texts[0]) - 1), exact, other
-        ),
+        decode_speed=decode_speed(texts[0], exact, other),
     )
+
+
+def decode_speed(text: list[int], exact: Subject, other: Subject) -> float:
+    return speed(lambda each: each.logits(text[-1:], len(text) - 1), exact, other)
 
 
 def weight_error(exact: Subject, other: Subject) -> float:
@@ -225,15 +232,11 @@ def default_models() -> list[Path]:
 
 
 def show(results: Sequence[Result]) -> None:
-    table = Table("model", "weights", "MB", "‖ΔW‖/‖W‖", "max Δlogit", "mean Δlogit")
-    for column in ("perplexity", "same top", "same greedy", "prefill ×", "decode ×"):
-        table.add_column(column)
+    table = Table("model", "weights", "MB", "‖ΔW‖/‖W‖", *COLUMNS, "prefill ×", "decode ×")
     for each in results:
         table.add_row(
             *(each.model, each.weights, f"{each.weights_bytes / 1e6:.2f}"),
-            *(f"{each.weight_error:.2%}", f"{each.max_logit_error:.3f}"),
-            *(f"{each.mean_logit_error:.4f}", f"{each.perplexity:.4f}"),
-            *(f"{each.equal_top_tokens:.1%}", f"{each.equal_greedy_tokens:.1%}"),
+            *(f"{each.weight_error:.2%}", *each.errors.cells()),
             *(f"{each.prefill_speed:.2f}", f"{each.decode_speed:.2f}"),
         )
     Console(width=150).print(table)

@@ -41,7 +41,7 @@ KILL_GRACE = 5.0  # seconds past the drain time-out until SIGKILL
 
 
 @dataclass(eq=False)
-class Worker:
+class RouterWorker:
     """One worker's slot: its process is replaced by another one when it ends."""
 
     number: int
@@ -85,7 +85,7 @@ class Supervisor:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self.workers = [Worker(number) for number in range(config.server.router_workers)]
+        self.workers = [RouterWorker(number) for number in range(config.server.router_workers)]
         self._held: list[socket.socket] = []
         self._departed = ""  # the counters of workers that have died
         self._tasks: list[asyncio.Task[None]] = []
@@ -181,7 +181,7 @@ class Supervisor:
 
     # ---- one worker ----------------------------------------------------------------------------
 
-    async def _start(self, worker: Worker) -> None:
+    async def _start(self, worker: RouterWorker) -> None:
         """Returns when the worker serves.
 
         Raises:
@@ -214,7 +214,7 @@ class Supervisor:
                 raise Refused(f"{what} cannot start as configured")
             raise PdserveError(f"{what} ended with code {code} before it served")
 
-    def _config_of(self, worker: Worker) -> RouterConfig:
+    def _config_of(self, worker: RouterWorker) -> RouterConfig:
         """Returns the router's config with the worker's own registry port and part of the queue."""
         server, routing = self._config.server, self._config.routing
         server = replace(
@@ -229,7 +229,7 @@ class Supervisor:
             self._config, server=server, routing=replace(routing, max_queued_requests=queued)
         )
 
-    async def _watch(self, worker: Worker) -> None:
+    async def _watch(self, worker: RouterWorker) -> None:
         """Starts the worker again whenever it ends: at once, then later and later if it dies again
         within a minute."""
         backoff = 0.0
@@ -254,7 +254,7 @@ class Supervisor:
 
     # ---- what workers ask ----------------------------------------------------------------------
 
-    async def _answer(self, worker: Worker, what: str, argument: bytes) -> bytes:
+    async def _answer(self, worker: RouterWorker, what: str, argument: bytes) -> bytes:
         if what == SERVING:
             worker.silent = 0
             worker.serving.set()
@@ -268,12 +268,14 @@ class Supervisor:
         await self._ask(others, METRICS)
         return write_answers([each.encode() for each in self._known_metrics(but=worker)])
 
-    async def _ask(self, workers: list[Worker], what: str, argument: bytes = b"") -> list[bytes]:
+    async def _ask(
+        self, workers: list[RouterWorker], what: str, argument: bytes = b""
+    ) -> list[bytes]:
         """Returns the answers of live workers that answer in time; keeps their metrics."""
         answers = await asyncio.gather(*(self._ask_one(each, what, argument) for each in workers))
         return [answer for answer in answers if answer is not None]
 
-    async def _ask_one(self, worker: Worker, what: str, argument: bytes) -> bytes | None:
+    async def _ask_one(self, worker: RouterWorker, what: str, argument: bytes) -> bytes | None:
         assert worker.link is not None
         try:
             answer = await worker.link.call(what, argument)
@@ -284,7 +286,7 @@ class Supervisor:
             worker.metrics = answer.decode()
         return answer
 
-    def _known_metrics(self, but: Worker) -> list[str]:
+    def _known_metrics(self, but: RouterWorker) -> list[str]:
         """Returns the last metrics of the other workers, and those of ended ones."""
         texts = [each.metrics for each in self.workers if each is not but]
         return [text for text in (*texts, self._departed) if text]
@@ -296,7 +298,7 @@ class Supervisor:
             self.compare()
             await asyncio.sleep(COLLECT_PERIOD)
 
-    async def check(self, worker: Worker) -> None:
+    async def check(self, worker: RouterWorker) -> None:
         """Kills a worker that has not answered for long: its loop does not run, so the connections
         that the kernel gives it would wait forever."""
         answered = await self._ask_one(worker, METRICS, b"") is not None

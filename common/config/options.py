@@ -20,6 +20,7 @@ from pdserve.common.core.errors import ConfigError
 Config = TypeVar("Config")
 
 PREFIX = "PDSERVE_"
+MOST_BITS = 63  # of a whole number, without its sign
 _ROUND = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -99,6 +100,8 @@ class Option:
 
     def _check_range(self, value: float) -> None:
         low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise argparse.ArgumentTypeError(f"a number of {value.bit_length()} bits is too large")
         if not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{value} is not a finite number")
         if low is not None and value < low:

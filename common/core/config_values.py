@@ -18,18 +18,18 @@ MAX_SHOWN = 60  # characters of a wrong value
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """The type and bounds of a value, and their description for error messages."""
 
     says: str
     fits: Callable[[Any], bool]
 
 
-def _whole(least: int, most: int = MAX_INT) -> Kind:
+def _whole(least: int, most: int = MAX_INT) -> ValueKind:
     def fits(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
-    return Kind(f"a whole number from {least} to {most}", fits)
+    return ValueKind(f"a whole number from {least} to {most}", fits)
 
 
 def _is_number(value: Any) -> bool:
@@ -37,20 +37,20 @@ def _is_number(value: Any) -> bool:
     return number and 0 < value <= MAX_NUMBER
 
 
-def _list_of(kind: type, says: str) -> Kind:
+def _list_of(kind: type, says: str) -> ValueKind:
     def fits(value: Any) -> bool:
         return isinstance(value, list) and all(type(each) is kind for each in value)
 
-    return Kind(f"a list of {says}", fits)
+    return ValueKind(f"a list of {says}", fits)
 
 
 SIZE, COUNT = _whole(1), _whole(0)
-POSITIVE = Kind("a positive number", _is_number)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TEXT = Kind("a string", lambda value: isinstance(value, str))
-OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+POSITIVE = ValueKind("a positive number", _is_number)
+FLAG = ValueKind("true or false", lambda value: isinstance(value, bool))
+TEXT = ValueKind("a string", lambda value: isinstance(value, str))
+OBJECT = ValueKind("an object", lambda value: isinstance(value, Mapping))
 NAMES, NUMBERS = _list_of(str, "strings"), _list_of(int, "whole numbers")
-TOKENS = Kind(
+TOKENS = ValueKind(
     "a token's number or a list of them",
     lambda value: COUNT.fits(value) or (NUMBERS.fits(value) and all(map(COUNT.fits, value))),
 )
@@ -96,7 +96,9 @@ NATIVE = {
 }
 """Keys that native models read, besides the rotary settings."""
 
-SMALL = Kind("a number from 0 to 1", lambda value: value == 0 or (_is_number(value) and value < 1))
+SMALL = ValueKind(
+    "a number from 0 to 1", lambda value: value == 0 or (_is_number(value) and value < 1)
+)
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 GENERIC = dict.fromkeys(_EPSILONS, SMALL)
 """Keys of which models that run through transformers have one or more."""
@@ -114,7 +116,7 @@ GROUP = {"weights": OBJECT, "targets": NAMES}  # of `config_groups`
 
 
 def check_values(
-    config: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "config.json"
+    config: Mapping[str, Any], kinds: Mapping[str, ValueKind], where: str = "config.json"
 ) -> None:
     """Raises InvalidCheckpoint if a key's value is not of its kind. Null counts as absent."""
     for key, kind in kinds.items():

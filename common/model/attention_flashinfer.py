@@ -8,6 +8,9 @@ the torch backend.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -48,6 +51,7 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(shape, device, dtype)
+        find_ninja()
         self._workspace = self._zeros(self._workspace_bytes())
         self._graph_workspace = self._workspace  # a larger one if `fixed` needs it
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
@@ -144,6 +148,14 @@ class FlashInferAttention(AttentionBackend):
             **({} if decoding else {"causal": True}),  # mask aligned to the end of the context
         )
         self._planned.set()
+
+
+def find_ninja() -> None:
+    """Lets FlashInfer find `ninja`, with which it compiles and which pip installs beside Python, in
+    a virtual environment that is not activated."""
+    if shutil.which("ninja") is None:
+        found = os.environ.get("PATH", os.defpath)
+        os.environ["PATH"] = os.pathsep.join((found, os.path.dirname(sys.executable)))
 
 
 def _int32(values: Sequence[int]) -> Tensor:

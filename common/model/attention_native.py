@@ -58,7 +58,7 @@ class NativeAttention(AttentionBackend):
     ) -> None:
         super().__init__(shape, device, dtype)
         self.kv_cache_dtype = kv_cache_dtype
-        self._format = FORMATS[kv_cache_dtype]
+        self.format = FORMATS[kv_cache_dtype]
         self._rotate_and_cache = kernels.function("rotate_and_cache")
         self._paged_attention = kernels.function("paged_attention")
 
@@ -96,7 +96,7 @@ class NativeAttention(AttentionBackend):
         cos, sin = (None, None) if angles is None else (part.data_ptr() for part in angles)
         self._rotate_and_cache(
             *call_of(qkv), len(qkv), shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            context.block_size, self._format, qkv.data_ptr(), *_norms(norms), cos, sin, keys,
+            context.block_size, self.format, qkv.data_ptr(), *_norms(norms), cos, sin, keys,
             values, context.slots.ctypes.data,
         )  # fmt: skip
         return self.attend_cached(qkv, cache[0], cache[1], shape.scale, context)
@@ -110,7 +110,7 @@ class NativeAttention(AttentionBackend):
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim)
         self._paged_attention(
             *call_of(q), len(context.rows), shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            context.block_size, self._format, shape.window or NO_WINDOW, shape.chunked, scale,
+            context.block_size, self.format, shape.window or NO_WINDOW, shape.chunked, scale,
             q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
             context.rows.ctypes.data, context.counts.ctypes.data, context.starts.ctypes.data,
             context.skipped.ctypes.data, context.tables.ctypes.data, context.tables.shape[1],

@@ -26,100 +26,25 @@ from pdserve.common.model.attention import (
     AttentionShape,
     StepBackend,
 )
+from pdserve.common.model.decoder_layer import DecoderLayer
 from pdserve.common.model.device import make_backend
 from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 from pdserve.common.model.kernels.packed import MAX_BLOCKS
-from pdserve.common.model.latent import LatentAttention, LatentBackend
+from pdserve.common.model.latent import LatentBackend
 from pdserve.common.model.layers import (
     MLP,
-    Linear,
     LoRA,
     ParallelLMHead,
-    QKVParallelLinear,
     RMSNorm,
-    RowParallelLinear,
     VocabParallelEmbedding,
 )
 from pdserve.common.model.moe import MoE
-from pdserve.common.model.rotary import Angles, RotaryEmbedding
+from pdserve.common.model.native_layers import NativeLayers
+from pdserve.common.model.rotary import RotaryEmbedding
 from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, shards_of
 from pdserve.common.model.stages import Stage
 
 EMBEDDING = "model.embed_tokens"
-
-
-class Attention:
-    """Grouped-query self-attention (arXiv:2305.13245)."""
-
-    def __init__(self, prefix: str, spec: ModelSpec, sharding: Sharding) -> None:
-        self.head_dim = spec.head_dim
-        self.qkv_proj = QKVParallelLinear(prefix, spec, sharding)
-        self.o_proj = RowParallelLinear(
-            f"{prefix}.o_proj",
-            spec.num_heads * spec.head_dim,
-            spec.hidden_size,
-            spec.o_bias,
-            sharding,
-        )
-        self.qk_norms: tuple[RMSNorm, RMSNorm] | None = None
-        if spec.qk_norm:
-            size, eps = spec.head_dim, spec.rms_norm_eps
-            self.qk_norms = (
-                RMSNorm(f"{prefix}.q_norm", size, eps, sharding),
-                RMSNorm(f"{prefix}.k_norm", size, eps, sharding),
-            )
-
-    def __call__(
-        self,
-        layer: int,
-        x: Tensor,
-        angles: Angles,
-        backend: AttentionBackend,
-        kv_cache: Tensor,
-        context: AttentionContext,
-        lora: LoRA | None = None,
-    ) -> Tensor:
-        """Attends from normed `[T, hidden]`, writes keys and values into layer `layer` of
-        `kv_cache`, and returns `[T, hidden]`."""
-        qkv = self.qkv_proj(x, lora).view(x.shape[0], -1, self.head_dim)
-        attended = backend.attend(layer, qkv, self.qk_norms, angles, kv_cache, context)
-        return self.o_proj(attended.flatten(1), lora)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """The layers that adapters may change."""
-        return self.qkv_proj, self.o_proj
-
-    def shards(self) -> Iterator[Shard]:
-        return shards_of(*self.linears, *(self.qk_norms or ()))
-
-
-class DecoderLayer:
-    """Attention, then MLP or experts; each has a norm before it and a residual connection."""
-
-    def __init__(self, index: int, spec: ModelSpec, sharding: Sharding) -> None:
-        prefix = f"model.layers.{index}"
-        size, eps = spec.hidden_size, spec.rms_norm_eps
-        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, sharding)
-        name = f"{prefix}.self_attn"
-        self.attention: Attention | LatentAttention
-        if spec.latent is not None:
-            self.attention = LatentAttention(name, spec, spec.latent, sharding)
-        else:
-            self.attention = Attention(name, spec, sharding)
-        self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, sharding)
-        self.mlp: MLP | MoE
-        if spec.moe is not None and spec.is_sparse(index):
-            self.mlp = MoE(f"{prefix}.{spec.moe.family.block}", spec, spec.moe, sharding)
-        else:
-            self.mlp = MLP(f"{prefix}.mlp", spec, spec.intermediate_size, sharding)
-
-    def feed_forward(self, x: Tensor, lora: LoRA | None) -> Tensor:
-        """Applies the MLP or experts to normed `[T, hidden]`; experts have no adapters."""
-        return self.mlp(x, lora) if isinstance(self.mlp, MLP) else self.mlp(x)
-
-    def shards(self) -> Iterator[Shard]:
-        return shards_of(self.input_norm, self.attention, self.mlp_norm, self.mlp)
 
 
 class Decoder(ABC):
@@ -172,7 +97,7 @@ class Decoder(ABC):
 
 class CausalLM(Decoder):
     """A rank's part of a decoder-only language model: its share of its stage's layers. Weights are
-    zero until `load_model` fills them."""
+    zero until `load_model` fills them and calls `loaded`."""
 
     attentions: Sequence[AttentionBackend]
 
@@ -198,6 +123,13 @@ class CausalLM(Decoder):
         self.attentions = [_attention_backend(spec, group, sharding) for group in spec.kv_groups]
         found = places(spec.kv_groups, self.stage)
         self._places = [found[layer] for layer in range(self.stage.start, self.stage.end)]
+        self.native_layers: NativeLayers | None = None  # if one call can compute the layers
+
+    def loaded(self) -> None:
+        """Notes that the weights are filled and packed, and will not change."""
+        self.native_layers = NativeLayers.of(
+            self.layers, self._places, self.attentions, self.kernels, self.dtype
+        )
 
     def forward(
         self,
@@ -224,6 +156,8 @@ class CausalLM(Decoder):
         """
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         angles = self.rope.angles(positions, self.dtype)
+        if self.native_layers is not None and lora is None:
+            return self.native_layers(hidden, angles, contexts, kv_caches)
         residual = None  # kept apart from `hidden`, because add and norm are one kernel
         for (group, index), layer in zip(self._places, self.layers, strict=True):
             residual, normed = layer.input_norm.add(residual, hidden)

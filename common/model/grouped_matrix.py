@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof
 from functools import cached_property
 from math import gcd
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.core.quantization import Quantization
-from pdserve.common.model.kernels.packed import ROWS, Grouped
+from pdserve.common.model.kernels.packed import ROWS, Grouped, Packed
 from pdserve.common.model.packing import unpack_nibbles
 from pdserve.common.model.sharding import Sharding
 
@@ -126,6 +127,13 @@ class GroupedMatrix:
         if self._described is None or self._packer is None:
             return F.linear(x, self.dense(), bias)
         return self._packer.grouped_linear(x, self._described, bias, partial)
+
+    def described(self) -> Packed | None:
+        """Returns the matrix for native kernels; None unless it is packed."""
+        if self._described is None:
+            return None
+        inputs, address = len(self.group_of), addressof(self._described)
+        return Packed(self.rows, inputs, self._block, grouped=address)
 
     def dense(self) -> Tensor:
         """Returns `[out, in]` in the dtype."""

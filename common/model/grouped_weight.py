@@ -12,6 +12,7 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.model.grouped_matrix import GroupedMatrix
+from pdserve.common.model.kernels.packed import Packed
 from pdserve.common.model.packing import PackedMatrix, pack_nibbles
 from pdserve.common.model.sharding import MatrixPart, Shard, Sharding, columns_of, rows_of
 
@@ -77,6 +78,9 @@ class GroupedWeight:
         biases = [None] * len(counts) if bias is None else bias.split(counts)
         pairs = zip(self.matrices, biases, strict=True)
         return torch.cat([matrix.linear(x, part, partial) for matrix, part in pairs], dim=1)
+
+    def packed(self) -> Packed | None:
+        return self.matrices[0].described() if len(self.matrices) == 1 else None
 
     def dense(self) -> Tensor:
         return torch.cat([matrix.dense() for matrix in self.matrices])

@@ -50,6 +50,7 @@ def load_model(
         model = CausalLM(spec, sharding, stage)
         shards = list(model.shards())
         _copy(_dummy_parts(shards, config.seed), shards, on_progress)
+        model.loaded()
         return model
     if config.model is None:
         raise ConfigError("--model must name a checkpoint folder")
@@ -58,6 +59,7 @@ def load_model(
         model = CausalLM(spec, sharding, stage)
         shards = list(model.shards())
         _copy(weights.read(shards), shards, on_progress)
+    model.loaded()
     return model
 
 

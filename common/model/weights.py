@@ -23,7 +23,7 @@ from torch import Tensor
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.kernels.ops import Kernels
-from pdserve.common.model.kernels.packed import Packer
+from pdserve.common.model.kernels.packed import Packed, Packer, pointer
 from pdserve.common.model.sharding import (
     MatrixPart,
     Shard,
@@ -45,6 +45,10 @@ class Weight(Protocol):
     def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
         """Computes `[T, in] → [T, out]` in the dtype of `x`. `partial`: leaves out the bias and
         returns this rank's part of a sum over ranks, which native kernels keep in float32."""
+
+    def packed(self) -> Packed | None:
+        """Describes the matrix, without a bias, to native kernels; None if it is not packed as they
+        multiply by it, with results of whole rows."""
 
     def shards(self) -> Iterator[Shard]:
         """Yields this rank's parts of the checkpoint."""
@@ -128,6 +132,14 @@ class WeightMatrix:
             return None
         return self._product(self._packer, x, bias, scales, partial)
 
+    def described(self, scales: Tensor | None = None) -> Packed | None:
+        """Returns the answer to `Weight.packed`."""
+        if not self.packed or len(self._memory) > len(self.tensor):
+            return None
+        rows, inputs = self.tensor.shape
+        words = self._memory.data_ptr()
+        return Packed(rows, inputs, self._block, words, pointer(scales))
+
     def _product(
         self, packer: Packer, x: Tensor, bias: Tensor | None, scales: Tensor | None, partial: bool
     ) -> Tensor:
@@ -159,6 +171,9 @@ class PlainWeight:
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.matrix.rows(ids)
+
+    def packed(self) -> Packed | None:
+        return self.matrix.described()
 
     def shards(self) -> Iterator[Shard]:
         counts = [part.count for part in self.parts]
@@ -215,6 +230,9 @@ class Int8Matrix:
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.matrix.rows(ids) * self.scales[ids, None]
+
+    def packed(self) -> Packed | None:
+        return self.matrix.described(self.scales)
 
     def _converted_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float16:  # sums of products with ±127 could overflow it

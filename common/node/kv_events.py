@@ -193,7 +193,6 @@ class Subscription:
 
     def _next_of_first_replica(self) -> KVEventBatch:
         """Takes the pending events of the replica that waits longest, up to a full message."""
-        """Takes what is pending of the replica that waits longest, as far as a message holds it."""
         first, size, events = self._pending[0], 0, list[KVEvent]()
         kept = deque[KVEventBatch]()
         while self._pending and size < MAX_BATCH:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.model.staging import fetch, upload
 from pdserve.common.worker.input_batch import StepSequence
+from pdserve.common.worker.sampler import most_likely
 
 # Logits computed at once; a long prompt's logits (tokens × vocabulary) would not fit into memory.
 MAX_LOGITS = 2**22
@@ -53,7 +54,7 @@ def _score(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, ...]:
     logprobs = logits.clamp(max=torch.finfo(logits.dtype).max).log_softmax(dim=-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs >= own).sum(dim=-1)
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+    values, ids = most_likely(logprobs, min(num_top, logprobs.shape[1]))
     return own, ranks.int(), ids.int(), values
 
 

@@ -241,8 +241,35 @@ def _logprobs(
     """Returns log-probabilities of the model's own distribution, before any adjustment: of the
     `chosen` tokens `[B]`, and the values and ids of the most likely ones `[B, width]`."""
     logprobs = logits.log_softmax(dim=-1)
-    values, tokens = logprobs.topk(width, dim=-1)
+    values, tokens = most_likely(logprobs, width)
     return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), values, tokens
+
+
+def most_likely(logprobs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the values and ids of the largest `[B, width]`, descending; of equal ones, which
+    bfloat16 often gives, the lower id comes first. `topk` takes any, depending on `width`, which is
+    the widest of a batch."""
+    if width == 0:
+        return logprobs[:, :0], torch.empty_like(logprobs[:, :0], dtype=torch.int64)
+    if logprobs.device.type != "cpu":  # the check below would make the host wait
+        ids = _unequal(logprobs).topk(width, dim=-1).indices
+        return logprobs.gather(1, ids), ids
+    values, ids = logprobs.topk(width, dim=-1)
+    tied = (logprobs >= values[:, -1:]).sum(dim=-1) > width
+    if bool(tied.any()):  # the last one has equals that were left out
+        ids[tied] = _unequal(logprobs[tied]).topk(width, dim=-1).indices
+    ids = ids.sort(dim=-1).values
+    values, order = logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _unequal(values: torch.Tensor) -> torch.Tensor:
+    """Returns int64 keys in the order of float32 `values`, all different in a row: a lower column
+    has the higher key."""
+    bits = values.view(torch.int32)
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement of negative floats
+    columns = torch.arange(values.shape[1], device=values.device)
+    return (ascending.long() << 32) + (values.shape[1] - columns)
 
 
 def _to_token_logprobs(

@@ -83,12 +83,15 @@ class PartTimer:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
+        """Computes layers part by part meanwhile, not in one call."""
         found = [(*place, vars(place[1])[place[2]]) for place in self._places()]
+        native_layers, self._model.native_layers = self._model.native_layers, None
         try:
             for part, owner, name, function in found:
                 setattr(owner, name, self._timed(part, function))
             yield
         finally:
+            self._model.native_layers = native_layers
             for _, owner, name, function in found:
                 setattr(owner, name, function)
 

@@ -31,7 +31,7 @@ COLUMNS: dict[str, JustifyMethod] = {
 }
 
 
-class NodeState(msgspec.Struct):
+class NodeRow(msgspec.Struct):
     """The fields of a node in /v1/cluster that the table shows."""
 
     node_id: str
@@ -46,7 +46,7 @@ class NodeState(msgspec.Struct):
 
 
 class ClusterState(msgspec.Struct):
-    nodes: list[NodeState]
+    nodes: list[NodeRow]
     ready: bool
     reason: str
     running: int

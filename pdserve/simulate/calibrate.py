@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from pdserve.common.core.host import cpu_name, usable_cores
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
-from pdserve.simulate.calibration import LEAST, Calibration, Line, Scatter, drawn
+from pdserve.simulate.calibration import LEAST, MOST_RATIO, Calibration, Line, Scatter, drawn
 
 VOCABULARY = range(3, 500)  # ids that every model has
 ONE_OF_EACH: dict[str, Any] = {
@@ -41,9 +42,9 @@ ONE_OF_EACH: dict[str, Any] = {
 }
 SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
-ANSWERS_BESIDE = 2  # of the decode node, in a turn
 MOST_BESIDE = 256  # tokens of such an answer, at most
 QUANTILES = 20  # of scatter, besides the least
+_COUNT = re.compile(r"[0-9]{1,9}")
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
 Samples = dict[tuple[Any, ...], list[float]]  # by what was measured
@@ -83,7 +84,7 @@ class Points:
 
 def _counts(flag: str, text: str, least: int = 1) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) >= least for word in words):
+    if not all(_COUNT.fullmatch(word) and int(word) >= least for word in words):
         raise ConfigError(f"{flag} {text!r} is not a list of counts such as 1,8,32")
     return sorted({int(word) for word in words})
 
@@ -137,11 +138,15 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
         decode=[(*name, seconds) for name, seconds in decode.items()],
         transfer=transfer,
         kv_bytes_per_token=of.get(("kv_bytes_per_token",), 0.0),
-        router_s=of["router",],
-        reserve_s=of.get(("reserve",), 0.0),
+        router_s=max(0.0, of["router",]),
+        reserve_s=max(0.0, of.get(("reserve",), 0.0)),
         answer_s=max(0.0, statistics.median(short[n] - (SHORT - 1) * decode[n] for n in short)),
         cores=_cores(config),
-        **{name: max(1.0, statistics.median(over[name])) for name in over if "beside" in name},
+        **{
+            name: min(MOST_RATIO, max(1.0, statistics.median(over[name])))
+            for name in over
+            if "beside" in name
+        },
         scatter=Scatter(**{name: _quantiles(found) for name, found in over.items()}),
     )
 
@@ -160,7 +165,8 @@ def _quantiles(ratios: Sequence[float]) -> list[float]:
     """Returns quantiles of the ratios over their median."""
     ascending, middle = sorted(ratios), statistics.median(ratios)
     shares = (number / QUANTILES for number in range(QUANTILES + 1))
-    return [max(0.0001, round(drawn(ascending, share) / middle, 4)) for share in shares]
+    found = (round(drawn(ascending, share) / middle, 4) for share in shares)
+    return [min(MOST_RATIO, max(0.0001, each)) for each in found]
 
 
 def _cores(config: CalibrateConfig) -> int:
@@ -196,16 +202,16 @@ def _turn(
             yield ("short", batch, context), short
         step_s = max(LEAST, seconds) if (batch, context) == least else step_s
     steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
-    for _ in range(ANSWERS_BESIDE if has_neighbour else 0):
-        yield from _beside(ask, points, least, steps)
+    for batch in (min(points.batch), max(points.batch)) if has_neighbour else ():
+        yield from _beside(ask, points, (batch, min(points.context)), steps)
 
 
 def _beside(
-    ask: _Asks, points: Points, least: tuple[int, int], steps: int
+    ask: _Asks, points: Points, point: tuple[int, int], steps: int
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Measures prompts while the decode node computes an answer of `steps` steps, and those steps.
-    The first and the last prompt run partly alone, and do not count."""
-    (batch, context), cached = least, min(points.cached)
+    """Measures prompts while the decode node computes `steps` steps of `point`, sequences and
+    context, and those steps. The first and the last prompt run partly alone, and do not count."""
+    (batch, context), cached = point, min(points.cached)
     found: list[tuple[int, dict[str, Any]]] = []
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
@@ -216,7 +222,7 @@ def _beside(
     for tokens, line in found[1:-1]:
         yield ("prefill beside", tokens, cached), line["prefill_seconds"]
         yield from _around(line, " beside")
-    yield ("decode beside", *least), _decoded(answer.result()) / steps
+    yield ("decode beside", *point), _decoded(answer.result()) / steps
 
 
 def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[Any, ...], float]]:

@@ -23,6 +23,9 @@ import msgspec
 from pdserve.common.core.errors import ConfigError
 
 LEAST = 1e-6  # seconds; no step is shorter
+MOST_SECONDS = 3600.0  # of a step, a transfer, or the other parts of an answer
+MOST_BYTES = 1e9  # of the KV of a token
+MOST_RATIO = 999.0  # of a duration over its median, or over the one of a node alone
 
 
 class Scatter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +166,13 @@ class Times:
         rows = (*calibration.prefill, *calibration.decode, *calibration.transfer)
         if any(not (0 <= number < float("inf")) for row in rows for number in row):
             raise ValueError("a table has a negative or non-finite number")
+        parts = {n: getattr(calibration, n) for n in ("router_s", "reserve_s", "answer_s")}
+        if not all(0 <= each <= MOST_SECONDS for each in (*parts.values(), *(r[-1] for r in rows))):
+            raise ValueError(
+                f"{', '.join(parts)} and the tables' seconds are from 0 to {MOST_SECONDS:.0f}"
+            )
+        if not 0 <= calibration.kv_bytes_per_token <= MOST_BYTES:
+            raise ValueError(f"kv_bytes_per_token is from 0 to {MOST_BYTES:.0e}")
         if not calibration.transfer:
             raise ValueError("a table is empty")
         scatter = msgspec.structs.asdict(calibration.scatter)
@@ -170,12 +180,12 @@ class Times:
             n: v for n, v in msgspec.structs.asdict(calibration).items() if n.endswith("beside")
         }
         if (
-            not all(1 <= each < 1000 for each in beside.values())
+            not all(1 <= each <= MOST_RATIO for each in beside.values())
             or not 0 <= calibration.cores < 1e6
         ):
             raise ValueError(f"{', '.join(beside)} are at least 1, cores at least 0")
-        if any(not 0 < each < 1000 for found in scatter.values() for each in found):
-            raise ValueError("scatter has a number that is not above 0 and below 1000")
+        if any(not 0 < each <= MOST_RATIO for found in scatter.values() for each in found):
+            raise ValueError(f"scatter has a number that is not above 0 and up to {MOST_RATIO:.0f}")
         self._prefill = Grid(calibration.prefill)
         self._decode = Grid(calibration.decode)
         self._shortest = min(context for _, context, _ in calibration.decode)

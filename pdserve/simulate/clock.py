@@ -7,11 +7,13 @@ waiting. Nothing on such a loop may wait for another thread, process or socket.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+RESOLUTION = 1e-9  # seconds
 
 
 class _Jump(selectors.SelectSelector):
@@ -32,6 +34,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jump = _Jump()
         super().__init__(self._jump)
+
+    @property
+    def _clock_resolution(self) -> float:
+        """Timers run that much early. asyncio's constant is lost beside a time of a year, and a
+        timer of exactly that time would never run."""
+        return max(RESOLUTION, 2 * math.ulp(self._jump.now))
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, _: float) -> None:
+        """Ignores asyncio's."""
 
     def time(self) -> float:
         return self._jump.now

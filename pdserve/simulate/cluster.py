@@ -33,8 +33,8 @@ from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import ROLE_NAMES, Node
 from pdserve.router.cluster.placement import NodeSelector, PlacementRequest
-from pdserve.router.cluster.policy import Policy
-from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex
+from pdserve.router.cluster.policy import Blocks, Policy
+from pdserve.router.cluster.prefix_index import PrefixIndex
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.queue_bounds import Batch
@@ -48,7 +48,7 @@ from pdserve.simulate.outcome import Answered, Outcome
 from pdserve.simulate.workloads import BLOCK, Arrival
 
 ROLES: dict[str, int] = {"P": pb.ROLE_PREFILL, "D": pb.ROLE_DECODE, "B": pb.ROLE_BOTH}
-_LAYOUT = re.compile(r"(\d+)([PDB])(?:@(\d+(?:\.\d+)?))?\+?")
+_LAYOUT = re.compile(r"([0-9]{1,9})([PDB])(?:@([0-9]{1,9}(?:\.[0-9]+)?))?\+?")
 MOST_NODES = 512
 _GROUP = KVGroup((0,), 1, 1)  # the KV's shape does not matter here
 
@@ -144,6 +144,8 @@ class Cluster:
         self._refused: Counter[str] = Counter()
         self._gaps: Counter[float] = Counter()
         self._hits = self._queries = 0
+        self._open = 0  # requests
+        self._asked = asyncio.Event()
 
     # ---- nodes ------------------------------------------------------------------------------
 
@@ -177,11 +179,22 @@ class Cluster:
         self._nodes[node] = SimulatedNode(node, engine, self._index, setup.event_delay)
 
     async def _heartbeats(self) -> None:
-        """Reports every node's load at each heartbeat, until cancelled."""
+        """Reports every node's load at each heartbeat, until cancelled. While nothing is served all
+        heartbeats are the same, so only the last one is sent, by the request that ends that time.
+        """
+        interval = self._setup.routing.heartbeat_interval
         while True:
-            for node, simulated in list(self._nodes.items()):
-                self._registry.heartbeat(node.id, simulated.load(), node.info.instance)
-            await asyncio.sleep(self._setup.routing.heartbeat_interval)
+            self._beat()
+            await asyncio.sleep(interval)
+            if not self._open:
+                since = self.now()
+                self._asked.clear()
+                await self._asked.wait()
+                await asyncio.sleep(interval - (self.now() - since) % interval)
+
+    def _beat(self) -> None:
+        for node, simulated in self._nodes.items():
+            self._registry.heartbeat(node.id, simulated.load(), node.info.instance)
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -207,6 +220,16 @@ class Cluster:
             await self._request(str(number), arrival)
 
     async def _request(self, request_id: str, arrival: Arrival) -> None:
+        if not self._open and not self._asked.is_set():
+            self._beat()
+            self._asked.set()
+        self._open += 1
+        try:
+            await self._ask(request_id, arrival)
+        finally:
+            self._open -= 1
+
+    async def _ask(self, request_id: str, arrival: Arrival) -> None:
         placement = self._placement(request_id, arrival)
         ask = Ask(
             tokens=self._selector.least_missing(placement),

@@ -20,6 +20,9 @@ from pdserve.simulate.outcome import table
 from pdserve.simulate.traces import read_trace
 from pdserve.simulate.workloads import Arrival
 
+MOST_BLOCKS = 10_000_000  # of a node
+MOST_SECONDS = 1e9  # from the first request to the last
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     config = parse(
@@ -49,6 +52,12 @@ def run(config: SimulateConfig) -> dict[str, Any]:
     """
     assert config.trace is not None and config.calibration is not None
     read_layout(config.layout)
+    num_blocks = max(1, config.kv_cache_tokens // config.block_size)
+    if num_blocks > MOST_BLOCKS:
+        raise ConfigError(
+            f"--kv-cache-tokens {config.kv_cache_tokens}: at most {MOST_BLOCKS} blocks of "
+            f"--block-size {config.block_size}"
+        )
     setup = Setup(
         layout=config.layout,
         calibration=read_calibration(Path(config.calibration)),
@@ -57,7 +66,7 @@ def run(config: SimulateConfig) -> dict[str, Any]:
         scheduler=config.scheduler,
         host_cores=config.host_cores,
         seed=config.seed,
-        num_blocks=max(1, config.kv_cache_tokens // config.block_size),
+        num_blocks=num_blocks,
         block_size=config.block_size,
     )
     arrivals = _arrivals(config, setup.num_blocks * setup.block_size)
@@ -87,4 +96,9 @@ def _arrivals(config: SimulateConfig, room: int) -> list[Arrival]:
             f"--kv-cache-tokens {config.kv_cache_tokens}: the longest request has {longest} tokens"
         )
     begun = found[0].time
+    if (lasts := (found[-1].time - begun) / config.speed) > MOST_SECONDS:
+        raise ConfigError(
+            f"--trace {config.trace}: its requests come within {lasts:.3g} s at --speed "
+            f"{config.speed:g}, more than {MOST_SECONDS:.0e}: are its times in seconds?"
+        )
     return [replace(each, time=(each.time - begun) / config.speed) for each in found]

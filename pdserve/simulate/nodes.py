@@ -16,7 +16,7 @@ from pdserve.simulate.engine import SimulatedEngine
 
 
 class HashedBlocks:
-    """The blocks of a trace's prompt (`prefix_index.Blocks`)."""
+    """The blocks of a trace's prompt (`policy.Blocks`)."""
 
     def __init__(self, hashes: Sequence[BlockHash]) -> None:
         self._hashes = hashes

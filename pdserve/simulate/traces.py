@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -57,7 +58,8 @@ def read_trace(path: Path, most: int | None = None, block_size: int = BLOCK) -> 
             found.append(each)
             if len(found) == most:
                 break
-    except (OSError, ValueError, KeyError, TypeError, csv.Error, msgspec.MsgspecError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, csv.Error,
+            msgspec.MsgspecError) as error:  # fmt: skip
         raise ConfigError(f"--trace {path}, request {len(found) + 1}: {error!r}") from error
     if not found:
         raise ConfigError(f"--trace {path}: it has no requests")
@@ -104,7 +106,10 @@ def _csv_gz(path: Path, block_size: int) -> Iterator[Arrival]:
             ids: list[int] = []
             for run in row["hash_ids"].split():
                 first, _, last = run.partition("-")
-                ids += range(int(first), int(last or first) + 1)
+                run_of = range(int(first), int(last or first) + 1)
+                if len(run_of) > MOST_TOKENS:
+                    raise ValueError(f"hash_ids {run} are more than {MOST_TOKENS} blocks")
+                ids += run_of
             line = Line(int(row["input_length"]), int(row["output_length"]), hash_ids=ids)
             yield _arrival(int(row["timestamp"]) / 1000, line, block_size)
 

@@ -10,7 +10,7 @@ from pdserve.common.core.errors import ConfigError, PermissionDenied, Unauthenti
 from pdserve.common.core.parameters import PARAMETERS
 
 HEADER = "authorization"
-MAX_WEIGHT = 1e6
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 
 
 class APIKeys:
@@ -120,9 +120,9 @@ def _weights(given: str | None, most: int) -> list[float]:
         weights = [float(word) for word in words]
     except ValueError:
         weights = [0.0]
-    if not all(0.0 < each <= MAX_WEIGHT for each in weights):
+    if not all(MIN_WEIGHT <= each <= MAX_WEIGHT for each in weights):
         raise ConfigError(
-            f"--api-key-weights {given} must be numbers above 0 and up to {MAX_WEIGHT:g}, "
+            f"--api-key-weights {given} must be numbers from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, "
             "separated by commas"
         )
     if given is not None and len(weights) != most:

@@ -174,19 +174,25 @@ def _measured_or(rate: float, other: float) -> float:
 
 
 class Sessions:
-    """Remembers which node had a session's last prompt."""
+    """Remembers which node had a session's last prompt, and where that prompt ended. Prompts that
+    do not go on from there are no conversation, whatever their client calls them: such a session
+    would herd on one node."""
 
     MOST = 65_536  # sessions, the latest ones
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[str, int]] = {}  # by session: node, tokens
+        # By session: node, tokens, full blocks, hash of the last one.
+        self._last: dict[str, tuple[str, int, int, int]] = {}
 
     def missing(self, request: PolicyRequest, nodes: Sequence[NodeState]) -> list[int]:
         """Returns how many of its tokens each node does not have, or get from the session."""
         tokens, cached = request.num_tokens, request.cached
         missing = [max(1, tokens - cached.get(node, 0)) for node in nodes]
-        where, known = self._last.get(request.session, ("", 0))
+        where, known, count, end = self._last.get(request.session, ("", 0, 0, 0))
         if not where:
+            return missing
+        blocks = request.blocks()
+        if count > len(blocks) or (count and blocks[count - 1] != end):
             return missing
         return [
             max(1, min(each, tokens - known)) if node.id == where else each
@@ -196,7 +202,9 @@ class Sessions:
     def placed(self, request: PolicyRequest, node: NodeState) -> None:
         if not request.session:
             return
+        blocks = request.blocks()
+        end = blocks[len(blocks) - 1] if len(blocks) else 0
         self._last.pop(request.session, None)
-        self._last[request.session] = node.id, request.num_tokens
+        self._last[request.session] = node.id, request.num_tokens, len(blocks), end
         if len(self._last) > self.MOST:
             del self._last[next(iter(self._last))]

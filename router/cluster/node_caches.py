@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 
@@ -22,17 +22,25 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.channels import Channels
-from pdserve.common.rpc.kv_events import BlockRemoved, BlockStored, KVEventBatch, decode_batch
+from pdserve.common.rpc.kv_events import (
+    AllBlocksCleared,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    decode_batch,
+)
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.router.cluster.node import ROLE_NAMES, Node
-from pdserve.router.cluster.prefix_index import Blocks, PrefixIndex
+from pdserve.router.cluster.policy import Blocks
+from pdserve.router.cluster.prefix_index import PrefixIndex
 from pdserve.router.cluster.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY, LAST_RETRY = 0.5, 30.0  # seconds between two subscriptions, doubled each time
 SETTLED = 60.0  # seconds after which the next retry is a first one
+AT_ONCE = 2048  # blocks that are taken before other work of the router may run; some 2 ms
 PERIOD = 1.0  # seconds between two checks for registered nodes
 
 
@@ -154,27 +162,41 @@ class NodeCaches:
                     batch = decode_batch(message.batch)
                 except msgspec.DecodeError:
                     raise Doubtful("malformed") from None
-                self._apply(node, batch, begun)
+                await self._apply(node, batch, begun)
         finally:
             call.cancel()
 
-    def _apply(self, node: Node, batch: KVEventBatch, begun: set[int]) -> None:
-        """Takes a batch; `begun`: replicas whose snapshot has begun."""
+    async def _apply(self, node: Node, batch: KVEventBatch, begun: set[int]) -> None:
+        """Takes a batch; `begun`: replicas whose snapshot has begun. Lets other work run after each
+        `AT_ONCE` blocks: a node whose cache is reset removes all of them in one message."""
         replica = batch.data_parallel_rank or 0
         if not 0 <= replica < node.replicas:
             raise Doubtful("unknown_replica")
-        place = node, replica
+        place, taken = (node, replica), 0
         for event in batch.events:
-            if isinstance(event, BlockStored):
-                if event.block_size != node.info.block_size or replica not in begun:
-                    raise Doubtful("malformed" if replica in begun else "no_snapshot")
-                self.index.store(place, event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                # What the full index has dropped may be removed, too.
-                if self.index.remove(place, event.block_hashes) and not self.index.num_evicted:
-                    raise Doubtful("unknown_block")
-            else:
+            if isinstance(event, AllBlocksCleared):
                 begun.add(replica)
                 self.index.clear(place)
+            elif isinstance(event, BlockStored) and (
+                event.block_size != node.info.block_size or replica not in begun
+            ):
+                raise Doubtful("malformed" if replica in begun else "no_snapshot")
+            for hashes in _parts(event):
+                if isinstance(event, BlockStored):
+                    self.index.store(place, hashes)
+                # What the full index has dropped may be removed, too.
+                elif self.index.remove(place, hashes) and not self.index.num_evicted:
+                    raise Doubtful("unknown_block")
+                taken += 1 + len(hashes)
+                if taken > AT_ONCE:
+                    taken = 0
+                    await asyncio.sleep(0)
         if self.index.num_blocks(place) > node.info.num_blocks:
             raise Doubtful("too_many_blocks")
+
+
+def _parts(event: KVEvent) -> Iterator[list[int]]:
+    """Cuts the event's blocks into parts of `AT_ONCE` at most; one empty part if it has none."""
+    hashes = [] if isinstance(event, AllBlocksCleared) else event.block_hashes
+    for start in range(0, max(1, len(hashes)), AT_ONCE):
+        yield hashes[start : start + AT_ONCE]

@@ -32,7 +32,7 @@ from pdserve.router.cluster.node_client import call_error, is_connected, protoco
 logger = logging.getLogger(__name__)
 
 
-class Receiver(Protocol):
+class JobOwner(Protocol):
     """The owner of a job. Neither method raises or waits."""
 
     def take(self, event: StepEvent) -> None: ...
@@ -50,7 +50,7 @@ class NodeStreams:
 
     @contextmanager
     def job(
-        self, node: Node, request: pb.DecodeRequest, receiver: Receiver
+        self, node: Node, request: pb.DecodeRequest, receiver: JobOwner
     ) -> Iterator[NodeStream]:
         """Delivers the events of a job to the receiver; enter it before the job is sent."""
         stream = self._streams.get(node)
@@ -76,7 +76,7 @@ class NodeStream:
     def __init__(self, channels: Channels, node: Node) -> None:
         self.name = secrets.token_hex(16)
         self._node = node
-        self._jobs: dict[int, Receiver] = {}
+        self._jobs: dict[int, JobOwner] = {}
         self._numbers = itertools.count(1)
         channel = channels.get(node.info.address)
         self.connected = is_connected(channel)  # or has been connected
@@ -86,7 +86,7 @@ class NodeStream:
         self.reading = asyncio.create_task(self._read(), context=Context())
 
     @contextmanager
-    def job(self, receiver: Receiver) -> Iterator[int]:
+    def job(self, receiver: JobOwner) -> Iterator[int]:
         number = next(self._numbers)
         self._jobs[number] = receiver
         try:

@@ -28,8 +28,13 @@ from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.kinds import Candidates
 from pdserve.router.cluster.node import ROLE_NAMES, Node
 from pdserve.router.cluster.policies import load_policy
-from pdserve.router.cluster.policy import NodeState, Policy, PolicyRequest
-from pdserve.router.cluster.prefix_index import Blocks
+from pdserve.router.cluster.policy import (
+    SESSION_BLOCK,
+    Blocks,
+    NodeState,
+    Policy,
+    PolicyRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +130,12 @@ class RolePolicy:
         if view is None:
             match = (lambda: self._cached(request)) if self._match is not None else dict
             view = PolicyRequest(
-                self._name, request.num_tokens, self._now(), match, request.session
+                self._name,
+                request.num_tokens,
+                self._now(),
+                match,
+                request.session,
+                lambda: request.blocks(SESSION_BLOCK),
             )
             request.views[self.role] = view
         return view

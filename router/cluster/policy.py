@@ -25,6 +25,15 @@ class Rates(NamedTuple):
 
 
 NOT_MEASURED = Rates()
+SESSION_BLOCK = 16  # tokens; the usual block size of nodes, whose hashes are at hand then
+
+
+class Blocks(Protocol):
+    """Hashes of a prompt's full blocks, as KV events name them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
 
 
 class NodeState(Protocol):
@@ -79,8 +88,10 @@ class PolicyRequest:
         now: float,
         match: Callable[[], Mapping[NodeState, int]] = dict,
         session: str = "",
+        blocks: Callable[[], Blocks] = tuple,
     ) -> None:
         self.session = session  # of one client's; "": none is known
+        self.blocks = blocks  # hashes of the full blocks of `SESSION_BLOCK` tokens of its prompt
         self.role = role  # "prefill", "decode" or "both": of the nodes to choose among
         self.num_tokens = num_tokens  # of its prompt
         self.now = now  # seconds, by a clock that only runs forward

@@ -17,9 +17,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
 
 from pdserve.common.core.block_hash import DIGEST, BlockHasher, begun, packed, root_hash, short_hash
+from pdserve.router.cluster.policy import Blocks
 
 MAX_BLOCKS = 10_000_000
 SHARDS = 1024  # a power of two
@@ -27,14 +27,6 @@ FIRST_STEP = 32  # blocks
 EVICTED = 16  # a full shard loses one block of this many, the oldest ones
 MAX_INTERNED = 1 << 16  # sets of places of which one copy is shared
 _KEY = (1 << 60) - 1  # an integer of more bits takes half as much again
-
-
-class Blocks(Protocol):
-    """Hashes of a prompt's full blocks, as KV events name them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> int: ...
-    def __iter__(self) -> Iterator[int]: ...
 
 
 class PromptBlocks:

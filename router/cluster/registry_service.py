@@ -29,6 +29,7 @@ _MAX_LENGTHS = {  # characters
     "model": 1024, "fingerprint": 128, "host": 255, "metrics_address": 261, "instance": 64,
 }  # fmt: skip
 _MAX_PARTS = 64
+_MAX_REPLICAS = 1024  # each is a place of the prefix index
 _MAX_CONNECTORS, _MAX_CONNECTOR_LENGTH = 16, 128
 _MAX_ADAPTERS, _MAX_DIGEST_LENGTH = 2048, 64
 _ELSEWHERE = (
@@ -144,6 +145,8 @@ def check_shape(node: pb.NodeInfo) -> None:
     for name, limit in _MAX_LENGTHS.items():
         if len(getattr(node, name)) > limit:
             raise InvalidRequest(f"a node's {name} has at most {limit} characters")
+    if node.data_parallel_size > _MAX_REPLICAS:
+        raise InvalidRequest(f"a node has at most {_MAX_REPLICAS} replicas")
     parts = node.fingerprint_parts
     if len(parts) > _MAX_PARTS or any(
         len(text) > MAX_PART_LENGTH for item in parts.items() for text in item

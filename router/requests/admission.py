@@ -27,6 +27,7 @@ from pdserve.router.requests.virtual_time import VirtualTime
 MIN_PATIENCE = 0.1  # shortest time in seconds between two checks of a body's progress
 RESERVED = 1 / 8  # of the slots, for clients that hold none
 MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
+OUTDATED = 10.0  # seconds after which a measurement refuses no prompt that could run at once
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -101,7 +102,8 @@ class Admission:
         self._running = 0
         self._elsewhere = 0  # choices, through other routers
         self._timeout = timeout
-        self._trial: Ask | None = None  # a prompt of a size without measurements
+        self._trial: Ask | None = None  # a prompt of a size without measurements, or outdated ones
+        self._measured = -math.inf  # when the last prompt was measured
         self._waiting: defaultdict[str, dict[Batch, None]] = defaultdict(dict)
         share = max_client_share
         self._prompts = QueueBound("requests", max_waiting, share, lambda each: each.waiting)
@@ -177,7 +179,8 @@ class Admission:
         now = self._clock()
         ask.ttft = now - ask.arrived
         if learn:
-            self.forecast.backlog.line.add(ask.work, now - ask.granted)
+            self.forecast.backlog.measured(ask.work, now - ask.granted, self._trial is ask)
+            self._measured = now
         ask.crowd = self._crowd()
         if self._trial is ask:
             self._trial = None
@@ -237,7 +240,7 @@ class Admission:
         idle = not (self.waiting or self.forecast.backlog or ask.slo.own)
         late = predicted * (1 + line.doubt)
         if late > ask.deadline and not idle and not self._may_try(ask):
-            raise ask.slo.ttft_error(late, ask.deadline)
+            raise ask.slo.ttft_error(late, ask.deadline, self._until_outdated(ask))
 
     def _predict(self, ask: Ask) -> float | None:
         ahead = self._slots.ahead(ask.batch.client, ask) if self.waiting else Ahead()
@@ -263,10 +266,21 @@ class Admission:
         return None
 
     def _may_try(self, ask: Ask) -> bool:
-        """Returns whether the prompt may run as the sample of its size: one at a time."""
-        if self._trial is None and not self.forecast.backlog.line.knows(ask.tokens):
-            self._trial = ask
+        """Returns whether the prompt may run as a sample, one at a time: of its size, or because
+        refused prompts measure nothing, so that a slow time would never be over."""
+        if self._trial is None:
+            known = self.forecast.backlog.line.knows(ask.tokens)
+            if not known or self._until_outdated(ask) == 0:
+                self._trial = ask
         return self._trial is ask
+
+    def _until_outdated(self, ask: Ask) -> float | None:
+        """Returns the seconds until measurements refuse the prompt no more; None: the prompts ahead
+        of it decide."""
+        busy = self.waiting or self.forecast.backlog.measures or self._trial is not None
+        if busy or not self._slots.has_room(ask.batch.client, ask.amount):
+            return None
+        return max(0.0, self._measured + OUTDATED - self._clock())
 
     def _bound(self) -> None:
         """Serves no more choices at once than --slo-itl allows."""

@@ -147,7 +147,7 @@ class Attempt:
             self._stopped.clear()
             await self._stopped.wait()
 
-    # ---- events of the decode node, as a `Receiver` -------------------------------------------
+    # ---- events of the decode node, as a `JobOwner` ------------------------------------------
 
     def take(self, event: StepEvent) -> None:
         if self._call.over():  # what follows a token that cannot be may fit by accident

@@ -91,6 +91,18 @@ class Backlog:
         self._tokens -= tokens or 0
         return tokens is not None
 
+    @property
+    def measures(self) -> bool:
+        """Whether a prompt of this router is on a node, and will be measured."""
+        return bool(self._in_hand)
+
+    def measured(self, work: float, seconds: float, trial: bool) -> None:
+        """Adds a prompt's measurement. A trial that took less than half of what was predicted shows
+        that all earlier ones are outdated."""
+        if trial and self.line.knows(work) and seconds < self.line.at(work) / 2:
+            self.line = Line()
+        self.line.add(work, seconds)
+
     def has_room(self) -> bool:
         """Returns whether the nodes should get another prompt now."""
         if self._seconds is None or len(self._in_hand) < IN_HAND * self.replicas:

@@ -36,12 +36,16 @@ class SLO:
             return math.inf
         return self.ttft if self.own else max(self.ttft, STRETCH * alone)
 
-    def ttft_error(self, predicted: float, deadline: float) -> Overloaded:
+    def ttft_error(
+        self, predicted: float, deadline: float, retry_after: float | None = None
+    ) -> Overloaded:
+        """`retry_after`: seconds; by default the excess over the deadline."""
+        after = predicted - deadline if retry_after is None else retry_after
         return Overloaded(
             f"the first token would come in {predicted:.3g} s, later than the {deadline:.3g} s of "
             "its SLO",
             code="SLO_TTFT",
-            retry_after=max(1.0, predicted - deadline),
+            retry_after=max(1.0, after),
         )
 
     def itl_error(self, predicted: float, retry_after: float) -> Overloaded:
@@ -70,7 +74,7 @@ def _seconds(header: Callable[[str], str | None], name: str) -> float | None:
     if (text := header(name)) is None:
         return None
     try:
-        milliseconds = float(text)
+        milliseconds = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         milliseconds = math.nan
     if not 0 < milliseconds <= MOST_MS:

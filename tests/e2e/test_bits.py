@@ -137,6 +137,16 @@ def test_beside_others(cluster: WarmCluster, expected: list[str]) -> None:
         assert all(each.result() for each in others)
 
 
+def test_beside_others_that_ask_for_more_log_probabilities(cluster: WarmCluster) -> None:
+    """Equally likely tokens, which bfloat16 often has, keep their order."""
+    asked = [{"prompt": each, **DRAWN, "seed": seed} for each in BESIDE for seed in range(3)]
+    alone = [ask(cluster, **each) for each in asked]
+    with ThreadPoolExecutor(12) as pool:
+        others = [pool.submit(ask, cluster, **{**each, "logprobs": 20}) for each in asked[:6]]
+        assert [*pool.map(lambda each: ask(cluster, **each), asked)] == alone
+        assert all(each.result() for each in others)
+
+
 @pytest.mark.parametrize("name", only(CONFIGURATIONS, [*CONFIGURATIONS][:1]))
 def test_other_nodes(setup: tuple[str, str], expected: list[str], name: str) -> None:
     roles, options = CONFIGURATIONS[name]

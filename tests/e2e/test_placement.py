@@ -159,9 +159,10 @@ def test_cost_keeps_conversations_and_sessions_where_they_began() -> None:
             homes.add(home)
         assert homes
         for name in ("a", "b", "c\N{LATIN SMALL LETTER E WITH ACUTE}" * 999):
-            before = prefilled(cluster)
-            for _ in range(3):  # they share no block; their client says that they belong together
-                body = {"prompt": fresh_prompt(3 * SIZE), "max_tokens": 2}
+            before, history = prefilled(cluster), list[int]()
+            for _ in range(3):  # at once: no node has reported the prompt before
+                history += fresh_prompt(3 * SIZE)
+                body = {"prompt": history, "max_tokens": 2}
                 headers = {"X-Session-Id": name.encode("latin-1")}
                 url = f"{cluster.url}/v1/completions"
                 requests.post(url, json=body, headers=headers, timeout=60).raise_for_status()

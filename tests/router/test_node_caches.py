@@ -236,7 +236,26 @@ async def test_a_full_index_forgets_and_removals_of_what_it_forgot_are_no_fault(
     (node,) = world.registry.nodes()
     many = [number << 10 for number in range(100)]  # of one shard
     begun: set[int] = set()
-    world.caches._apply(node, KVEventBatch(0.0, [AllBlocksCleared(), stored(*many)]), begun)
+    await world.caches._apply(node, KVEventBatch(0.0, [AllBlocksCleared(), stored(*many)]), begun)
     assert world.caches.index.num_evicted > 0
-    world.caches._apply(node, KVEventBatch(0.0, [removed(*many)]), begun)
+    await world.caches._apply(node, KVEventBatch(0.0, [removed(*many)]), begun)
     assert len(world.caches.index) == 0
+
+
+@pytest.mark.parametrize(
+    "events",
+    [[removed(*range(10_000))], [AllBlocksCleared(), stored(1)] * 5_000],
+    ids=["one event", "many events"],
+)
+async def test_a_long_message_lets_other_work_run(world: World, events: list[Any]) -> None:
+    """A node whose cache is reset removes all of its blocks at once."""
+    world.register("p-1", "127.0.0.1:9", num_blocks=10_000)
+    (node,), begun, turns = world.registry.nodes(), set[int](), 0
+    many = KVEventBatch(0.0, [AllBlocksCleared(), stored(*range(10_000))])
+    await world.caches._apply(node, many, begun)
+    applying = asyncio.create_task(world.caches._apply(node, KVEventBatch(0.0, events), begun))
+    while not applying.done():
+        turns += 1
+        await asyncio.sleep(0)
+    await applying
+    assert turns > 4

@@ -263,6 +263,14 @@ def test_a_session_stays_until_the_queue_is_longer_than_what_is_saved() -> None:
     assert choose(policy, PolicyRequest("prefill", 1200, 2.0, session="s"), some) != home
 
 
+def test_a_session_holds_only_while_prompts_go_on_from_the_last_one() -> None:
+    (node,), sessions = measured(0), Sessions()
+    sessions.placed(PolicyRequest("prefill", 90, 0.0, session="s", blocks=lambda: (1, 2)), node)
+    for blocks, missing in (((1, 2, 3), 10), ((1, 2), 10), ((1, 5, 3), 100), ((1,), 100)):
+        asked = PolicyRequest("prefill", 100, 0.0, session="s", blocks=lambda found=blocks: found)
+        assert sessions.missing(asked, [node]) == [missing]
+
+
 def test_sessions_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sessions, "MOST", 2)
     sessions, (node,) = Sessions(), nodes(0)

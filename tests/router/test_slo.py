@@ -11,7 +11,7 @@ import pytest
 
 from clock import Clock
 from pdserve.common.core.errors import InvalidRequest, Overloaded
-from pdserve.router.requests.admission import Admission, Ask
+from pdserve.router.requests.admission import OUTDATED, Admission, Ask
 from pdserve.router.requests.forecast import LEAST, Line
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.slo import NO_SLO, SLO, slo_of
@@ -128,6 +128,37 @@ def test_a_size_that_is_not_known_is_tried_once_at_a_time() -> None:
     assert first.ttft == pytest.approx(50.6)
 
 
+def test_a_slow_time_does_not_refuse_for_ever() -> None:
+    """Refused prompts measure nothing, so after some time one is tried."""
+    node, own = Prefill(), SLO(ttft=0.5, own=True)
+    for _ in range(50):  # each took ten seconds
+        node.admission.forecast.backlog.line.add(100, 10.0)
+    node.ask(100)  # measured now, by a node that is fast again
+    node.run()
+    node.ask(100, slo=own)
+    ((_, error),) = node.refused
+    assert error.retry_after == OUTDATED
+    node.clock.time += error.retry_after
+    tried, beside = node.ask(100, slo=own), node.ask(100, slo=own)
+    assert [ask for ask, _ in node.refused[1:]] == [beside]
+    node.run()
+    assert tried.ttft == pytest.approx(0.1)
+    for _ in range(2 * LEAST):
+        node.ask(100, slo=own)
+        node.run()
+    assert len(node.refused) == 2
+
+
+def test_no_prompt_is_tried_while_others_are_measured() -> None:
+    node, own = Prefill(), SLO(ttft=0.5, own=True)
+    node.warm()
+    node.ask(20_000)
+    node.clock.time += 2 * OUTDATED - 1
+    node.ask(600, slo=own)
+    (_, error) = node.refused[-1]
+    assert error.retry_after < OUTDATED
+
+
 def test_short_prompts_do_not_wait_for_a_long_one_by_the_prediction() -> None:
     """Nodes give half of each step to shorter prompts."""
     node = Prefill(SLO(ttft=2.0))
@@ -188,7 +219,7 @@ def test_a_line_is_found_and_followed() -> None:
         assert alike.fixed >= 0 and alike.slope >= 0
 
 
-@pytest.mark.parametrize("text", ["", "abc", "-1", "0", "nan", "inf", "1e300", "2;3"])
+@pytest.mark.parametrize("text", ["", "abc", "-1", "0", "nan", "inf", "1e300", "2;3", "1_000", "٣"])
 @pytest.mark.parametrize("name", ["X-SLO-TTFT-Ms", "X-SLO-TPOT-Ms"])
 def test_headers_that_cannot_be(name: str, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.config.router import RouterConfig, ServerConfig
-from pdserve.router.supervisor import HUNG, HUNG_AT_START, Supervisor, Worker
+from pdserve.router.supervisor import HUNG, HUNG_AT_START, RouterWorker, Supervisor
 from pdserve.router.workers.link import Link
 from pdserve.router.workers.merge import counts_of_dead, merged_clusters, merged_metrics
 from pdserve.router.workers.siblings import SERVING
@@ -119,7 +119,7 @@ async def test_a_worker_that_nodes_do_not_reach_is_named_once(
     await supervisor.stop()
 
 
-async def seated(worker: Worker, *command: str) -> asyncio.subprocess.Process:
+async def seated(worker: RouterWorker, *command: str) -> asyncio.subprocess.Process:
     """A process in the worker's place, which serves and answers nothing."""
     worker.process = await asyncio.create_subprocess_exec(*command)
     worker.link = Link(AsyncMock())
@@ -172,7 +172,7 @@ async def test_no_worker_is_started_while_the_others_drain(monkeypatch: pytest.M
     dies, drains = supervisor.workers
     waits = asyncio.Event()
 
-    async def start(worker: Worker) -> None:
+    async def start(worker: RouterWorker) -> None:
         await seated(worker, "true")
         waits.set()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Semaphore
@@ -217,6 +219,16 @@ def test_an_slo_refuses_what_would_be_late() -> None:
     assert kept.good(1.0, 0.0) > 0.9 * len(kept.answered)
 
 
+def test_one_session_of_unrelated_prompts_does_not_herd() -> None:
+    """A client may give all its requests the same X-Session-Id."""
+    arrivals = [
+        Arrival(number / 2, 1024, [hash_of(2 * number), hash_of(2 * number + 1)], 5, "same")
+        for number in range(90)
+    ]
+    found = run(arrivals, "3P3D", linear(1000), "cost")
+    assert found.imbalance < 1.1 and max(each.ttft for each in found.answered) < 1.5
+
+
 def test_one_system_prompt_is_shared_by_all_nodes() -> None:
     found = run(shared_prompt(300, 20.0), "3P1D", linear(10_000), "prefix-aware")
     assert found.imbalance < 1.1 and found.hit_ratio > 0.7
@@ -332,6 +344,26 @@ def test_all_forms_of_traces_are_read(tmp_path: Path) -> None:
     assert read_trace(ours) == [Arrival(0.0, 9, [], 2, "s")]
 
 
+def test_cut_and_huge_traces_are_named(tmp_path: Path) -> None:
+    head = b"timestamp,input_length,output_length,hash_ids\n0,600,5,"
+    cut, huge = gzip.compress(head + b"0\n")[:-9], gzip.compress(head + b"0-99999999999\n")
+    for data, fault in ((cut, "EOFError"), (huge, "hash_ids")):
+        path = tmp_path / "a.csv.gz"
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=f"--trace .*{fault}"):
+            read_trace(path)
+
+
+def test_idle_years_between_requests_take_no_time() -> None:
+    def lasting(years: float) -> Outcome:
+        return run([Arrival(0.0, 100, [], 50), Arrival(years * 3e7, 100, [], 50)])
+
+    began = time.process_time()
+    long, short = ([each.ttft for each in lasting(years).answered] for years in (30, 0.001))
+    assert long == pytest.approx(short)
+    assert time.process_time() - began < 5
+
+
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
@@ -372,6 +404,8 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys) -> N
         ("--layout=2P3X", "write counts and roles"),
         ("--layout=1P1D@0", "none of speed 0"),
         ("--layout=9999B", "at most 512"),
+        (f"--layout={'9' * 5000}B", "write counts and roles"),
+        ("--kv-cache-tokens=999999999999999", "at most 10000000 blocks"),
         ("--skip=999999", "no more requests"),
         ("--kv-cache-tokens=1000", "the longest request"),
         ("--prefill-policy=best", "best"),
@@ -389,7 +423,15 @@ def test_bad_options_are_one_sentence(flag: str, fault: str, tmp_path: Path, cap
 
 
 def test_tables_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    for changes in ({"decode": []}, {"transfer": []}, {"prefill": [(1, 0, -1.0)]}):
+    for changes in (
+        {"decode": []},
+        {"transfer": []},
+        {"prefill": [(1, 0, -1.0)]},
+        {"decode": [(1, 1, 1e9)]},
+        {"router_s": -1.0},
+        {"answer_s": 1e300},
+        {"kv_bytes_per_token": -1.0},
+    ):
         replaced = {field: getattr(TIMES, field) for field in TIMES.__struct_fields__} | changes
         Calibration(**replaced).write(tmp_path / "bad.json")
         with pytest.raises(ConfigError, match="pdserve calibrate"):

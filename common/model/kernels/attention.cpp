@@ -10,185 +10,22 @@
 // time). So a row has the same bits in a prompt, in a chunk of it, alone and in a batch.
 
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "attention_rows.h"
 #include "cache.h"
+#include "kernels.h"
 #include "products.h"
 #include "tile_products.h"
 #include "tiles.h"
-#include "vec.h"
 
 namespace {
 
 constexpr int PART = 8 * KEYS;   // tokens that are summed before they are added up
 constexpr int64_t BLOCK = 384;   // rows that share a tile's copy, at most
 constexpr int64_t FEW_ROWS = 64;  // rows whose parts may be computed at the same time
-
-// What rows have seen of a part, or of all parts so far.
-struct Seen {
-    std::vector<float> sums;  // [rows, padded], of values, weighted
-    std::vector<float> highest, weight;
-
-    void begin(int64_t count, int64_t padded) {
-        std::fill_n(sums.begin(), count * padded, 0.0f);
-        std::fill_n(highest.begin(), count, -INFINITY);
-        std::fill_n(weight.begin(), count, 0.0f);
-    }
-};
-
-// Rows of one KV head, and what they have seen. Each thread has one, for all its work.
-template <typename T, typename Products>
-struct Rows {
-    using S = Stored<T>;
-    using U = Unit<S>;
-    static constexpr int64_t CHUNK = std::max(Products::ROWS, Products::FEW);
-    Products products;
-    int64_t dim, depth, padded;  // `depth`: units of a row; `padded`: numbers of its sums
-    int64_t count;
-    std::vector<U> queries;  // [rows, depth]
-    std::vector<int64_t> from, to;  // of each row: which keys it may see
-    Seen part, all;
-    Tile<S> tiles[2];           // one that is computed, one that is fetched meanwhile
-    std::vector<float> scores;  // [CHUNK, KEYS]
-    std::vector<U> weights;     // [CHUNK, UNITS]
-
-    // Makes room for `most` rows. Memory is kept from call to call.
-    void prepare(const Cache<T>& cache, int64_t most) {
-        products.prepare(cache.row);
-        dim = cache.dim, depth = products.depth, padded = products.padded;
-        most = round_up(most, CHUNK);
-        grow(queries, most * depth);
-        grow(from, most);
-        grow(to, most);
-        for (Seen* seen : {&part, &all}) {
-            grow(seen->sums, most * padded);
-            grow(seen->highest, most);
-            grow(seen->weight, most);
-        }
-        grow(scores, CHUNK * KEYS);
-        grow(weights, CHUNK * Products::UNITS);
-    }
-
-    // Row `r` is the query `from`, with zeros behind.
-    void set_query(int64_t r, const T* from) {
-        U* query = &queries[r * depth];
-        std::fill_n(query, depth, U{});
-        if constexpr (PER_UNIT<S> == 2) {
-            memcpy((void*)query, from, dim * sizeof(T));
-        } else {
-            for_vectors(dim, [&](int64_t i, int64_t some) {
-                store_some(query + i, load_some(from + i, some), some);
-            });
-        }
-    }
-
-    // The tokens `start … end-1` of a sequence, from multiples of KEYS on.
-    void see(const Cache<T>& cache, const int32_t* table, int64_t kv_head, int64_t skipped,
-             int64_t start, int64_t end, float scale) {
-        part.begin(count, padded);
-        products.begin(queries.data(), count);
-        cache.find(table, kv_head, skipped, start, end, tiles[0]);
-        for (int i = 0; start < end; i ^= 1, start += KEYS) {
-            const Tile<S>&tile = tiles[i], &next = tiles[!i];
-            cache.find(table, kv_head, skipped, start + KEYS, end, tiles[!i]);
-            if (count <= Products::FEW) {
-                products.score_few(tile, next, queries.data(), count, scores.data());
-                softmax(0, count, start, end, scale);
-                products.add_few(tile, next, weights.data(), count, part.sums.data());
-            } else {
-                see_many(tile, next, start, end, scale);
-            }
-        }
-        products.end();
-    }
-
-    void see_many(const Tile<S>& tile, const Tile<S>& next, int64_t at, int64_t end, float scale) {
-        for (int g = 0; g < GROUPS; g++) {
-            next.fetch_keys(g, products.row);
-            next.fetch_values(g, products.row);
-        }
-        products.pack_keys(tile);
-        products.pack_values(tile);
-        for (int64_t first = 0; first < count; first += Products::ROWS) {
-            const int64_t some = std::min<int64_t>(Products::ROWS, count - first);
-            if (!sees(first, some, at)) continue;
-            products.score(&queries[first * depth], some, scores.data());
-            softmax(first, some, at, end, scale);
-            products.add(weights.data(), some, &part.sums[first * padded]);
-        }
-    }
-
-    // Adds the part to what was seen before.
-    void add_part() {
-        for (int64_t r = 0; r < count; r++) {
-            const float highest = std::max(all.highest[r], part.highest[r]);
-            const float base = highest == -INFINITY ? 0 : highest;  // it has seen nothing
-            const float before = std::exp(all.highest[r] - base);
-            const float share = std::exp(part.highest[r] - base);
-            all.highest[r] = highest;
-            all.weight[r] = all.weight[r] * before + part.weight[r] * share;
-            for (int64_t i = r * padded; i < (r + 1) * padded; i += LANES)
-                store(&all.sums[i],
-                      fma(broadcast(share), load(&part.sums[i]), load(&all.sums[i]) * before));
-        }
-    }
-
-    // Writes row r; `load_values` says in which order its sums are.
-    void write(int64_t r, T* out) const {
-        const float *sums = &all.sums[r * padded], weight = all.weight[r];
-        if constexpr (PER_WORD<S> == 2) {
-            for (int64_t i = 0; i < dim; i += 2 * LANES) {
-                const BitVec words = round_to_bfloat16(load(sums + i) / weight) |
-                                     round_to_bfloat16(load(sums + i + LANES) / weight) << 16;
-                memcpy(out + i, &words, std::min<int64_t>(2 * LANES, dim - i) * sizeof(T));
-            }
-        } else {
-            for_vectors(dim, [&](int64_t i, int64_t some) {
-                store_some(out + i, load(sums + i) / weight, some);
-            });
-        }
-    }
-
-private:
-    // Whether one of the rows sees one of the keys from token `at` on.
-    bool sees(int64_t first, int64_t some, int64_t at) const {
-        bool found = false;
-        for (int64_t r = first; r < first + some; r++) found |= from[r] < at + KEYS && to[r] > at;
-        return found;
-    }
-
-    void softmax(int64_t first, int64_t some, int64_t at, int64_t end, float scale) {
-        for (int64_t r = 0; r < some; r++)
-            softmax_row(first + r, from[first + r] - at, std::min(to[first + r], end) - at, scale,
-                        &scores[r * KEYS], &weights[r * Products::UNITS]);
-    }
-
-    // Scores become weights relative to the highest score so far, and what was summed before
-    // follows (arXiv:1805.02867). The row sees the keys `from … to-1` of the tile.
-    void softmax_row(int64_t row, int64_t from, int64_t to, float scale, float* scores, U* weights) {
-        for (int64_t k = 0; k < std::min<int64_t>(from, KEYS); k++) scores[k] = -INFINITY;
-        for (int64_t k = std::clamp<int64_t>(to, 0, KEYS); k < KEYS; k++) scores[k] = -INFINITY;
-        Vec top = broadcast(part.highest[row]);
-        for (int k = 0; k < KEYS; k += LANES) top = max(load(scores + k) * scale, top);
-        const float highest = largest(top);
-        const float base = highest == -INFINITY ? 0 : highest;  // it has seen nothing
-        const float shrink = part.highest[row] == base ? 1 : std::exp(part.highest[row] - base);
-        Vec total = {};
-        for (int k = 0; k < KEYS; k += LANES) {
-            const Vec share = exp(load(scores + k) * scale - base);
-            store_units(weights + k / PER_UNIT<S>, share);
-            total += share;
-        }
-        part.highest[row] = highest;
-        part.weight[row] = part.weight[row] * shrink + sum(total);
-        if (shrink != 1.0f)
-            for (int64_t i = row * padded; i < (row + 1) * padded; i += LANES)
-                store(&part.sums[i], load(&part.sums[i]) * shrink);
-    }
-};
 
 // What one call computes; `paged_attention` says what each is.
 struct Call {
@@ -256,8 +93,10 @@ public:
     Worker(const Call& call, const Cache<T>& cache, Rows<T, Products>& rows)
         : call(call), cache(cache), rows(rows) {}
 
-    void begin(const Work& work) {
+    void begin(const Work& work, const Work* following = nullptr) {
         rows.count = work.count;
+        if (following) then = tokens(*following);
+        rows.begin_tokens(tokens(work), following && cache.in_place() ? &then : nullptr);
         for (int64_t r = 0; r < work.count; r++) {
             const int64_t position = call.skipped[work.sequence] + call.starts[work.sequence] +
                                      (work.first + r) / call.shared();
@@ -270,8 +109,7 @@ public:
     }
 
     void see(const Work& work, int64_t p) {
-        rows.see(cache, call.tables + work.sequence * call.table_stride, work.kv_head,
-                 call.skipped[work.sequence], work.part_begin(p), work.part_end(p), call.scale);
+        rows.see(cache, work.part_begin(p), work.part_end(p), call.scale);
     }
 
     void write(const Work& work) {
@@ -294,7 +132,12 @@ private:
     const Call& call;
     const Cache<T>& cache;
     Rows<T, Products>& rows;
+    Tokens then;
 
+    Tokens tokens(const Work& work) const {
+        return {call.tables + work.sequence * call.table_stride, work.kv_head,
+                call.skipped[work.sequence], work.begin, work.end};
+    }
     int64_t token(const Work& work, int64_t r) const {
         return call.rows[work.sequence] + (work.first + r) / call.shared();
     }
@@ -341,7 +184,8 @@ void attend(const Call& call, const Cache<T>& cache) {
     };
     on_each(tasks.size(), [&](int64_t i, auto& worker, auto& rows) {
         const Work& work = *tasks[i].work;
-        worker.begin(work);
+        const bool alone = team.size() == 1 && i + 1 < int64_t(tasks.size());
+        worker.begin(work, alone ? tasks[i + 1].work : nullptr);
         if (tasks[i].part >= 0) {
             worker.see(work, tasks[i].part);
             return worker.move(work, tasks[i].part, results.data(), false);
@@ -378,7 +222,8 @@ EXPORT void paged_attention(int64_t dtype, int64_t threads, int64_t sequences, i
                             const void* keys, const void* values, const int32_t* rows,
                             const int32_t* counts, const int32_t* starts, const int32_t* skipped,
                             const int32_t* tables, int64_t table_stride, void* out) {
-    const Call call{threads, sequences, heads,  kv_heads, window,  chunked != 0, float(scale), query,
+    const float in_twos = float(scale * 1.4426950408889634);  // e^x = 2^(x · log2 e)
+    const Call call{threads, sequences, heads,  kv_heads, window,  chunked != 0, in_twos,      query,
                     query_stride, rows, counts, starts,   skipped, tables,       table_stride, out};
     with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);

@@ -26,6 +26,13 @@ INLINE void fetch(const S* numbers, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / sizeof(S)) __builtin_prefetch(numbers + i, 0, 2);
 }
 
+// From the second cache into the first one. A read that waits for the second cache also waits for
+// lines that are fetched from memory, since both wait in the same few places.
+template <typename S>
+INLINE void fetch_near(const S* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(S)) __builtin_prefetch(numbers + i, 0, 3);
+}
+
 // Keys and values of KEYS tokens of one KV head, in groups of LANES rows that follow each other.
 // Groups from `begin` to `end` exist; rows of tokens that do not are zeros.
 template <typename S>
@@ -34,12 +41,20 @@ struct Tile {
     int begin, end;
     std::vector<S> copies;  // of groups that are not read in place
 
+    bool has(int g) const { return g >= begin && g < end; }
     INLINE void fetch_keys(int g, int64_t row) const {
-        if (g >= begin && g < end) fetch(keys[g], LANES * row);
+        if (has(g)) fetch(keys[g], LANES * row);
     }
     INLINE void fetch_values(int g, int64_t row) const {
-        if (g >= begin && g < end) fetch(values[g], LANES * row);
+        if (has(g)) fetch(values[g], LANES * row);
     }
+};
+
+// What the rows of a KV head see of a sequence: tokens from `begin`, a multiple of KEYS, to `end`. Its
+// table begins with token `first`.
+struct Tokens {
+    const int32_t* table;
+    int64_t kv_head, first, begin, end;
 };
 
 // [blocks, kv_heads, block_size] rows of keys, and as many of values.
@@ -57,11 +72,14 @@ struct Cache {
           kv_heads(kv_heads), dim(dim), block_size(block_size), bytes(row_bytes<T>(format, dim)),
           row(round_up(dim, LANES * PER_WORD<S>)) {}
 
-    // Finds the tokens `at … at+KEYS-1` of a sequence, of which those from `first` to `end` exist;
-    // its table begins with token `first`. A group is read in place where it is whole in one block
-    // and its rows are whole vectors of what is computed with, else it is copied.
-    void find(const int32_t* table, int64_t kv_head, int64_t first, int64_t at, int64_t end,
-              Tile<S>& tile) const {
+    // Whether whole groups are read in place.
+    bool in_place() const { return std::is_same_v<T, S> && format == AS_IT_IS && row == dim; }
+
+    // Finds the tokens `at … at+KEYS-1`, of which those from the table's first to the end exist. A
+    // group is read in place where it is whole in one block and its rows are whole vectors of what is
+    // computed with, else it is copied.
+    void find(const Tokens& tokens, int64_t at, Tile<S>& tile) const {
+        const auto [table, kv_head, first, begin, end] = tokens;
         const int64_t before = std::clamp<int64_t>(first - at, 0, KEYS);
         const int64_t count = std::clamp<int64_t>(end - at, 0, KEYS);
         tile.begin = int(before / LANES);
@@ -76,7 +94,7 @@ struct Cache {
             const int64_t to = std::min<int64_t>((g + 1) * LANES, count);
             const int64_t token = at + from - first;
             const bool whole = to - from == LANES && token % block_size + LANES <= block_size;
-            if (std::is_same_v<T, S> && format == AS_IT_IS && whole && row == dim) {
+            if (whole && in_place()) {
                 const int64_t place = place_of(table, kv_head, token);
                 tile.keys[g] = (const S*)(keys + place);
                 tile.values[g] = (const S*)(values + place);

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "kernels.h"
 #include "tiles.h"
 #include "vec.h"
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "block_sums.h"
+#include "kernels.h"
 #include "packed.h"
 #include "tiles.h"
 
@@ -220,15 +221,16 @@ __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t 
     const int64_t apart = layer.words_of_row() * LANES, runs = layer.runs();
     const int64_t count = layer.words_of_run(), block = layer.runs_of_block();
     const uint32_t* words = layer.words + row * layer.words_of_row();
+    Fetcher<WIDTH> fetcher(words, layer.words_of_row());
     Vec totals[TOKENS * WIDTH] = {};
     BlockSums<TOKENS * WIDTH> tree(layer.inputs / layer.block);
     for (int64_t run = 0; run < runs; run++) {
         typename Kind::Sum sums[TOKENS][WIDTH] = {};
         for (int64_t k = 0; k < count; k++, words += LANES) {
+            fetcher.fetch();
             BitVec weights[PARTS][WIDTH];
 #pragma GCC unroll 4
             for (int v = 0; v < WIDTH; v++) {
-                __builtin_prefetch(words + (v + WIDTH) * apart);
                 const BitVec word = load_words(words + v * apart);
                 weights[0][v] = BITS == 4 ? word & 0x0f0f0f0f : word;
                 if (BITS == 4) weights[PARTS - 1][v] = (word >> 4) & 0x0f0f0f0f;

@@ -16,6 +16,7 @@
 
 #include "amx.h"
 #include "block_sums.h"
+#include "kernels.h"
 #include "packed.h"
 #include "tiles.h"
 
@@ -211,7 +212,7 @@ __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t 
                                     const typename Kind::Token* tokens) {
     const int64_t apart = layer.inputs * LANES, blocks = layer.blocks();
     const uint32_t* words = layer.words + row * layer.inputs;
-    const char* next = (const char*)(words + WIDTH * apart);
+    Fetcher<WIDTH> fetcher(words, layer.inputs);
     BlockSums<TOKENS * WIDTH> tree(blocks);
     for (int64_t block = 0;; block++) {
         typename Kind::Sum sums[TOKENS][WIDTH];
@@ -220,19 +221,16 @@ __attribute__((noinline)) void tile(const Layer<T>& layer, int64_t row, int64_t 
 #pragma GCC unroll 32
             for (int v = 0; v < WIDTH; v++) sums[t][v] = Kind::start(tokens[t * blocks + block]);
         for (int64_t k = 0; k < layer.block; k++) {
+            if (FETCH) fetcher.fetch();
             BitVec w[WIDTH];
 #pragma GCC unroll 32
-            for (int v = 0; v < WIDTH; v++) {
-                if (FETCH) __builtin_prefetch(next + 4 * LANES * v);
-                w[v] = load_words(words + v * apart);
-            }
+            for (int v = 0; v < WIDTH; v++) w[v] = load_words(words + v * apart);
 #pragma GCC unroll 32
             for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 32
                 for (int v = 0; v < WIDTH; v++) sums[t][v] = Kind::add(sums[t][v], w[v], x[t]);
             x += TOKENS;
             words += LANES;
-            if (FETCH) next += 4 * LANES * WIDTH;
         }
         Vec totals[TOKENS * WIDTH];
 #pragma GCC unroll 32
@@ -366,7 +364,7 @@ void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, in
     const uint32_t *upper = layer.words + row * layer.inputs, *lower = upper + TILE * layer.inputs;
     const BFloat16* one = x + token * stride;
     const BFloat16* other = one + TILE * stride;
-    constexpr int64_t AHEAD = 4 << 10;  // bytes
+    constexpr int64_t BYTES_AHEAD = 4 << 10;
     alignas(64) Vec sums[4 * TILE] = {};  // tiles may have fewer rows
     const int64_t tokens[] = {first, first, second, second};
     BlockSums<4 * TILE> tree(layer.blocks());
@@ -378,8 +376,8 @@ void multiply_tiles(const Layer<BFloat16>& layer, int64_t row, int64_t token, in
         _tile_zero(3);
         for (int64_t k = block * layer.block; k < (block + 1) * layer.block; k += TILE) {
             for (int64_t i = 0; COLD && i < TILE * 64; i += 64) {
-                __builtin_prefetch((const char*)(upper + k * TILE) + AHEAD + i);
-                __builtin_prefetch((const char*)(lower + k * TILE) + AHEAD + i);
+                __builtin_prefetch((const char*)(upper + k * TILE) + BYTES_AHEAD + i);
+                __builtin_prefetch((const char*)(lower + k * TILE) + BYTES_AHEAD + i);
             }
             _tile_loadd(6, upper + k * TILE, 64);
             _tile_loadd(7, lower + k * TILE, 64);

@@ -43,6 +43,7 @@ SIGNATURES = {
     "grouped_linear": "IPIPPIP",
     "pack_grouped": "IIIPP",
     "unpack_grouped": "IIIPPP",
+    "run_layers": "IIPPP",
 }
 _TYPES: dict[str, Any] = {"P": c_void_p, "I": c_int64, "D": c_double}
 

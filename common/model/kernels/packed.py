@@ -37,6 +37,22 @@ class Grouped(Structure):
     )
 
 
+class Packed(Structure):
+    """A linear layer's packed matrix `[rows, inputs]` with its bias: `Packed` in `layers.cpp`. It
+    has `words`, for int8 with `scales`, or else is `grouped`, the address of a `Grouped`. Its
+    pointers are to memory that the caller keeps alive."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("inputs", c_int64),
+        ("block", c_int64),
+        ("words", c_void_p),
+        ("scales", c_void_p),
+        ("grouped", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
 class Packer:
     """Packs matrices and multiplies by them.
 
@@ -121,7 +137,7 @@ class Packer:
         self._linear(
             _DTYPES[x.dtype], torch.get_num_threads(), len(x), *matrix.shape,
             block or matrix.shape[1], x.data_ptr(), x.stride(0), matrix.data_ptr(),
-            _pointer(scales), _pointer(bias), partial, out.data_ptr(),
+            pointer(scales), pointer(bias), partial, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -130,14 +146,14 @@ class Packer:
         `pack_nibbles` leaves them; rows are a multiple of ROWS."""
         rows, inputs = len(numbers), numbers.shape[1] * 8 // bits
         self._pack_grouped(
-            0, torch.get_num_threads(), rows, inputs, bits, _pointer(order), numbers.data_ptr()
+            0, torch.get_num_threads(), rows, inputs, bits, pointer(order), numbers.data_ptr()
         )
 
     def unpack_grouped(self, numbers: Tensor, bits: int, order: Tensor | None) -> Tensor:
         """Reverses `pack_grouped`."""
         rows, inputs, out = len(numbers), numbers.shape[1] * 8 // bits, torch.empty_like(numbers)
         self._unpack_grouped(
-            0, torch.get_num_threads(), rows, inputs, bits, _pointer(order), numbers.data_ptr(),
+            0, torch.get_num_threads(), rows, inputs, bits, pointer(order), numbers.data_ptr(),
             out.data_ptr(),
         )  # fmt: skip
         return out
@@ -152,7 +168,7 @@ class Packer:
         out = x.new_empty(len(x), matrix.rows, dtype=torch.float32 if partial else x.dtype)
         self._grouped_linear(
             _DTYPES[x.dtype], torch.get_num_threads(), len(x), x.data_ptr(), x.stride(0),
-            byref(matrix), _pointer(bias), partial, out.data_ptr(),
+            byref(matrix), pointer(bias), partial, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -170,5 +186,6 @@ def _flip(matrix: Tensor) -> int:
     return FLIPPED if matrix.dtype == torch.int8 else 0
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
+    """Returns the address of the numbers; None, a null pointer, without a tensor."""
     return None if tensor is None else tensor.data_ptr()

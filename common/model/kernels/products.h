@@ -79,54 +79,61 @@ INLINE void transpose(Vec* rows) {
 }
 #endif
 
-// LANES words of LANES rows, `stride` words apart: out[i] has word i of each row.
-INLINE void load_square(const float* rows, int64_t stride, Vec* out) {
+// Hides from the compiler that x does not change in a loop: it would compute the addresses of all
+// rows before the loop and keep them on the stack.
+template <typename N>
+INLINE N hidden(N x) {
+    __asm__("" : "+r"(x));
+    return x;
+}
+
+// The first WORDS words of LANES rows, `stride` words apart: out[i] has word i of each row.
 #if defined(__AVX512F__)
-    // Four words of all rows at a time: loads move quarters of vectors to where they belong.
-    const float* const parts[] = {rows, rows + 4 * stride, rows + 8 * stride, rows + 12 * stride};
+constexpr int WORDS = 4;
+INLINE void load_columns(const float* rows, int64_t stride, Vec* out) {
+    // Loads move quarters of vectors to where they belong.
+    __m512 x[4];
 #pragma GCC unroll 4
-    for (int q = 0; q < LANES; q += 4) {
-        __m512 x[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            x[j] = _mm512_castps128_ps512(_mm_loadu_ps(parts[0] + j * stride + q));
-            x[j] = _mm512_insertf32x4(x[j], _mm_loadu_ps(parts[1] + j * stride + q), 1);
-            x[j] = _mm512_insertf32x4(x[j], _mm_loadu_ps(parts[2] + j * stride + q), 2);
-            x[j] = _mm512_insertf32x4(x[j], _mm_loadu_ps(parts[3] + j * stride + q), 3);
-        }
-        const __m512d low = (__m512d)_mm512_unpacklo_ps(x[0], x[1]);
-        const __m512d high = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
-        const __m512d low2 = (__m512d)_mm512_unpacklo_ps(x[2], x[3]);
-        const __m512d high2 = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
-        out[q] = (Vec)_mm512_unpacklo_pd(low, low2);
-        out[q + 1] = (Vec)_mm512_unpackhi_pd(low, low2);
-        out[q + 2] = (Vec)_mm512_unpacklo_pd(high, high2);
-        out[q + 3] = (Vec)_mm512_unpackhi_pd(high, high2);
+    for (int j = 0; j < 4; j++) {
+        const float* row = rows + j * stride;
+        x[j] = _mm512_castps128_ps512(_mm_loadu_ps(row));
+        x[j] = _mm512_insertf32x4(x[j], _mm_loadu_ps(row + 4 * stride), 1);
+        x[j] = _mm512_insertf32x4(x[j], _mm_loadu_ps(row + 8 * stride), 2);
+        x[j] = _mm512_insertf32x4(x[j], _mm_loadu_ps(row + 12 * stride), 3);
     }
+    const __m512d low = (__m512d)_mm512_unpacklo_ps(x[0], x[1]);
+    const __m512d high = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
+    const __m512d low2 = (__m512d)_mm512_unpacklo_ps(x[2], x[3]);
+    const __m512d high2 = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
+    out[0] = (Vec)_mm512_unpacklo_pd(low, low2);
+    out[1] = (Vec)_mm512_unpackhi_pd(low, low2);
+    out[2] = (Vec)_mm512_unpacklo_pd(high, high2);
+    out[3] = (Vec)_mm512_unpackhi_pd(high, high2);
+}
 #elif defined(__AVX2__)
-    const float* const parts[] = {rows, rows + 4 * stride};
-#pragma GCC unroll 2
-    for (int q = 0; q < LANES; q += 4) {
-        __m256 x[4];
+constexpr int WORDS = 4;
+INLINE void load_columns(const float* rows, int64_t stride, Vec* out) {
+    __m256 x[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
-            x[j] = _mm256_insertf128_ps(
-                _mm256_castps128_ps256(_mm_loadu_ps(parts[0] + j * stride + q)),
-                _mm_loadu_ps(parts[1] + j * stride + q), 1);
-        const __m256d low = (__m256d)_mm256_unpacklo_ps(x[0], x[1]);
-        const __m256d high = (__m256d)_mm256_unpackhi_ps(x[0], x[1]);
-        const __m256d low2 = (__m256d)_mm256_unpacklo_ps(x[2], x[3]);
-        const __m256d high2 = (__m256d)_mm256_unpackhi_ps(x[2], x[3]);
-        out[q] = (Vec)_mm256_unpacklo_pd(low, low2);
-        out[q + 1] = (Vec)_mm256_unpackhi_pd(low, low2);
-        out[q + 2] = (Vec)_mm256_unpacklo_pd(high, high2);
-        out[q + 3] = (Vec)_mm256_unpackhi_pd(high, high2);
-    }
+    for (int j = 0; j < 4; j++)
+        x[j] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows + j * stride)),
+                                    _mm_loadu_ps(rows + (j + 4) * stride), 1);
+    const __m256d low = (__m256d)_mm256_unpacklo_ps(x[0], x[1]);
+    const __m256d high = (__m256d)_mm256_unpackhi_ps(x[0], x[1]);
+    const __m256d low2 = (__m256d)_mm256_unpacklo_ps(x[2], x[3]);
+    const __m256d high2 = (__m256d)_mm256_unpackhi_ps(x[2], x[3]);
+    out[0] = (Vec)_mm256_unpacklo_pd(low, low2);
+    out[1] = (Vec)_mm256_unpackhi_pd(low, low2);
+    out[2] = (Vec)_mm256_unpacklo_pd(high, high2);
+    out[3] = (Vec)_mm256_unpackhi_pd(high, high2);
+}
 #else
+constexpr int WORDS = LANES;
+INLINE void load_columns(const float* rows, int64_t stride, Vec* out) {
     for (int i = 0; i < LANES; i++) memcpy(&out[i], rows + i * stride, sizeof(Vec));
     transpose<LANES / 2>(out);
-#endif
 }
+#endif
 
 // LANES words of one key's values, or of two where a unit has two numbers, as vectors of units. Two
 // bfloat16 come from the even numbers, then from the odd ones, so no number moves to another lane.
@@ -201,17 +208,17 @@ struct Packed {
 
     void pack_keys(const Tile<S>& tile) {
         for (int g = tile.begin; g < tile.end; g++)
-            for (int64_t i = 0; i < row; i += LANES * PER_WORD<S>) {
-                Vec square[LANES];
-                load_square((const float*)(tile.keys[g] + i), row / PER_WORD<S>, square);
+            for (int64_t i = 0; i < row; i += WORDS * PER_WORD<S>) {
+                Vec words[WORDS];
+                load_columns((const float*)(tile.keys[g] + i), hidden(row / PER_WORD<S>), words);
                 U* out = keys_at(g * LANES, i / PER_UNIT<S>);
 #pragma GCC unroll 16
-                for (int w = 0; w < LANES; w++) {
+                for (int w = 0; w < WORDS; w++) {
                     if constexpr (PER_WORD<S> == PER_UNIT<S>) {
-                        memcpy((void*)(out + w * COLUMNS), &square[w], sizeof(Vec));
+                        memcpy((void*)(out + w * COLUMNS), &words[w], sizeof(Vec));
                     } else {
-                        store(out + 2 * w * COLUMNS, even(square[w]));
-                        store(out + (2 * w + 1) * COLUMNS, odd(square[w]));
+                        store(out + 2 * w * COLUMNS, even(words[w]));
+                        store(out + (2 * w + 1) * COLUMNS, odd(words[w]));
                     }
                 }
             }
@@ -279,54 +286,63 @@ public:
         });
     }
 
-    // The same products, for FEW rows, straight from the cache. The next tile is fetched meanwhile.
-    void score_few(const Tile<S>& tile, const Tile<S>& next, const U* queries, int64_t rows,
+    // The same products, for FEW rows, straight from the cache. Meanwhile the tile `later` comes into
+    // the second cache, and into the first one what is read next.
+    void score_few(const Tile<S>& tile, const Tile<S>& later, const U* queries, int64_t rows,
                    float* scores) {
         with_rows(rows, [&](auto R) {
-            constexpr int G = R == 1 ? 4 : R <= 4 ? 2 : 1;  // sums in progress at a time
+            constexpr int G = R <= LANES / 4 ? 4 : R <= LANES / 2 ? 2 : 1;  // groups at a time
             for (int g = 0; g < GROUPS; g += G) {
-                for (int i = g; i < g + G; i++) next.fetch_keys(i, row);
                 if (g >= tile.begin && g + G <= tile.end) {
-                    score_groups<R, G>(&tile.keys[g], queries, scores + g * LANES);
+                    score_groups<R, G>(tile, later, g, queries, scores);
                     continue;
                 }
                 for (int i = std::max(g, tile.begin); i < std::min(g + G, tile.end); i++)
-                    score_groups<R, 1>(&tile.keys[i], queries, scores + i * LANES);
+                    score_groups<R, 1>(tile, later, i, queries, scores);
             }
         });
     }
 
-    void add_few(const Tile<S>& tile, const Tile<S>& next, const U* weights, int64_t rows,
-                 float* sums) {
+    void add_few(const Tile<S>& tile, const Tile<S>& next, const Tile<S>& later, const U* weights,
+                 int64_t rows, float* sums) {
         with_rows(rows, [&](auto R) {
             constexpr int W = R <= 2 ? 2 * WIDTH : WIDTH;
             int64_t i = 0;
-            for (; i + W * LANES <= row; i += W * LANES) add_columns<R, W>(tile, next, i, weights, sums + i);
+            for (; i + W * LANES <= row; i += W * LANES)
+                add_columns<R, W>(tile, next, later, i, weights, sums + i);
             for (; i < row; i += PER_WORD<S> * LANES)
-                add_columns<R, PER_WORD<S>>(tile, next, i, weights, sums + i);
+                add_columns<R, PER_WORD<S>>(tile, next, later, i, weights, sums + i);
         });
     }
 
 private:
     template <int R, int G>
-    INLINE void score_groups(const S* const* groups, const U* queries, float* scores) {
+    INLINE void score_groups(const Tile<S>& tile, const Tile<S>& later, int first, const U* queries,
+                             float* scores) {
+        const S *keys[G], *ahead[G];
+        for (int g = 0; g < G; g++) {
+            keys[g] = tile.keys[first + g];
+            ahead[g] = later.has(first + g) ? later.keys[first + g] : keys[g];
+        }
         Vec sums[G][R] = {};
-        for (int64_t i = 0; i < row; i += LANES * PER_WORD<S>) {
+        for (int64_t i = 0; i < row; i += WORDS * PER_WORD<S>) {
             const U* query = queries + i / PER_UNIT<S>;
 #pragma GCC unroll 4
             for (int g = 0; g < G; g++) {
-                Vec square[LANES];
-                load_square((const float*)(groups[g] + i), row / PER_WORD<S>, square);
+                Vec words[WORDS];
+                load_columns((const float*)(keys[g] + i), hidden(row / PER_WORD<S>), words);
+                fetch_near(tile.values[first + g] + i * LANES, LANES * WORDS * PER_WORD<S>);
+                fetch(ahead[g] + i * LANES, LANES * WORDS * PER_WORD<S>);
 #pragma GCC unroll 16
-                for (int w = 0; w < LANES; w++)
+                for (int w = 0; w < WORDS; w++)
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) {
                         const U* q = query + r * depth;
                         if constexpr (PER_WORD<S> == PER_UNIT<S>) {
-                            sums[g][r] = multiply_add(q[w], square[w], sums[g][r]);
+                            sums[g][r] = multiply_add(q[w], words[w], sums[g][r]);
                         } else {
-                            sums[g][r] = multiply_add(q[2 * w], even(square[w]), sums[g][r]);
-                            sums[g][r] = multiply_add(q[2 * w + 1], odd(square[w]), sums[g][r]);
+                            sums[g][r] = multiply_add(q[2 * w], even(words[w]), sums[g][r]);
+                            sums[g][r] = multiply_add(q[2 * w + 1], odd(words[w]), sums[g][r]);
                         }
                     }
             }
@@ -334,26 +350,31 @@ private:
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++)
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) store(scores + r * KEYS + g * LANES, sums[g][r]);
+            for (int r = 0; r < R; r++) store(scores + r * KEYS + (first + g) * LANES, sums[g][r]);
     }
 
     // Weighted values: W vectors of their numbers from column `i` on.
     template <int R, int W>
-    INLINE void add_columns(const Tile<S>& tile, const Tile<S>& next, int64_t i, const U* weights,
-                            float* out) {
+    INLINE void add_columns(const Tile<S>& tile, const Tile<S>& next, const Tile<S>& later, int64_t i,
+                            const U* weights, float* out) {
         Vec sums[R][W];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int w = 0; w < W; w++) sums[r][w] = load(out + r * padded + w * LANES);
         for (int g = tile.begin; g < tile.end; g++) {
-            if (i == 0) next.fetch_values(g, row);
             const S* values = tile.values[g] + i;
+            const S* soon = next.has(g) ? next.keys[g] + i : values;
+            const S* ahead = later.has(g) ? later.values[g] + i : values;
             const U* weight = weights + g * LANES / PER_UNIT<S>;
-            for (int k = 0; k < LANES / PER_UNIT<S>; k++, values += PER_UNIT<S> * row) {
+            for (int k = 0; k < LANES / PER_UNIT<S>; k++) {
                 Vec right[W];
 #pragma GCC unroll 8
                 for (int w = 0; w < W; w += PER_WORD<S>) load_values(values + w * LANES, row, right + w);
+                for (int j = 0; j < PER_UNIT<S>; j++, values += row, soon += row, ahead += row) {
+                    fetch_near(soon, W * LANES);
+                    fetch(ahead, W * LANES);
+                }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
 #pragma GCC unroll 8

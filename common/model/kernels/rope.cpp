@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels.h"
 #include "kv_rows.h"
 #include "tiles.h"
 #include "vec.h"

@@ -61,10 +61,10 @@ public:
     }
 
     // Keys as the left side: they are read in place, and scores are turned instead.
-    void score_few(const Tile<BFloat16>& tile, const Tile<BFloat16>& next, const Pair*, int64_t rows,
+    void score_few(const Tile<BFloat16>& tile, const Tile<BFloat16>& later, const Pair*, int64_t rows,
                    float* scores) {
         static_assert(GROUPS == 4);
-        for (int g = 0; g < GROUPS; g++) next.fetch_keys(g, row);
+        for (int g = 0; g < GROUPS; g++) later.fetch_keys(g, row);
         const BFloat16* keys[GROUPS];
         for (int g = 0; g < GROUPS; g++)
             keys[g] = tile.keys[std::clamp(g, tile.begin, tile.end - 1)];
@@ -100,9 +100,9 @@ public:
 
     // The unit's order of sums by the vector unit, since values need not be packed for it: those of
     // even keys and of odd keys, of 2 · TILE keys, are added up before they are added to `sums`.
-    void add_few(const Tile<BFloat16>& tile, const Tile<BFloat16>& next, const Pair* weights,
-                 int64_t rows, float* sums) {
-        for (int g = 0; g < GROUPS; g++) next.fetch_values(g, row);
+    void add_few(const Tile<BFloat16>& tile, const Tile<BFloat16>&, const Tile<BFloat16>& later,
+                 const Pair* weights, int64_t rows, float* sums) {
+        for (int g = 0; g < GROUPS; g++) later.fetch_values(g, row);
         for (int64_t r = 0; r < rows; r += 4)
             with_rows(std::min<int64_t>(4, rows - r), [&](auto R) {
                 for (int64_t i = 0; i < row; i += 2 * LANES)

@@ -186,34 +186,35 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
 
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-// Of all lanes: each half with the other, then each quarter, and so on.
+// Of all lanes, in each: each half with the other, then each quarter, and so on.
 template <int STEP, int... I>
 INLINE Vec swap_lanes(Vec x, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(x, x, (I ^ STEP)...);
 }
 
 template <int STEP = LANES / 2, typename F>
-INLINE float fold(Vec x, F f) {
+INLINE Vec fold(Vec x, F f) {
     if constexpr (STEP == 0) {
-        return x[0];
+        return x;
     } else {
         return fold<STEP / 2>(f(x, swap_lanes<STEP>(x, std::make_integer_sequence<int, LANES>())), f);
     }
 }
 
-INLINE float sum(Vec x) {
+INLINE Vec sums(Vec x) {
     return fold(x, [](Vec a, Vec b) { return a + b; });
 }
-
-INLINE float largest(Vec x) {
+INLINE Vec maxima(Vec x) {
     return fold(x, [](Vec a, Vec b) { return max(a, b); });
 }
+INLINE float sum(Vec x) { return sums(x)[0]; }
+INLINE float largest(Vec x) { return maxima(x)[0]; }
 
 // e^x within 2 units in the last place (Cephes' polynomial); 0 below -87.3, NaN of NaN.
 INLINE Vec exp(Vec x) {
     const Vec low = broadcast(-87.33654f), high = broadcast(88.37626f);
-    Vec bounded = x < low ? low : x;
-    bounded = bounded > high ? high : bounded;
+    Vec bounded = max(low, x);  // x, if it is NaN
+    bounded = high < bounded ? high : bounded;
     const Vec magic = broadcast(12582912.0f);  // 1.5 · 2^23: adding it rounds to an integer
     Vec n = fma(bounded, broadcast(1.44269504f), magic) - magic;
     Vec r = fma(n, broadcast(-0.693359375f), bounded);
@@ -228,4 +229,30 @@ INLINE Vec exp(Vec x) {
     IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
     Vec result = p * bit_cast<Vec>(exponent);
     return x < low ? Vec{} : result;
+}
+
+// 2^x within 2 units in the last place (Cephes' polynomial) for x up to 127; 0 far below -126, NaN
+// of NaN.
+INLINE Vec exp2(Vec x) {
+#if defined(__AVX512F__)
+    const Vec bounded = max(broadcast(-160), x);  // x, if it is NaN
+    const Vec n = (Vec)_mm512_roundscale_ps((__m512)bounded, _MM_FROUND_TO_NEAREST_INT);
+#else
+    const Vec low = broadcast(-126), magic = broadcast(12582912.0f);  // 1.5 · 2^23
+    const Vec bounded = max(low, x), n = (bounded + magic) - magic;
+#endif
+    const Vec r = bounded - n;
+    Vec p = broadcast(1.535336188319500e-4f);
+    p = fma(p, r, broadcast(1.339887440266574e-3f));
+    p = fma(p, r, broadcast(9.618437357674640e-3f));
+    p = fma(p, r, broadcast(5.550332471162809e-2f));
+    p = fma(p, r, broadcast(2.402264791363012e-1f));
+    p = fma(p, r, broadcast(6.931472028550421e-1f));
+    p = fma(p, r, broadcast(1));
+#if defined(__AVX512F__)
+    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+    return x < low ? Vec{} : p * bit_cast<Vec>(exponent);
+#endif
 }

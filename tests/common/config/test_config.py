@@ -162,6 +162,7 @@ def test_an_owner_s_default_beats_the_part_s() -> None:
         (["--port=70000"], {}, "--port: 70000 is more than 65535"),
         (["--port=-1"], {}, "--port: -1 is less than 0"),
         (["--queue-timeout=nan"], {}, "--queue-timeout: nan is not a finite number"),
+        ([f"--port={10**400}"], {}, "--port: a number of 1329 bits is too large"),
         ([], {"PDSERVE_BREAKER_FAILURES": "0"}, "--breaker-failures: 0 is less than 1"),
         (["--log-level=loud"], {}, "--log-level: invalid choice: 'loud'"),
         (["--heartbeat-timeout=1"], {}, "must exceed --heartbeat-interval"),

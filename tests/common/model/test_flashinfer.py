@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -65,6 +66,19 @@ def attend(backend: Any, batch: AttentionBatch) -> torch.Tensor:
 def test_it_equals_torch(backend: Any, shape: AttentionShape, batch: AttentionBatch) -> None:
     expected = attend(TorchAttention(shape, CPU, torch.float32), batch)
     torch.testing.assert_close(attend(backend, batch), expected)
+
+
+def test_ninja_is_found_beside_python(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a virtual environment that is not activated."""
+    ninja = tmp_path / "ninja"
+    ninja.write_text("#!/bin/sh\n")
+    ninja.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    type(backend)(SHAPE, CPU, torch.float32)
+    assert shutil.which("ninja") == str(ninja)
 
 
 def signatures_of(version: str) -> dict[str, dict[str, list[Rows]]]:

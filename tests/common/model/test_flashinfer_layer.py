@@ -4,7 +4,7 @@ apache-tvm-ffi's and tabulate's, is enough: `python -m zipfile -e WHEEL FOLDER`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from fake_cuda import CUDA, NO_CUDA, fake_cuda
 from pdserve.common.model.attention import AttentionBatch, AttentionShape, SlotMapping
 from pdserve.common.model.staging import upload
 
-flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer cannot be imported")
+pytest.importorskip("flashinfer", reason="FlashInfer cannot be imported")
 
 CPU = torch.device("cpu")
 STEPS = [
@@ -28,53 +28,12 @@ REPLAYED = [
 ]
 
 
-class FakeKernels:
-    """A compiled module, and what it was asked."""
-
-    def __init__(self, called: list[str], name: str) -> None:
-        self._called, self._name = called, name
-
-    def plan(self, *_: object) -> list[int]:
-        return [0] * 15
-
-    def _run(self, *_: object) -> None:
-        self._called.append(self._name)
-
-    run = paged_run = _run
-
-
 @pytest.fixture(params=["fa2", "fa3"])
-def called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that were run, in order; on a card for which FlashInfer chooses `param`."""
-    called: list[str] = []
-    empty = torch.empty
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """On a card for which FlashInfer chooses `param`."""
+    from fake_kernels import fake_kernels
 
-    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        made: torch.Tensor = empty(*args, **options)
-        return made
-
-    def loader(kind: str) -> Callable[..., FakeKernels]:
-        def load(*args: Any) -> FakeKernels:
-            backend = args[0] if kind == "prefill" else "decode"
-            return FakeKernels(called, backend)
-
-        return load
-
-    monkeypatch.setattr(torch, "empty", unpinned)
-    fakes: dict[str, Any] = {
-        "get_batch_prefill_module": loader("prefill"),
-        "get_batch_decode_module": loader("decode"),
-        "determine_attention_backend": lambda *_, **__: request.param,
-        "device_support_pdl": lambda _: False,
-        "_check_workspace_buffer_alignment": lambda *_: None,  # fakes have no address
-        "block_sparse_indices_to_vector_sparse_offsets": lambda ids, *_: ids,  # a kernel of 0.5
-    }
-    for module in (flashinfer.prefill, flashinfer.decode):
-        for name in fakes.keys() & vars(module).keys():
-            monkeypatch.setattr(module, name, fakes[name])
-        for name in [each for each in vars(module) if "compute_capability" in each]:
-            monkeypatch.setattr(module, name, lambda *_, **__: (9, 0))
-    yield called
+    return fake_kernels(monkeypatch, request.param)
 
 
 @pytest.fixture(params=[CPU, pytest.param(CUDA, marks=NO_CUDA)], ids=str)
@@ -85,7 +44,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.parametrize(("kv_heads", "decode"), [(2, "fa2"), (8, "decode")])
 def test_all_calls_reach_fake_kernels(
-    called: list[str],
+    asked: Any,
     device: torch.device,
     request: pytest.FixtureRequest,
     kv_heads: int,
@@ -106,5 +65,5 @@ def test_all_calls_reach_fake_kernels(
         ids = torch.cat([torch.from_numpy(table) for table in batch.used_tables()])
         backend.refill(context, batch, upload(ids, device))
         context.wrapper.run(rows[:4, :8].contiguous(), cache[0].unbind())
-    prefill = request.node.callspec.params["called"]
-    assert called == [decode, prefill, decode, decode]
+    prefill = request.node.callspec.params["asked"]
+    assert asked.run == [decode, prefill, decode, decode]

@@ -20,7 +20,7 @@ from pdserve.cli import certs
 from pdserve.common.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.common.config.node import NodeConfig, WorkerNodeConfig
 from pdserve.common.config.shared import AuthConfig, TLSConfig
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.node import registration
 from pdserve.common.node.registration import Registrations, several
 from pdserve.common.rpc.channels import Channels, Credentials
@@ -312,3 +312,12 @@ async def test_routers_accept_models_of_many_layers(tmp_path: Path) -> None:
         check_shape(info := made._info())
         found.append(info.fingerprint_parts["kv_groups"])
     assert len({*found}) == len(found)
+
+
+def test_a_node_cannot_claim_replicas_without_end() -> None:
+    """A router looks at each of them, at each scrape of its metrics."""
+    info = pb.NodeInfo(
+        node_id="p", role=pb.ROLE_PREFILL, address="h:1", data_parallel_size=2**32 - 1
+    )
+    with pytest.raises(InvalidRequest, match="at most 1024 replicas"):
+        check_shape(info)

@@ -19,7 +19,7 @@ from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.sampling import SampledToken, SamplingParams, check_sampling
 from pdserve.common.worker.input_batch import BadWords, StepSequence, TokenCounts
 from pdserve.common.worker.philox import philox4x32
-from pdserve.common.worker.sampler import FailedRow, sample
+from pdserve.common.worker.sampler import FailedRow, _unequal, sample
 
 ROWS = int(os.environ.get("FUZZ_ROWS", 5_000))
 BATCH = 250
@@ -340,3 +340,27 @@ def test_an_exception_fails_its_row_not_the_batch(params: dict[str, Any], place:
 def test_a_row_that_samples_nothing_fails() -> None:
     found = sample(torch.zeros(1, 3), [StepSequence(1, (5,), 7, (0,))]).results()
     assert found == [FailedRow("sampling raised ValueError")]
+
+
+def test_the_most_likely_tokens_do_not_depend_on_what_other_rows_ask() -> None:
+    """Logits of bfloat16 are often equal; the lower token comes first."""
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    logits[:, 7:400:9] = logits.amax(dim=-1, keepdim=True)
+    asked = (1, 2, 5, 0, 20, 3)
+    rows = [
+        StepSequence(1, (5,), 7, (0,), SamplingParams(temperature=0.0, logprobs=each))
+        for each in asked
+    ]
+    together = sample(logits, rows).results()
+    for row, each in enumerate(rows):
+        (alone,) = sample(logits[row : row + 1], [each]).results()
+        assert together[row] == alone
+        tokens = logits[row].argsort(descending=True, stable=True)[: asked[row]].tolist()
+        assert isinstance(alone, SampledToken) and alone.logprobs is not None
+        assert [token for token, _ in alone.logprobs.top] == tokens
+
+
+def test_keys_of_a_gpu_order_tokens_alike() -> None:
+    values = torch.tensor([[0.0, -INF, -1.5, 3.0, -1.5, 3.0, -0.25, INF, -1e-45, 1e-45]])
+    order = _unequal(values).argsort(descending=True)
+    assert order.tolist() == values.argsort(descending=True, stable=True).tolist()
