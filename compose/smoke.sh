@@ -1,7 +1,8 @@
 #!/bin/sh
 # A cluster of containers on a real engine: build, up, two nodes of each role, a node killed, one
 # paused, one disconnected, the router restarted, down. After each step it is asked for tokens, and
-# must answer. COMPOSE_FILE may name other or more files, as compose itself reads it; BUILD= takes
+# must answer. COMPOSE_FILE may name other or more files, as compose itself reads it; with
+# docker-compose.haproxy.yml among them, HAProxy is asked, and a router is killed too. BUILD= takes
 # images that are there.
 set -eu
 cd "$(dirname "$0")"
@@ -12,6 +13,10 @@ if ! docker compose version > /dev/null 2>&1 || ! docker info > /dev/null 2>&1; 
 fi
 : "${PDSERVE_CLUSTER_KEY:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}" "${BUILD=--build}"
 export PDSERVE_CLUSTER_KEY PDSERVE_CPU_THREADS=1
+url=http://127.0.0.1:8000
+if docker compose config --services | grep -qx balancer; then
+    url=http://balancer:8000
+fi
 
 finish() {
     code=$?
@@ -27,18 +32,18 @@ node() { # a role and a number: the container
 
 # Waits until so many nodes are usable, then asks; a step's name is for the reader.
 ask() {
-    docker compose exec -T router python3 - "$1" "$2" << 'PYTHON'
+    docker compose exec -T router python3 - "$url" "$1" "$2" << 'PYTHON'
 import json
 import sys
 import time
 import urllib.request
 
-URL = "http://127.0.0.1:8000"
+url, step, wanted = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 
 def get(path, body=None):
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(URL + path, body and json.dumps(body).encode(), headers)
+    request = urllib.request.Request(url + path, body and json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request, timeout=120))
 
 
@@ -49,7 +54,6 @@ def ready():
         return 0
 
 
-step, wanted = sys.argv[1], int(sys.argv[2])
 deadline = time.monotonic() + 120
 while ready() < wanted:
     assert time.monotonic() < deadline, f"{step}: {ready()} of {wanted} nodes are ready"
@@ -91,6 +95,15 @@ ask "connected again" 4
 
 docker compose restart router
 ask "the router restarted" 4
+
+# The first one is where the question is asked from.
+second=$(node router 2)
+if [ -n "$second" ]; then
+    docker kill "$second" > /dev/null
+    ask "a router killed" 4
+    docker start "$second" > /dev/null
+    ask "the router started again" 4
+fi
 
 # Containers end without a complaint: drained.
 docker compose stop router

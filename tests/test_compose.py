@@ -136,6 +136,8 @@ def test_haproxy_stands_before_several_routers() -> None:
     assert {*balancer["networks"]} & {*router["networks"]}
     for name in NODES:  # the name of all routers, which nodes look up
         assert config_of(name, services[name]).node.router == "router:8002"
+    asked = re.findall(r"http://(\w+):8000", (FOLDER / "smoke.sh").read_text())
+    assert asked == ["balancer"]
     ours = {key: balancer[key] for key in ("read_only", "cap_drop", "security_opt", "logging")}
     assert ours == {key: router[key] for key in ours}
     assert balancer["stop_grace_period"] == router["stop_grace_period"]
@@ -144,6 +146,7 @@ def test_haproxy_stands_before_several_routers() -> None:
     for port in (config.server.port, config.server.grpc_port):
         assert re.search(rf"^ *bind :{port}\b", text, re.M)
         assert re.search(rf"^ *server-template router- \d+ router:{port}\b", text, re.M)
+    assert not re.search(r"^ *server-template .*check-proto", text, re.M), "lost by all but one"
     (timeout,) = {*re.findall(r"timeout (?:client|server) (\d+)s", text)}
     assert float(timeout) > config.routing.request_timeout
     if haproxy := shutil.which("haproxy"):

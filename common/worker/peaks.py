@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pdserve.common.config.engine import MachineConfig
 from pdserve.common.engine.messages import Peaks
+from pdserve.common.model.kernels.ops import Kernels
 
 Clock = Callable[[], float]  # seconds
 
@@ -23,10 +24,16 @@ class PeakMeter:
     """Measures `device` on demand, with torch's current number of threads."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, read_bytes: int, clock: Clock | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        read_bytes: int,
+        kernels: Kernels,
+        clock: Clock | None = None,
     ) -> None:
         """`read_bytes`: size of a pass over memory. Use what a step reads, so that caches help a
-        small model here as much as in a step."""
+        small model here as much as in a step. `kernels`: read it."""
+        self._kernels = kernels
         self._clock = clock or device_clock(device)
         self._matrices = [
             (torch.ones(n, n, dtype=dtype, device=device), torch.ones(n, n, dtype=dtype).to(device))
@@ -44,7 +51,7 @@ class PeakMeter:
         return 2.0 * len(a) ** 3 / seconds
 
     def _read(self) -> float:
-        return self._memory.nbytes / self._seconds(self._memory.sum)
+        return self._memory.nbytes / self._seconds(lambda: self._kernels.read(self._memory))
 
     def _seconds(self, work: Callable[[], object]) -> float:
         """Returns the better of two tries, because others may use the machine."""
@@ -57,13 +64,17 @@ class PeakMeter:
 
 
 def peaks_of(
-    config: MachineConfig, device: torch.device, dtype: torch.dtype, read_bytes: int
+    config: MachineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    read_bytes: int,
+    kernels: Kernels,
 ) -> Peaks:
     """Returns the peaks from the options; measures missing ones in about `START_SECONDS`."""
     flops, bandwidth = config.peak_tflops, config.peak_bandwidth
     return Peaks(
         _growing_products(device, dtype) if flops is None else flops * 1e12,
-        _read_once(device, read_bytes) if bandwidth is None else bandwidth * 1e9,
+        _read_once(device, read_bytes, kernels) if bandwidth is None else bandwidth * 1e9,
     )
 
 
@@ -84,14 +95,14 @@ def _growing_products(device: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
-def _read_once(device: torch.device, read_bytes: int) -> float:
+def _read_once(device: torch.device, read_bytes: int, kernels: Kernels) -> float:
     """Returns the bytes per second of the best of three passes."""
     numbers = min(max(read_bytes, MIN_READ_BYTES), MAX_READ_BYTES) // 4
     memory, clock = torch.ones(numbers, device=device), device_clock(device)
     seconds = []
     for _ in range(3):
         started = clock()
-        memory.sum()
+        kernels.read(memory)
         seconds.append(clock() - started)
     return memory.nbytes / min(seconds)
 

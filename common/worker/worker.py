@@ -148,7 +148,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     log = _LoadingLog(spec.rank)
     model = load_decoder(model_spec, engine.model, sharding, stage, log, folders.model)
     draft_model = load_draft_model(engine, sharding, folders.draft)
-    peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes)
+    peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes, model.kernels)
     link = StageLink(state, model_spec.hidden_size, dtype)
     shapes = cache_shapes(model, engine, state.tp)
     draft_shapes = cache_shapes(draft_model, engine, state.tp) if draft_model else ()

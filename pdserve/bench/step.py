@@ -136,8 +136,8 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
     vocab, block_size = runner.model.spec.vocab_size, config.block_size
     groups = runner.model.spec.kv_groups
     batches = {cell: cell.batch(block_size, vocab, groups) for cell in cells}
-    meter = PeakMeter(runner.device, runner.model.dtype, runner.model.weights_bytes, clock)
     model = runner.model
+    meter = PeakMeter(runner.device, model.dtype, model.weights_bytes, model.kernels, clock)
     timer = PartTimer(model, clock) if isinstance(model, CausalLM) else None
     samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
     peaks: list[Peaks] = []

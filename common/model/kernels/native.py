@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import byref, c_double, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pdserve.common.model.kernels.packed import Packer
 # the source names fused multiply-adds where they are wanted.
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 
+LINES = 256  # bytes of which `read_memory` reads a multiple
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `DType` of vec.h
 
 # Arguments of each function after dtype and number of threads: P pointer, I integer, D double.
@@ -37,6 +38,7 @@ SIGNATURES = {
     "ssd": "IIIIIIIPPPPPPPPPPPIP",
     "convolve": "IIIIIIPPPPPPPPIP",
     "selective_scan": "IIIIIIPPPPPPPPPPIP",
+    "read_memory": "IPP",
     "linear": "IIIIPIPPPIP",
     "pack_rows": "IIIP",
     "unpack_rows": "IIIPPP",
@@ -59,6 +61,7 @@ class NativeKernels(Kernels):
         self._rms_norm = self.function("rms_norm")
         self._add_rms_norm = self.function("add_rms_norm")
         self._silu_and_mul = self.function("silu_and_mul")
+        self._read_memory = self.function("read_memory")
         self.delta_net, self.ssd = self.function("delta_net"), self.function("ssd")
         self.convolve = self.function("convolve")
         self.selective_scan = self.function("selective_scan")
@@ -99,6 +102,12 @@ class NativeKernels(Kernels):
         out = gate_up.new_empty(rows, size)
         self._silu_and_mul(*call_of(gate_up), rows, size, gate_up.data_ptr(), out.data_ptr())
         return out
+
+    def read(self, x: Tensor) -> int:
+        total = c_uint64()
+        lines = x.nbytes // LINES * LINES // 64
+        self._read_memory(*call_of(x), lines, x.data_ptr(), byref(total))
+        return total.value
 
 
 def call_of(x: Tensor) -> tuple[int, int]:

@@ -21,6 +21,10 @@ class Kernels(ABC):
     packer: Packer | None = None
     """Packs the matrices of linear layers; None: torch multiplies by them directly."""
 
+    def read(self, x: Tensor) -> object:
+        """Reads the memory of contiguous `x` once, as fast as the device can."""
+        return x.sum()
+
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the RMS norm (arXiv:1910.07467) of `x` [..., size]; `weight` is [size]."""

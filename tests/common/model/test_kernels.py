@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +126,19 @@ def test_silu_and_mul(kernels: Kernels, shape: tuple[int, int], dtype: torch.dty
     gate, up = x.chunk(2, dim=-1)
     silu = F.silu(gate.double()).to(dtype)  # rounded before the product, as in torch
     assert_rounded(kernels.silu_and_mul(x), silu.double() * up.double())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_memory_is_read(threads: int) -> None:
+    """The exclusive or is that of all numbers."""
+    x = torch.randint(-(2**62), 2**62, (5 * 64 * 1024 + 32,))
+    expected = functools.reduce(operator.xor, x.tolist())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert NativeKernels().read(x.view(torch.float32)) == expected % 2**64
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_views_with_strides(kernels: Kernels) -> None:

@@ -12,6 +12,7 @@ from pdserve.common.config.engine import MachineConfig
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.step_shape import StepShape
 from pdserve.common.engine.messages import Peaks
+from pdserve.common.model.kernels.ops import TorchKernels
 from pdserve.common.node.utilisation import WINDOW, Utilisation
 from pdserve.common.planning.footprint import Footprint
 from pdserve.common.planning.step_cost import StepCost
@@ -81,10 +82,11 @@ def test_added_steps_cost_what_each_of_them_does() -> None:
 def test_options_are_taken_for_peaks_and_what_they_leave_is_measured() -> None:
     cpu = torch.device("cpu")
     given = MachineConfig(peak_tflops=2.5, peak_bandwidth=40.0)
-    assert peaks_of(given, cpu, torch.float32, 1 << 20) == Peaks(2.5e12, 40e9)
-    measured = peaks_of(MachineConfig(peak_bandwidth=40.0), cpu, torch.float32, 1 << 20)
+    assert peaks_of(given, cpu, torch.float32, 1 << 20, TorchKernels()) == Peaks(2.5e12, 40e9)
+    given = MachineConfig(peak_bandwidth=40.0)
+    measured = peaks_of(given, cpu, torch.float32, 1 << 20, TorchKernels())
     assert measured.flops > 0 and measured.bandwidth == 40e9
-    assert peaks_of(MachineConfig(), cpu, torch.bfloat16, 0).bandwidth > 0
+    assert peaks_of(MachineConfig(), cpu, torch.bfloat16, 0, TorchKernels()).bandwidth > 0
 
 
 @pytest.mark.usefixtures("forked_ranks")
