@@ -309,7 +309,7 @@ def peak_of_step(
     return live.peak
 
 
-@pytest.mark.parametrize(("name", "tp"), product(["llama-gqa", *SPARSE], [1, 2]))
+@pytest.mark.parametrize(("name", "tp"), list(product(["llama-gqa", *SPARSE], [1, 2])))
 def test_int8_counts_what_is_beside_weights_while_they_are_rounded(name: str, tp: int) -> None:
     """Within 2 % of the tensors that are alive at the peak, with what is read."""
     spec = replace(tiny(name), quantization=QUANTIZATIONS["int8"], vocab_size=4096)
