@@ -158,7 +158,8 @@ class NativeLayers:
             self._run_layers(
                 dtype, threads, call.begin, call.end, self._table, self._groups, byref(step)
             )
-            hidden = held.hidden if call.finish is None else call.finish(held)
+            if call.finish is not None:
+                hidden = call.finish(held)
         return held.residual + hidden
 
 
@@ -171,7 +172,7 @@ class _Call:
 
     begin: int
     end: int
-    finish: Callable[[_Held], Tensor] | None  # None: it is in `hidden`
+    finish: Callable[[_Held], Tensor] | None  # None: it is where `Step.hidden` points to
 
 
 def _calls(layers: Sequence[DecoderLayer]) -> Iterator[_Call]:

@@ -144,6 +144,21 @@ def test_python_computes_experts_between_two_calls(name: str, calls: int) -> Non
     check(built(spec_of(name), torch.bfloat16), calls)
 
 
+def test_a_stage_whose_dense_layer_follows_experts() -> None:
+    spec = spec_of("qwen2-moe")
+    assert spec.is_sparse(0) and not spec.is_sparse(1)
+    model, batch = built(spec, stage=Stage(0, 2, last=False)), AttentionBatch([3], [0], [[3]], 16)
+    contexts, caches = model.prepare([batch]), new_cache(model)
+
+    def forward() -> torch.Tensor:
+        return model.forward(torch.tensor([5, 6, 7]), torch.arange(3), contexts, caches)
+
+    assert model.native_layers is not None and len(model.native_layers.calls) == 2
+    found = forward()
+    model.native_layers = None
+    assert torch.equal(found, forward())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])
 def test_python_adds_up_the_sums_of_ranks(name: str, dtype: torch.dtype) -> None:
