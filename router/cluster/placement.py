@@ -135,7 +135,7 @@ class RolePolicy:
                 self._now(),
                 match,
                 request.session,
-                lambda: request.blocks(SESSION_BLOCK),
+                partial(request.blocks, SESSION_BLOCK),  # without `request`: it has the view
             )
             request.views[self.role] = view
         return view
