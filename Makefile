@@ -35,8 +35,8 @@ PIP := -m pip --quiet --disable-pip-version-check
 EXTRAS := node,demo,bench,ray,docs,dev
 
 .PHONY: demo test test-all test-all-common test-all-bits test-all-clusters test-all-rest soak \
-	test-clients test-gpu test-cuda-build gpu-kernels test-compose test-helm lint format proto docs site screenshots bench \
-	figures lock lock-clients clean
+	test-clients test-gpu test-cuda-build gpu-kernels test-compose test-helm lint format proto \
+	docs site screenshots bench figures lock lock-clients clean
 
 demo: $(STAMP)
 	$(BIN)/pdserve demo $(DEMO_ARGS)

@@ -138,8 +138,8 @@ def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibratio
         decode=[(*name, seconds) for name, seconds in decode.items()],
         transfer=transfer,
         kv_bytes_per_token=of.get(("kv_bytes_per_token",), 0.0),
-        router_s=max(0.0, of["router",]),
-        reserve_s=max(0.0, of.get(("reserve",), 0.0)),
+        router_s=of["router",],
+        reserve_s=of.get(("reserve",), 0.0),
         answer_s=max(0.0, statistics.median(short[n] - (SHORT - 1) * decode[n] for n in short)),
         cores=_cores(config),
         **{
