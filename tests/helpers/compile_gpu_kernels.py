@@ -1,0 +1,97 @@
+"""Compiles Triton kernels for a GPU that is not there: `python compile_gpu_kernels.py 90` prints as
+JSON what ptxas says of each kernel that `CALLS` launch.
+
+Needs a process of its own: kernels that were defined for the interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from pdserve.common.model.kernels.gpu import activation, launch
+
+
+class _NoDriver(DriverBase):
+    """Says that GPU 0 has the target's compute capability."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        raise NotImplementedError
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Returns registers, bytes of spills (STACK) and of shared memory of a kernel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
+    return {"registers": found["REG"], "stack": found["STACK"], "shared": found["SHARED"]}
+
+
+def compile_calls(capability: int) -> dict[str, dict[str, int]]:
+    """Makes all `CALLS` and compiles what they launch."""
+    found: dict[str, dict[str, int]] = {}
+
+    def compile_only(
+        kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        compiled = kernel.warmup(*args, grid=grid, **constants)
+        sizes = usage(compiled.asm["cubin"])
+        dynamic = int(compiled.metadata.shared)
+        name = f"{kernel.fn.__name__} {len(found)}"
+        found[name] = {**sizes, "shared": max(sizes["shared"], dynamic)}
+
+    triton.runtime.driver.set_active(_NoDriver(GPUTarget("cuda", capability, 32)))
+    launch._run = compile_only
+    for call in CALLS:
+        call()
+    return found
+
+
+def _activations() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        activation.silu_and_mul(torch.empty(3, 2 * 4096, dtype=dtype))
+
+
+CALLS: list[Callable[[], None]] = [_activations]
+"""Call the functions of the package as a GPU's steps do, with tensors on the host."""
+
+if __name__ == "__main__":
+    triton.knobs.cache.dir = sys.argv[2]
+    print(json.dumps(compile_calls(int(sys.argv[1])), indent=1))
