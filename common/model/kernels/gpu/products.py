@@ -89,7 +89,7 @@ def _aligned(x: Tensor) -> Tensor:
     """Returns `x`, or a copy, with its rows one after another or at multiples of 16 numbers, and
     its first number at a multiple of 16 bytes: one compiled kernel for all."""
     right = x.is_contiguous() or (x.stride(1) == 1 and x.stride(0) % 16 == 0)
-    if right and x.data_ptr() % 16 == 0:
+    if right and x.storage_offset() * x.itemsize % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
