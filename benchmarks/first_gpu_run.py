@@ -172,19 +172,20 @@ def _agreements(served: Sequence[tuple[str, Served]]) -> Iterator[Result]:
 
 def speeds(run: Run) -> Iterator[Result]:
     """Times steps of models with random weights: ÷ floor (bytes ÷ measured bandwidth)."""
-    for name in ("tiny",) if run.on_cpu else ("0.6B", "0.6B eager", "8B"):
+    for name in ("tiny",) if run.on_cpu else ("0.6B", "0.6B eager", "8B", "8B int8", "8B fp8"):
         if run.left < 30:
             yield Result(f"bench {name}", NOT_RUN, "no time left")
             continue
-        shape, _, eager = name.partition(" ")
-        folder = make_shape(run.work / f"shape-{shape}", SHAPES[shape])
+        shape, _, how = name.partition(" ")
         file = run.work / f"bench-{name.replace(' ', '-')}.json"
+        folder = make_shape(run.work / f"shape-{file.stem}", SHAPES[shape], how)
         cells = ["--batch", "1,8,32", "--context", "1024", "--chunk", "2048"]
         if run.on_cpu:
             cells = ["--batch", "1,4", "--context", "64", "--repetitions", "3"]
         command = ["pdserve", "bench", "step", "--model", str(folder), "--load-format", "dummy"]
         command += ["--device", run.device, "--json", str(file), *cells]
-        command += ["--enforce-eager"] if eager else []
+        command += ["--enforce-eager"] if how == "eager" else []
+        command += ["--quantization", "int8"] if how == "int8" else []
         result = run.checked(f"bench {name}", command, 150)
         if result.verdict == OK:
             result.details = json.loads(file.read_text())

@@ -15,7 +15,13 @@ SHAPES = {
 }
 
 
-def make_shape(folder: Path, shape: tuple[int, int, int, int, int, bool]) -> Path:
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as in Qwen3-8B-FP8
+
+
+def make_shape(
+    folder: Path, shape: tuple[int, int, int, int, int, bool], weights: str = ""
+) -> Path:
+    """Writes the config of a shape. `weights`: "fp8" stores linear layers so."""
     hidden, layers, heads, kv_heads, inner, tied = shape
     config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -36,6 +42,8 @@ def make_shape(folder: Path, shape: tuple[int, int, int, int, int, bool]) -> Pat
         "attention_bias": False,
         "eos_token_id": 0,
     }
+    if weights == "fp8":
+        config["quantization_config"] = FP8
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder

@@ -109,6 +109,7 @@ QUANTIZATION = {
     "format": TEXT,
     "modules_to_not_convert": NAMES,
     "ignore": NAMES,
+    "exclude_modules": NAMES,
     "dynamic": OBJECT,
     "config_groups": OBJECT,
 }

@@ -154,12 +154,18 @@ class ModelSpec:
             return self
         if self.impl != "native":
             self._check_rounded(name)
-        if self.quantization is not None:
+        if self.quantization is not None and not self.quantization.scaled:
             raise ConfigError(
                 f"--quantization {name} needs an unquantized checkpoint, and this one is quantized "
                 f"({self.quantization.method}): leave the option out"
             )
         return replace(self, quantization=QUANTIZATIONS[name])
+
+    def on_gpus(self) -> ModelSpec:
+        """Returns the spec of GPUs, where linear layers of FP8 and INT8 checkpoints keep 8 bits."""
+        if self.quantization is not None or self.stored is None or self.impl != "native":
+            return self
+        return replace(self, quantization=self.stored.kept)
 
     def _check_rounded(self, name: str) -> None:
         """Raises ConfigError if transformers' class cannot run with quantized weights."""

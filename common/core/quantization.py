@@ -24,6 +24,7 @@ SUPPORTED = (
     "--quantization int8 with an unquantized one"
 )
 GROUP_INDEX_BYTES = 4  # the group of an input, in checkpoints with `g_idx`
+SCALE_BYTES = 4  # a float32 scale, in FP8 and INT8 checkpoints
 MAX_SHOWN = 200  # characters of a value that is not supported
 REGEX = "re:"  # prefix of a path that is a regular expression, matched at the start
 
@@ -38,7 +39,7 @@ class Quantization:
     a zero point; `symmetric` files store no zero points: all of them equal `zero_offset`.
     """
 
-    method: str  # "int8", "awq", "gptq" or "compressed-tensors"
+    method: str  # "int8", "awq", "gptq", "compressed-tensors", or of `StoredWeights.kept`
     bits: int
     group_size: int | None = None  # None: all inputs
     desc_act: bool = False  # the tensor `g_idx` assigns inputs to groups, not their order
@@ -53,6 +54,11 @@ class Quantization:
         quantized in the checkpoint."""
         return self.method == "int8"
 
+    @property
+    def scaled(self) -> bool:
+        """Whether the numbers are those of an FP8 or INT8 checkpoint (`StoredWeights.kept`)."""
+        return self.method.startswith("stored")
+
     def nbytes(self, rows: int, columns: int, inputs: int, item: int, parts: int = 1) -> int:
         """Returns the bytes of a rank's `[rows, columns]` part of a weight with `inputs` inputs.
         `item`: bytes of an unquantized element. `parts`: fused matrices, each with its `g_idx`."""
@@ -61,6 +67,8 @@ class Quantization:
             return numbers + rows * item
         first, last = self.groups(0, columns, inputs)
         groups = rows * (last - first)  # each with a scale and a zero point of one byte
+        if self.scaled:
+            return numbers + groups * SCALE_BYTES
         index = parts * columns * GROUP_INDEX_BYTES if self.desc_act else 0
         return numbers * self.bits // 8 + groups * (item + (not self.symmetric)) + index
 
@@ -156,7 +164,7 @@ def _pack_quantized(config: Mapping[str, Any]) -> Quantization:
         zero_offset=2 ** (bits - 1) if symmetric else 0,
         symmetric=bool(symmetric),
         excluded=tuple(config.get("ignore") or ()),
-        included=_targets(config),
+        included=compressed_targets(config),
     )
 
 
@@ -173,7 +181,8 @@ def compressed_weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return dict(kinds[0])
 
 
-def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+def compressed_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the (parts of) paths of compressed-tensors' quantized modules; none: all linear."""
     targets = [name for group in config["config_groups"].values() for name in group["targets"]]
     return () if "Linear" in targets else tuple(targets)
 

@@ -1,25 +1,32 @@
 """Which formats of stored weights the loader dequantizes. Standard library only.
 
 `quantization_config` in `config.json` describes them. Their weights take the bytes of `--dtype` in
-memory, and activations are not rounded: results are those of the dequantized model.
+memory; on GPUs, FP8 and INT8 linear layers keep 8 bits. Activations are not rounded: results are
+those of the dequantized model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.common.core.config_values import QUANTIZATION, check_values
+from pdserve.common.core.config_values import QUANTIZATION, check_pattern, check_values
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.quantization import (
+    REGEX,
     Quantization,
+    compressed_targets,
     compressed_weights,
     unsupported,
 )
 
 FP8, INT8, MXFP4, GGUF = "FP8", "INT8", "MXFP4", "GGUF"
 _GGUF_GROUP = 32  # weights with one scale, of the types that stay packed
+STORED_FP8, STORED_INT8 = "stored FP8", "stored INT8"
+"""Methods of a `Quantization` that keeps the numbers of such a checkpoint (`scaled_weight.py`)."""
+_PLAIN = ("lm_head", "kv_b_proj", "experts")  # modules that stay dequantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +39,33 @@ class StoredWeights:
 
     kind: str  # "FP8", "INT8", "MXFP4" or "GGUF …"
     block: tuple[int, int] | None = None  # outputs, inputs that share a scale
+    excluded: tuple[str, ...] = ()  # modules that are not quantized, as `Quantization`'s
+    included: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.block is None:
             return self.kind
         return f"{self.kind} in blocks of {self.block[0]}×{self.block[1]}"
+
+    @property
+    def kept(self) -> Quantization | None:
+        """The format in memory of linear layers that keep their 8 bits; None if none do."""
+        method = {FP8: STORED_FP8, INT8: STORED_INT8}.get(self.kind)
+        if method is None:
+            return None
+        size = None if self.block is None else self.block[1]
+        excluded = (*self.excluded, *_PLAIN)
+        return Quantization(method, 8, size, excluded=excluded, included=self.included)
+
+
+def numbers_of(weight: str) -> str:
+    """Returns the name by which the loader reads a weight's 8-bit numbers."""
+    return f"{weight}#numbers"
+
+
+def scales_of(weight: str) -> str:
+    """Returns the name by which the loader reads a weight's scales, `[out, groups]`."""
+    return f"{weight}#scales"
 
 
 def weight_formats(
@@ -71,13 +100,27 @@ def _fp8(config: Mapping[str, Any]) -> StoredWeights:
     kind = str(config.get("fmt") or "e4m3")
     if "e4m3" not in kind:
         raise unsupported("fp8 fmt", kind)
-    return StoredWeights(FP8, _block(config.get("weight_block_size")))
+    excluded = _paths(config.get("modules_to_not_convert"))
+    return StoredWeights(FP8, _block(config.get("weight_block_size")), excluded)
 
 
 def _modelopt(config: Mapping[str, Any]) -> StoredWeights:
     if config.get("quant_algo") != "FP8":
         raise unsupported("modelopt quant_algo", config.get("quant_algo"))
-    return StoredWeights(FP8)
+    return StoredWeights(FP8, excluded=_paths(config.get("exclude_modules"), config.get("ignore")))
+
+
+def _paths(*lists: Any) -> tuple[str, ...]:
+    """Returns the paths of modules; those with `*`, as modelopt writes, as regular expressions."""
+    paths = [path for paths in lists for path in paths or ()]
+    found = tuple(
+        REGEX + re.escape(path).replace(r"\*", ".*") if "*" in path and REGEX not in path else path
+        for path in paths
+    )
+    for path in found:
+        if path.startswith(REGEX):
+            check_pattern(path.removeprefix(REGEX), "quantization_config")
+    return found
 
 
 def _mxfp4(config: Mapping[str, Any]) -> StoredWeights:
@@ -113,7 +156,8 @@ def _compressed(config: Mapping[str, Any]) -> StoredWeights:
         raise unsupported("compressed-tensors symmetric", False)
     if weights.get("strategy") not in ("tensor", "channel", "block"):
         raise unsupported("compressed-tensors strategy", weights.get("strategy"))
-    return StoredWeights(kind, _block(weights.get("block_structure")))
+    block, excluded = _block(weights.get("block_structure")), _paths(config.get("ignore"))
+    return StoredWeights(kind, block, excluded, _paths(compressed_targets(config)))
 
 
 def _block(size: Any) -> tuple[int, int] | None:

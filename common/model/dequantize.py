@@ -15,7 +15,14 @@ from torch import Tensor
 
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
-from pdserve.common.core.stored_weights import GGUF, MXFP4, StoredWeights
+from pdserve.common.core.quantization import Quantization
+from pdserve.common.core.stored_weights import (
+    GGUF,
+    MXFP4,
+    StoredWeights,
+    numbers_of,
+    scales_of,
+)
 from pdserve.common.model.checkpoint import Checkpoint, StoredTensor, text_model
 from pdserve.common.model.sharding import ranges
 
@@ -31,11 +38,16 @@ _EXPONENT_BIAS = 127
 
 def model_view(spec: ModelSpec, checkpoint: Checkpoint) -> Checkpoint:
     """Returns the text model's tensors, dequantized. Raises ConfigError as `dequantized`."""
-    return dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored)
+    kind = spec.quantization
+    kept = kind if kind is not None and kind.scaled else None
+    return dequantized(text_model(checkpoint) if spec.towers else checkpoint, spec.stored, kept)
 
 
-def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpoint:
-    """Returns the view; the checkpoint itself if nothing is to be dequantized.
+def dequantized(
+    checkpoint: Checkpoint, stored: StoredWeights | None, kept: Quantization | None = None
+) -> Checkpoint:
+    """Returns the view; the checkpoint itself if nothing is to be dequantized. `kept`: covers the
+    FP8 and INT8 weights that are not dequantized.
 
     Raises:
         ConfigError: a quantized weight has no scale, or one of another shape.
@@ -44,13 +56,15 @@ def dequantized(checkpoint: Checkpoint, stored: StoredWeights | None) -> Checkpo
         return checkpoint
     if stored.kind == MXFP4:
         return _mxfp4_view(checkpoint)
-    return _scaled_view(checkpoint, stored)
+    return _scaled_view(checkpoint, stored, kept)
 
 
 # ---- FP8 and INT8 ----
 
 
-def _scaled_view(checkpoint: Checkpoint, stored: StoredWeights) -> Checkpoint:
+def _scaled_view(
+    checkpoint: Checkpoint, stored: StoredWeights, kept: Quantization | None
+) -> Checkpoint:
     view: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for name, tensor in checkpoint.items():
@@ -60,7 +74,11 @@ def _scaled_view(checkpoint: Checkpoint, stored: StoredWeights) -> Checkpoint:
         scale = next((name + each for each in _SCALES if name + each in checkpoint), None)
         if scale is None:
             raise ConfigError(f"{name} is {tensor.get_dtype()} but has no {name}{_SCALES[0]}")
-        view[name] = _Scaled(scale, tensor, checkpoint[scale], stored.block)
+        scaled = _Scaled(scale, tensor, checkpoint[scale], stored.block)
+        if kept is not None and kept.covers(name.removesuffix(".weight")):
+            view[numbers_of(name)], view[scales_of(name)] = _Numbers(tensor), _Scales(scaled, kept)
+        else:
+            view[name] = scaled
         used.add(scale)
     return {n: t for n, t in view.items() if n not in used and not n.endswith(_UNUSED)}
 
@@ -97,6 +115,45 @@ class _Scaled:
                 places = torch.arange(start, end) // self._steps[dim]
                 scale = scale.index_select(dim, places)
         return self._numbers[index].float().mul_(scale)
+
+    def by_rows(self) -> Tensor:
+        """Returns the scales of a matrix, `[out, groups]`."""
+        scale = self._scale[()].float().reshape(self._scales)
+        places = torch.arange(self.get_shape()[0]) // self._steps[0]
+        return scale.index_select(0, places) if len(scale) > 1 else scale.expand(len(places), -1)
+
+
+class _Numbers:
+    """The numbers of a weight as bytes."""
+
+    def __init__(self, numbers: StoredTensor) -> None:
+        self._numbers = numbers
+
+    def get_shape(self) -> list[int]:
+        return self._numbers.get_shape()
+
+    def get_dtype(self) -> str:
+        return "U8"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._numbers[index].view(torch.uint8)
+
+
+class _Scales:
+    """The scales of a weight, float32 `[out, groups]`."""
+
+    def __init__(self, scaled: _Scaled, kept: Quantization) -> None:
+        self._scaled, (rows, inputs) = scaled, scaled.get_shape()
+        self._shape = [rows, kept.groups(0, inputs, inputs)[1]]
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._scaled.by_rows().expand(self._shape)[index]
 
 
 # ---- MXFP4 ----

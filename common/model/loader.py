@@ -45,6 +45,8 @@ def load_model(
         ConfigError: the folder's tensors do not match `spec`; the message lists all differences.
     """
     spec = spec.quantized(config.quantization)
+    if sharding.kernels.products is not None:
+        spec = spec.on_gpus()
     if config.load_format == "dummy":
         check_dummy(spec)
         model = CausalLM(spec, sharding, stage)
@@ -132,7 +134,7 @@ def _gptq_extra(name: str, part: Any, spec: ModelSpec) -> bool:
 
 def check_dummy(spec: ModelSpec) -> None:
     kind = spec.quantization
-    if kind is not None and not kind.rounds:
+    if kind is not None and not kind.rounds and not kind.scaled:
         raise ConfigError(
             f"--load-format dummy cannot make {kind.method} weights: remove quantization_config "
             "from config.json, and pass --quantization int8 for quantized weights"
@@ -153,6 +155,8 @@ def _dummy_parts(shards: list[Shard], seed: int) -> Iterator[tuple[Shard, Tensor
 def _draw(seed: int, shard: Shard) -> Tensor:
     if shard.name.endswith("norm.weight"):
         return torch.ones(shard.shape)[shard.index]
+    if shard.target.dtype == torch.uint8:  # FP8 or INT8: no number is e4m3's NaN
+        return torch.randint(0, 120, shard.shape, dtype=torch.uint8)[shard.index]
     digest = hashlib.blake2b(f"{seed} {shard.name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest))
     whole = torch.empty(shard.shape).uniform_(-DUMMY_SCALE, DUMMY_SCALE, generator=generator)

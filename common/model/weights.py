@@ -4,9 +4,10 @@
     Int8Weight      [out, in] int8, and a scale per output channel
     GroupedWeight   [out, in] 4- or 8-bit numbers, and a scale and a zero point per group of inputs
                     of an output channel: AWQ, GPTQ and pack-quantized checkpoints
+    ScaledWeight    [out, in] e4m3 or int8, and float32 scales: FP8 and INT8 checkpoints on GPUs
 
-Native CPU kernels multiply by all of them directly. Triton's on GPUs multiply by int8 and grouped
-weights if there are few tokens. Otherwise these are dequantized for each product, which costs time
+Native CPU kernels multiply by the first three directly, Triton's on GPUs by all but the first if
+there are few tokens. Otherwise quantized weights are dequantized for each product, which costs time
 but no lasting memory. `common/planning/footprint.py` computes the bytes of each format.
 """
 
@@ -25,6 +26,7 @@ from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.kernels.packed import Packed, Packer, pointer
 from pdserve.common.model.kernels.quantized import Quantized
+from pdserve.common.model.scaled_weight import ScaledWeight
 from pdserve.common.model.sharding import (
     MatrixPart,
     Shard,
@@ -71,6 +73,8 @@ def make_weight(parts: Sequence[MatrixPart], sharding: Sharding) -> Weight:
         )
     if quantization.rounds:
         return Int8Weight(parts, sharding)
+    if quantization.scaled:
+        return ScaledWeight(parts, sharding)
     return GroupedWeight(parts, sharding, quantization)
 
 

@@ -44,7 +44,7 @@ class Utilisation:
     @classmethod
     def of(cls, ranks: Ranks, facts: ModelFacts, parallel: ParallelConfig) -> Utilisation:
         footprint = Footprint(
-            facts.spec,
+            facts.spec.on_gpus() if facts.device == "cuda" else facts.spec,
             facts.dtype,
             parallel.tensor_parallel_size,
             parallel.expert_parallel_size,

@@ -166,6 +166,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
     numbers = Footprint(replace(setup.spec, quantization=None), "float32")
     parameters = numbers.weights(whole) // 4
     kind = setup.spec.quantization
+    kind = None if kind is not None and kind.scaled else kind  # `stored` says it
     bits = kind.bits if kind else 8 * footprint.item
     longest = blocks_per_sequence(setup.engine, setup.spec.kv_groups, setup.max_model_len)
     sequences = min(
@@ -178,7 +179,7 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         pipeline_partition=tuple(stage.num_layers for stage in setup.stages()),
         dtype=setup.dtype,
         quantization=f"int{bits}" if kind else None,
-        stored=str(setup.spec.stored) if setup.spec.stored else None,
+        stored=_stored(setup.spec),
         parameters=parameters,
         active_parameters=parameters - numbers.idle_weights() // 4,
         parameter_bytes=parameters * bits // 8,
@@ -195,6 +196,14 @@ def plan_role(role: str, setup: NodeSetup) -> RolePlan:
         reason=problem or _room(rank),
         fixes=tuple(_fixes(setup, rank)) if problem else (),
     )
+
+
+def _stored(spec: ModelSpec) -> str | None:
+    if spec.stored is None:
+        return None
+    scaled = spec.quantization is not None and spec.quantization.scaled
+    how = "8 bits stay in linear layers" if scaled else "dequantized while loaded"
+    return f"{spec.stored}, {how}"
 
 
 def _num_tokens(setup: NodeSetup, rank: RankBudget) -> int | None:
@@ -300,7 +309,7 @@ def _fixes(setup: NodeSetup, rank: RankBudget) -> Iterator[str]:
     """Yields single changes that make it fit: the smallest per dimension, every quantization."""
     yield from _first(_more_tp(setup))
     yield from _first(_more_pp(setup))
-    if setup.spec.quantization is None:
+    if (kind := setup.spec.quantization) is None or kind.scaled:
         yield from chain.from_iterable(_first([each]) for each in _quantized(setup))
     if setup.engine.cache.kv_cache_memory is not None:
         cache = replace(setup.engine.cache, kv_cache_memory=None)

@@ -143,10 +143,14 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         state.tp, device, dtype, all2all, None, kernels, engine.cache.kv_cache_dtype
     )
     if model_spec.stored is not None and spec.rank == 0:
+        kept = kernels.products is not None and model_spec.on_gpus().quantization is not None
         logger.info(
-            "the weights are stored as %s and dequantized to %s while they are loaded; activations "
-            "stay in that dtype", model_spec.stored, engine.model.quantization or dtype_name(dtype),
-        )  # fmt: skip
+            "the weights are stored as %s and dequantized to %s while they are loaded%s; "
+            "activations stay in that dtype",
+            model_spec.stored,
+            engine.model.quantization or dtype_name(dtype),
+            ", but linear layers keep 8 bits" if kept and not engine.model.quantization else "",
+        )
     log = _LoadingLog(spec.rank)
     model = load_decoder(model_spec, engine.model, sharding, stage, log, folders.model)
     draft_model = load_draft_model(engine, sharding, folders.draft)

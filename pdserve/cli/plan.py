@@ -93,7 +93,7 @@ def setup(config: PlanConfig, spec: ModelSpec, role: str) -> NodeSetup:
         "decode": (config.decode_tp, config.decode_pp, config.decode_ep),
     }[role]
     return NodeSetup(
-        spec=spec.quantized(config.quantization),
+        spec=spec.quantized(config.quantization).on_gpus(),
         engine=_engine(
             config,
             ParallelConfig(
@@ -194,7 +194,7 @@ def _rows(plan: RolePlan) -> Iterator[tuple[str, str]]:
     if plan.active_parameters < plan.parameters:
         yield "active parameters per token", f"{plan.active_parameters / 1e9:.2f} B"
     if plan.stored:
-        yield "stored as", f"{plan.stored}, dequantized while loaded"
+        yield "stored as", plan.stored
     if plan.quantization:
         yield f"parameters × {plan.quantization}", _gb(plan.parameter_bytes)
     yield "weights of the model", _gb(plan.weights)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Format = Literal["int8", "uint8", "nibbles"]
+Format = Literal["int8", "uint8", "nibbles", "e4m3"]
 
 
 class Quantized(NamedTuple):
@@ -18,16 +18,12 @@ class Quantized(NamedTuple):
     `(first + i) // size`."""
 
     format: Format
-    values: Tensor  # int8 or uint8 [out, in]; nibbles: uint8 [out, in / 2] (`pack_nibbles`)
+    values: Tensor  # [out, in] int8 or uint8 (also of e4m3); nibbles: [out, in / 2] uint8
     scales: Tensor  # [groups, out]
     size: int  # inputs of a group
     first: int = 0  # inputs of the first group that other ranks have
     zeros: Tensor | None = None  # uint8 [groups, out]
     zero: int = 0  # added to zero points
-
-    @property
-    def inputs(self) -> int:
-        return self.values.shape[1] * (2 if self.format == "nibbles" else 1)
 
 
 class Products(Protocol):

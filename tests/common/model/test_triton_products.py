@@ -282,6 +282,10 @@ def test_models_with_the_kernels_equal_models_without(scheme: str, tmp_path: Pat
     expected, found = (step(model, new_cache(model), batch) for model in (plain, ours))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert ours.weights_bytes == plain.weights_bytes
+    check_split(folder, rounds)
+
+
+def check_split(folder: Path, rounds: str | None = None) -> None:
     whole = split_logits(1, lambda rank: load(folder, rank, "torch", None, rounds))[0]
     for part in split_logits(2, lambda rank: load(folder, rank, kernels(), None, rounds)):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)

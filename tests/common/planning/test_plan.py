@@ -31,6 +31,7 @@ from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
+from pdserve.common.core.stored_weights import StoredWeights
 from pdserve.common.distributed.all2all import Replicated
 from pdserve.common.distributed.launch import make_executor
 from pdserve.common.engine.messages import RankReady
@@ -204,12 +205,15 @@ KINDS = {
     "one group, some layers not": Quantization("gptq", 4, excluded=("0.mlp", "2.self_attn")),
     "8 bits": Quantization("gptq", 8, group_size=32),
     "desc_act": Quantization("gptq", 4, group_size=32, desc_act=True),
+    "FP8": StoredWeights("FP8").kept,
+    "FP8 in blocks": StoredWeights("FP8", (32, 32), excluded=("self_attn",)).kept,
+    "INT8": StoredWeights("INT8", included=("down_proj",)).kept,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_those_of_a_quantized_model(kind: Quantization, dtype: str) -> None:
+def test_weights_are_those_of_a_quantized_model(kind: Quantization | None, dtype: str) -> None:
     for name in NAMES:
         for tp in (1, 2, 4):
             assert_weights(replace(tiny(name), quantization=kind), tp, dtype)
@@ -227,6 +231,20 @@ def test_a_plan_reads_what_a_checkpoint_says(tmp_path: Path) -> None:
     assert found.weights == pytest.approx(10.0e9, rel=0.01)
     with pytest.raises(ConfigError, match="--quantization int8 needs an unquantized checkpoint"):
         qwen_plan(path, quantization="int8")
+
+
+@pytest.mark.parametrize(("changed", "expected"), [({}, 16.4e9), ({"ignore": ["mlp"]}, 27.3e9)])
+def test_a_plan_keeps_8_bits_of_fp8(
+    changed: dict[str, Any], expected: float, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    fp8 = {"quant_method": "modelopt", "quant_algo": "FP8", **changed}
+    path.write_text(json.dumps(QWEN_14B | {"quantization_config": fp8}))
+    found = qwen_plan(path)
+    assert found.stored == "FP8, 8 bits stay in linear layers"
+    assert found.weights == pytest.approx(expected, rel=0.02)
+    rounded = qwen_plan(path, quantization="int8")
+    assert rounded.stored == "FP8, dequantized while loaded" and rounded.quantization == "int8"
 
 
 class LiveBytes(TorchDispatchMode):

@@ -156,10 +156,16 @@ def _product(
 
 @triton.jit
 def _weights(numbers, zero, FORMAT: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Returns `number - zero` in `dtype`, which has all of these integers."""
+    """Returns `number - zero` in `dtype`, which has all of these numbers."""
     if FORMAT == "int8":
         return numbers.to(dtype)
     numbers = numbers.to(tl.int32)
+    if FORMAT == "e4m3":
+        # Its exponent and mantissa are the last bits of a float32's exponent, whose bias is 120
+        # more, and the first of its mantissa. This is exact, also for subnormal numbers. Triton
+        # itself converts e4m3 only from compute capability 8.9 on.
+        bits = ((numbers & 0x80) << 24) | ((numbers & 0x7F) << 20)
+        return (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
     if FORMAT == "nibbles":
         numbers = (numbers & 15) if HALF == 0 else (numbers >> 4)
     # An integer n below 2^23 in the last bits of 2^23 is the float32 2^23 + n: no conversions.
