@@ -83,3 +83,9 @@ def test_shapes_have_as_many_parameters_as_their_names_say(
     spec = ModelSpec.from_folder(make_shape(tmp_path, SHAPES[name]))
     weights = Footprint(spec, "bfloat16").weights(Stage.whole(spec.num_layers))
     assert weights / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_an_fp8_shape_keeps_8_bits_on_gpus(tmp_path: Path) -> None:
+    spec = ModelSpec.from_folder(make_shape(tmp_path, SHAPES["8B"], "fp8")).on_gpus()
+    weights = Footprint(spec, "bfloat16").weights(Stage.whole(spec.num_layers))
+    assert weights == pytest.approx(9.65e9, rel=0.01)  # embedding and head stay in 16 bits

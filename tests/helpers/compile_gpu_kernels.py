@@ -99,15 +99,16 @@ def _products() -> None:
     """Products of Llama-8B's matrices, with numbers of tokens of which some share a kernel."""
     for dtype, (rows, inputs) in pairs((torch.bfloat16, torch.float16), SHAPES):
         kinds: list[tuple[Format, int]] = [("int8", inputs), ("nibbles", 128), ("uint8", 128)]
+        kinds += [("e4m3", 128)]
         for kind, size in kinds:
             stored = inputs // 2 if kind == "nibbles" else inputs
-            groups, signed = inputs // size, kind == "int8"
+            groups, signed, has_zeros = inputs // size, kind == "int8", kind in ("nibbles", "uint8")
             matrix = Quantized(
                 kind,
                 torch.empty(rows, stored, dtype=torch.int8 if signed else torch.uint8),
-                torch.empty(groups, rows, dtype=dtype),
+                torch.empty(groups, rows, dtype=torch.float32 if kind == "e4m3" else dtype),
                 size,
-                zeros=None if signed else torch.empty(groups, rows, dtype=torch.uint8),
+                zeros=torch.empty(groups, rows, dtype=torch.uint8) if has_zeros else None,
             )
             for tokens in (1, 7, 16, 17, 32, 64, 65, 256):
                 products.product(torch.empty(tokens, inputs, dtype=dtype), matrix)

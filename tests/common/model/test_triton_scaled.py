@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_stored_weights import Held
-from test_triton_products import check, check_split, every_dtype, kernels, tokens
+from test_triton_products import check, check_split, every_dtype, kernels, models_on_cpu, tokens
 from torch import Tensor
 
 from interpreted import DEVICE
@@ -48,6 +48,7 @@ def test_every_e4m3_number_is_converted_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(found[:, 0].float(), values[0].view(torch.float8_e4m3fn).float())
 
 
+@models_on_cpu
 @pytest.mark.parametrize(
     ("kind", "name"), [*((kind, "llama-gqa") for kind in SCALED), ("blocks", "mixtral")]
 )
@@ -102,6 +103,7 @@ def test_ranks_cut_blocks(columns: slice, caplog: pytest.LogCaptureFixture) -> N
     assert ("8-bit matrices are dequantized" in caplog.text) == (columns.start == 40)
 
 
+@models_on_cpu
 def test_weights_that_are_not_as_said(tmp_path: Path) -> None:
     def write(layer: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
         tensors, dense = scaled(layer, "per-tensor")
@@ -117,7 +119,7 @@ def test_weights_that_are_not_as_said(tmp_path: Path) -> None:
     settings = {"quantization_config": SCALED["per-tensor"]}
     (plain / "config.json").write_text(json.dumps(config | settings))
     assert load(plain)
-    with pytest.raises(ConfigError, match=r"missing: .*q_proj.weight#numbers"):
+    with pytest.raises(ConfigError, match=r"missing: .*down_proj.weight#numbers"):
         load(plain, kernels=kernels())
 
 

@@ -34,9 +34,14 @@ MOST_SPLIT = 64  # tokens up to which programs share inputs
 PROGRAMS = 256  # about two for each multiprocessor of an H100
 MIN_STEPS = 4  # steps over the inputs of each program that shares them
 FLOAT32_TOKENS = 16  # float32 has no tensor cores: small tiles, which fit in registers
-# Bytes of a row in a step by (two numbers in a byte, tokens): what fits in registers.
-_MAX_STEP = {(False, 16): 128, (False, 32): 128, (False, 64): 64, (False, 128): 64}
-_MAX_STEP |= {(True, 16): 64, (True, 32): 64, (True, 64): 64, (True, 128): 32}
+# Bytes of a row in a step, for each of TOKENS: what fits in registers.
+_INTEGERS = (128, 128, 64, 64)
+_MAX_STEPS = {
+    "int8": _INTEGERS,
+    "uint8": _INTEGERS,
+    "e4m3": (64, 128, 64, 64),
+    "nibbles": (64, 64, 64, 32),
+}
 BLOCK = 1024  # numbers of a program that adds sums
 
 
@@ -65,7 +70,7 @@ def product(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
     tile = min(tile, FLOAT32_TOKENS) if x.dtype == torch.float32 else tile
     step = _step(matrix)
     assert step is not None, "`takes` says which matrices can be multiplied"
-    step = min(step, _MAX_STEP[matrix.format == "nibbles", tile])
+    step = min(step, _MAX_STEPS[matrix.format][TOKENS.index(tile)])
     steps = triton.cdiv(matrix.values.shape[1], step)
     parts = _parts(rows, steps) if tokens <= MOST_SPLIT else 1
     sums = out
