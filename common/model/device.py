@@ -15,7 +15,7 @@ from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.kernels.native import NativeKernels
-from pdserve.common.model.kernels.ops import CompiledKernels, Kernels, TorchKernels
+from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 
 logger = logging.getLogger(__name__)
 
@@ -87,21 +87,17 @@ def cpu_has_fast_bf16() -> bool:
     return not _FAST_BF16_FLAGS.isdisjoint(cpu_flags())
 
 
-def choose_kernels(
-    requested: str, device: torch.device, rank: int = 0, compiled: bool = False
-) -> Kernels:
-    """Resolves --cpu-kernels and --compile. Rank 0 logs why it falls back to torch.
+def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kernels:
+    """Resolves --cpu-kernels. A GPU has Triton's kernels unless "torch" was requested. Rank 0 logs
+    why it falls back to torch.
 
     Raises:
-        ConfigError: native kernels were requested and cannot be built, or exclude --compile.
+        ConfigError: native kernels were requested and cannot be built.
     """
-    if device.type != "cpu" or requested == "torch":
-        return CompiledKernels() if compiled else TorchKernels()
-    if compiled:
-        raise ConfigError(
-            f"--compile has no effect on a CPU with --cpu-kernels {requested}; leave --compile "
-            "out, or pass --cpu-kernels torch, which is slower"
-        )
+    if requested == "torch" or device.type not in ("cpu", "cuda"):
+        return TorchKernels()
+    if device.type == "cuda":
+        return _gpu_kernels(device, rank)
     try:
         return NativeKernels()
     except BuildError as error:
@@ -110,6 +106,20 @@ def choose_kernels(
         if rank == 0:
             logger.warning("using torch kernels, which are slower: %s", error)
         return TorchKernels()
+
+
+def _gpu_kernels(device: torch.device, rank: int) -> Kernels:
+    """Returns Triton's kernels if it can compile one here, else torch's."""
+    try:
+        from pdserve.common.model.kernels.gpu.ops import TritonKernels
+
+        kernels = TritonKernels()
+        kernels.silu_and_mul(torch.zeros(1, 2, device=device))
+    except Exception as error:  # no Triton, C compiler or Python headers, or an unknown card
+        if rank == 0:
+            logger.warning("using torch kernels, which are slower: no Triton: %s", error)
+        return TorchKernels()
+    return kernels
 
 
 def make_backend(
@@ -140,4 +150,5 @@ def make_backend(
     # Importing flashinfer takes seconds and needs a GPU.
     from pdserve.common.model.attention_flashinfer import FlashInferAttention
 
-    return FlashInferAttention(shape, device, dtype)
+    fused = None if kernels is None else kernels.attention_input
+    return FlashInferAttention(shape, device, dtype, fused)

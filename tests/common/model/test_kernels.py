@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import shutil
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.model import device
 from pdserve.common.model.kernels import native
 from pdserve.common.model.kernels.native import NativeKernels
-from pdserve.common.model.kernels.ops import CompiledKernels, Kernels, TorchKernels
+from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 from tiny_engine import CPU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,35 +58,29 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
         device.choose_kernels("native", CPU)
 
 
-def test_compile_takes_the_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = object()
-    monkeypatch.setattr(device, "CompiledKernels", lambda: compiled)
-    assert device.choose_kernels("auto", torch.device("cuda", 0), compiled=True) is compiled
-    assert device.choose_kernels("torch", CPU, compiled=True) is compiled
-    for requested in ("auto", "native"):
-        with pytest.raises(ConfigError, match="--cpu-kernels torch"):
-            device.choose_kernels(requested, CPU, compiled=True)
+def test_a_gpu_has_triton_s_kernels_unless_one_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pdserve.common.model.kernels.gpu.ops import TritonKernels
 
+    cuda, tried = torch.device("cuda", 0), []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(TritonKernels, "silu_and_mul", lambda self, x: tried.append(x.shape))
+    assert device.choose_kernels("auto", cuda).name == "triton" and tried
+    assert device.choose_kernels("torch", cuda).name == "torch"
 
-def test_one_compilation_is_for_any_number_of_tokens() -> None:
-    """But for one token's. The code generator is left out: it takes minutes where it is cold."""
-    seen: list[int] = []
+    def fail(self: TritonKernels, x: Tensor) -> Tensor:
+        raise RuntimeError("Failed to find C compiler")
 
-    def generate(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        seen.append(len(seen))
-        return graph.forward
-
-    ours, plain, weight = CompiledKernels(generate), TorchKernels(), torch.rand(64)
-    for tokens in (7, 1, 33, 2, 512):
-        x, y = torch.randn(2, tokens, 64)
-        for found, expected in zip(
-            (*ours.add_rms_norm(x, y, weight, 1e-5), ours.rms_norm(x, weight, 1e-5)),
-            (*plain.add_rms_norm(x, y, weight, 1e-5), plain.rms_norm(x, weight, 1e-5)),
-            strict=True,
-        ):
-            torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(ours.silu_and_mul(x), plain.silu_and_mul(x))
-    assert len(seen) == 2 * 3
+    monkeypatch.setattr(TritonKernels, "silu_and_mul", fail)
+    assert device.choose_kernels("auto", cuda, rank=1).name == "torch"
+    assert not caplog.records
+    assert device.choose_kernels("auto", cuda).name == "torch"
+    monkeypatch.setitem(sys.modules, "pdserve.common.model.kernels.gpu.ops", None)
+    assert device.choose_kernels("auto", cuda).name == "torch"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "C compiler" in said[0] and "gpu.ops" in said[1]
 
 
 # ---- norms and activations ----
