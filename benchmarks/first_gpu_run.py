@@ -125,8 +125,26 @@ def doctor(run: Run) -> Iterator[Result]:
 
 def kernels(run: Run) -> Iterator[Result]:
     """Compares kernels with plain torch, without other heads and float16 (long compiles)."""
-    chosen = "not flashinfer or (128 and bfloat16)"
-    yield run.checked("kernels", [*PYTEST, "tests/gpu/test_gpu_kernels.py", "-k", chosen], 200)
+    chosen = "(not flashinfer or (128 and bfloat16)) and not compile_for_gpus"
+    files = ["tests/gpu/test_gpu_kernels.py", *map(str, sorted(ROOT.glob(TRITON_TESTS)))]
+    yield run.checked("kernels", [*PYTEST, *files, "-k", chosen], 200)
+
+
+TRITON_TESTS = "tests/common/model/test_triton_*.py"
+
+
+def fused(run: Run) -> Iterator[Result]:
+    """Times each fused kernel beside torch's operators."""
+    result = run.checked("fused", [sys.executable, "-m", "benchmarks.fused_kernels"], 60)
+    if result.verdict == OK:
+        found = json.loads((run.work / "fused.log").read_text().splitlines()[-1])
+        result.details["kernels"] = found
+        result.says = "; ".join(
+            f"{each['kernel']} of {each['tokens']}: {each['triton_us']:.0f} µs, torch's "
+            f"{each['torch_us']:.0f} (difference {each['error']:.2g})"
+            for each in found
+        )
+    yield result
 
 
 def steps(run: Run) -> Iterator[Result]:
@@ -198,11 +216,12 @@ STAGES: dict[str, Stage] = {
     "machine": machine,
     "doctor": doctor,
     "kernels": kernels,
+    "fused": fused,
     "steps": steps,
     "clusters": clusters,
     "speeds": speeds,
 }
-NEED_GPU = ("kernels", "steps")
+NEED_GPU = ("kernels", "fused", "steps")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -131,10 +131,11 @@ def _inputs_of(
     queries, kv_heads, dim = heads
     sharding = Sharding(GroupCoordinator(), torch.device("cpu"), dtype)
     norm = RMSNorm("", dim, 1e-6, sharding)
+    angle = torch.empty(tokens, 1, dim // 2, dtype=dtype)
     attention_input(
         torch.empty(tokens, queries + 2 * kv_heads, dim, dtype=dtype),
         (norm, norm) if normed else None,
-        torch.empty(2, tokens, 1, dim // 2, dtype=dtype).unbind() if turned else None,
+        (angle, angle) if turned else None,
         torch.empty(2, 4, kv_heads, 16, dim, dtype=dtype),
         SlotMapping(*torch.zeros(3, tokens, dtype=torch.int64)),  # at odd addresses
     )

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from pdserve.common.model import staging
+from pdserve.common.model.kernels.gpu import launch
 
 CUDA = torch.device("cuda", 0)
 NO_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
@@ -55,11 +56,18 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: object) -> None:
+    """A Triton kernel computes nothing, but its tensors must be on the GPU."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    assert tensors and all(tensor.device == CUDA for tensor in tensors), tensors
+
+
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors on `cuda` are fakes, and events do nothing."""
+    """Tensors on `cuda` are fakes; events and Triton kernels do nothing."""
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     with monkeypatch.context() as patch:
+        patch.setattr(launch, "_run", _launch)
         patch.setattr(staging.Mark, "set", lambda self: None)
         patch.setattr(staging.Mark, "wait", lambda self: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)

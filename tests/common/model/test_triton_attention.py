@@ -3,6 +3,8 @@ there is one."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import fake_flashinfer
 from interpreted import DEVICE
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch, AttentionShape, SlotMapping
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.kernels.gpu.attention_input import attention_input
+from pdserve.common.model.kernels.gpu.ops import TritonKernels
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.rotary import Angles
 from pdserve.common.model.sharding import Sharding
@@ -141,3 +145,24 @@ def test_rows_of_another_dtype_or_size_are_refused() -> None:
     for cache in (inputs.cache[0].half(), inputs.cache[0][..., :32], inputs.cache[0].mT):
         with pytest.raises(ValueError, match="64 contiguous numbers"):
             attention_input(inputs.qkv, None, None, cache, slots)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the fake is for CPUs")
+def test_flashinfer_takes_its_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of FlashInfer, which reads what the kernel has written."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    name = "pdserve.common.model.attention_flashinfer"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module, shape = importlib.import_module(name), AttentionShape(4, 2, 64)
+    monkeypatch.delitem(sys.modules, name)
+    results = []
+    for backend in (
+        TorchAttention(shape, DEVICE, torch.float32),
+        module.FlashInferAttention(shape, DEVICE, torch.float32, TritonKernels.attention_input),
+    ):
+        inputs = Inputs(shape, torch.float32, sum(BATCHES[1].query_lens))
+        inputs.cache.nan_to_num_()
+        context = backend.prepare(BATCHES[1])
+        arguments = inputs.qkv, inputs.norms, inputs.angles, inputs.cache
+        results.append((backend.attend(0, *arguments, context), inputs.cache))
+    torch.testing.assert_close(*results)
