@@ -110,7 +110,8 @@ print(f"{gpu}; Python {platform.python_version()}, {', '.join(found)}")
 
 
 def doctor(run: Run) -> Iterator[Result]:
-    """Checks the host, and compiles FlashInfer's kernels for bfloat16 with heads of 128."""
+    """Checks the host, and compiles a Triton kernel and FlashInfer's for bfloat16 with heads of
+    128."""
     command = ["pdserve", "doctor", "--json", *([] if run.on_cpu else ["--gpu"])]
     result = run.checked("doctor", command, 310)
     if result.details["exit"] not in (0, 1):
@@ -123,14 +124,16 @@ def doctor(run: Run) -> Iterator[Result]:
     yield result
 
 
+def triton(run: Run) -> Iterator[Result]:
+    """Compares the Triton kernels with plain torch, and fills Triton's cache for the clusters."""
+    files = map(str, sorted((ROOT / "tests/common/model").glob("test_triton_*.py")))
+    yield run.checked("triton", [*PYTEST, *files, "-k", "not compile_for_gpus"], 120)
+
+
 def kernels(run: Run) -> Iterator[Result]:
     """Compares kernels with plain torch, without other heads and float16 (long compiles)."""
-    chosen = "(not flashinfer or (128 and bfloat16)) and not compile_for_gpus"
-    files = ["tests/gpu/test_gpu_kernels.py", *map(str, sorted(ROOT.glob(TRITON_TESTS)))]
-    yield run.checked("kernels", [*PYTEST, *files, "-k", chosen], 200)
-
-
-TRITON_TESTS = "tests/common/model/test_triton_*.py"
+    chosen = "not flashinfer or (128 and bfloat16)"
+    yield run.checked("kernels", [*PYTEST, "tests/gpu/test_gpu_kernels.py", "-k", chosen], 200)
 
 
 def fused(run: Run) -> Iterator[Result]:
@@ -215,13 +218,14 @@ Stage = Callable[[Run], Iterator[Result]]
 STAGES: dict[str, Stage] = {
     "machine": machine,
     "doctor": doctor,
+    "triton": triton,
     "kernels": kernels,
     "fused": fused,
     "steps": steps,
     "clusters": clusters,
     "speeds": speeds,
 }
-NEED_GPU = ("kernels", "fused", "steps")
+NEED_GPU = ("triton", "kernels", "fused", "steps")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from pdserve.common.model.attention import AttentionBackend, AttentionBatch, Att
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.device import choose_kernels, make_backend
 from pdserve.common.model.flashinfer_limits import why_not
+from pdserve.common.model.kernels.gpu import needs
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128)
 BLOCK_SIZE = 16
@@ -34,7 +35,8 @@ def main() -> None:
         return
     started = time.monotonic()
     device = torch.device("cuda", 0)
-    kernels = choose_kernels("auto", device, rank=1)  # this process only prints JSON
+    needs.use_cache_dir()
+    kernels = None if needs.missing() else choose_kernels("auto", device)
     error = attention_error(make_backend(SHAPE, device, dtype, kernels))
     print(json.dumps({"error": error, "seconds": time.monotonic() - started}))
 

@@ -88,8 +88,8 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kernels:
-    """Resolves --cpu-kernels. A GPU has Triton's kernels unless "torch" was requested. Rank 0 logs
-    why it falls back to torch.
+    """Resolves --cpu-kernels. A GPU has Triton's unless "torch" was requested; `gpu/needs.py` says
+    what the host must have for them. Rank 0 logs why a CPU falls back to torch.
 
     Raises:
         ConfigError: native kernels were requested and cannot be built.
@@ -97,7 +97,10 @@ def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kerne
     if requested == "torch" or device.type not in ("cpu", "cuda"):
         return TorchKernels()
     if device.type == "cuda":
-        return _gpu_kernels(device, rank)
+        # A host without a GPU may have no Triton.
+        from pdserve.common.model.kernels.gpu.ops import TritonKernels
+
+        return TritonKernels()
     try:
         return NativeKernels()
     except BuildError as error:
@@ -106,20 +109,6 @@ def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kerne
         if rank == 0:
             logger.warning("using torch kernels, which are slower: %s", error)
         return TorchKernels()
-
-
-def _gpu_kernels(device: torch.device, rank: int) -> Kernels:
-    """Returns Triton's kernels if it can compile one here, else torch's."""
-    try:
-        from pdserve.common.model.kernels.gpu.ops import TritonKernels
-
-        kernels = TritonKernels()
-        kernels.silu_and_mul(torch.zeros(1, 2, device=device))
-    except Exception as error:  # no Triton, C compiler or Python headers, or an unknown card
-        if rank == 0:
-            logger.warning("using torch kernels, which are slower: no Triton: %s", error)
-        return TorchKernels()
-    return kernels
 
 
 def make_backend(

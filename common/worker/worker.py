@@ -32,6 +32,7 @@ from pdserve.common.distributed.parallel_state import (
 from pdserve.common.engine.messages import Peaks, RankReady, StepDelta
 from pdserve.common.model.device import choose_device, choose_dtype, choose_kernels, dtype_name
 from pdserve.common.model.implementation import load_decoder
+from pdserve.common.model.kernels.gpu import needs
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.model.stages import stages_of
 from pdserve.common.planning.kv_budget import fit_context, format_bytes
@@ -265,10 +266,14 @@ class ModelWorker:
 
 
 def _enter(device: torch.device, cache: CacheConfig) -> GpuMemory | None:
-    """Makes the GPU this thread's device; nothing may use it before. Raises ConfigError if less
-    than the node's share is free, unless the options state the cache's size."""
+    """Makes the GPU this thread's device; nothing may use it before. Raises ConfigError if Triton
+    cannot compile kernels here, or less than the node's share is free, unless the options state the
+    cache's size."""
     if device.type == "cpu":
         return None
+    needs.use_cache_dir()
+    if lack := needs.missing():
+        raise ConfigError(f"on a GPU {lack}")
     memory = GpuMemory.enter(device)
     if cache.num_gpu_blocks_override is None and cache.kv_cache_memory is None:
         memory.check_share(cache.gpu_memory_utilization)

@@ -6,7 +6,6 @@ import functools
 import logging
 import operator
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,29 +57,12 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
         device.choose_kernels("native", CPU)
 
 
-def test_a_gpu_has_triton_s_kernels_unless_one_cannot_be_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from pdserve.common.model.kernels.gpu.ops import TritonKernels
-
-    cuda, tried = torch.device("cuda", 0), []
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-    monkeypatch.setattr(TritonKernels, "silu_and_mul", lambda self, x: tried.append(x.shape))
-    assert device.choose_kernels("auto", cuda).name == "triton" and tried
-    assert device.choose_kernels("torch", cuda).name == "torch"
-
-    def fail(self: TritonKernels, x: Tensor) -> Tensor:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(TritonKernels, "silu_and_mul", fail)
-    assert device.choose_kernels("auto", cuda, rank=1).name == "torch"
-    assert not caplog.records
-    assert device.choose_kernels("auto", cuda).name == "torch"
-    monkeypatch.setitem(sys.modules, "pdserve.common.model.kernels.gpu.ops", None)
-    assert device.choose_kernels("auto", cuda).name == "torch"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "C compiler" in said[0] and "gpu.ops" in said[1]
+def test_a_gpu_has_triton_s_kernels_unless_told_otherwise() -> None:
+    cuda = torch.device("cuda", 0)
+    assert [device.choose_kernels(name, cuda).name for name in ("auto", "torch")] == [
+        "triton",
+        "torch",
+    ]
 
 
 # ---- norms and activations ----
