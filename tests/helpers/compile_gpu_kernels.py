@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from triton.backends.driver import DriverBase
 
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import SlotMapping
-from pdserve.common.model.kernels.gpu import activation, launch, norms
+from pdserve.common.model.kernels.gpu import activation, launch, norms, products
 from pdserve.common.model.kernels.gpu.attention_input import attention_input
+from pdserve.common.model.kernels.quantized import Format, Quantized
 from pdserve.common.model.layers import RMSNorm
 from pdserve.common.model.sharding import Sharding
 
@@ -70,18 +72,18 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_calls(capability: int) -> dict[str, dict[str, int]]:
-    """Makes all `CALLS`, then those `OF_ANY_COUNT`, and compiles what they launch. Raises
-    AssertionError if one of the latter needs another binary for another number of tokens."""
+    """Makes all `CALLS`, then those `OF_ANY_COUNT`; compiles what they launch, each once. Raises
+    AssertionError if one of the latter needs another kernel for another number of tokens."""
     found: dict[str, dict[str, int]] = {}
-    binaries: set[str] = set()
+    known: list[Any] = []
 
     def compile_only(
         kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
         compiled = kernel.warmup(*args, grid=grid, **constants)
-        if compiled.hash in binaries:
+        if any(compiled is each for each in known):
             return
-        binaries.add(compiled.hash)
+        known.append(compiled)
         sizes = usage(compiled.asm["cubin"])
         dynamic = int(compiled.metadata.shared)
         name = f"{kernel.fn.__name__} {len(found)}"
@@ -93,10 +95,10 @@ def compile_calls(capability: int) -> dict[str, dict[str, int]]:
         call()
     for several in OF_ANY_COUNT:
         several(17)
-        known = len(binaries)
+        count = len(known)
         for tokens in (16, 1, 2, 1024):
             several(tokens)
-            assert len(binaries) == known, f"{several.__name__} compiles for {tokens} tokens"
+            assert len(known) == count, f"{several.__name__} compiles for {tokens} tokens"
     return found
 
 
@@ -125,7 +127,7 @@ INPUTS = [
 ]
 
 
-def _inputs_of(
+def _input_of(
     heads: tuple[int, int, int], normed: bool, turned: bool, dtype: torch.dtype, tokens: int
 ) -> None:
     queries, kv_heads, dim = heads
@@ -144,8 +146,8 @@ def _inputs_of(
 def _inputs() -> None:
     for heads, normed in INPUTS:
         for dtype in (torch.bfloat16, torch.float16):
-            _inputs_of(heads, normed, True, dtype, 3)
-    _inputs_of((32, 8, 128), False, False, torch.bfloat16, 3)
+            _input_of(heads, normed, True, dtype, 3)
+    _input_of((32, 8, 128), False, False, torch.bfloat16, 3)
 
 
 def _layer_of(tokens: int) -> None:
@@ -155,12 +157,31 @@ def _layer_of(tokens: int) -> None:
     norms.rms_norm(x[None], weight, 1e-6)
     norms.add_rms_norm(x, x, weight, 1e-6)
     activation.silu_and_mul(torch.empty(tokens, 2 * 12288).bfloat16())
-    _inputs_of((32, 8, 128), True, True, torch.bfloat16, tokens)
+    _input_of((32, 8, 128), True, True, torch.bfloat16, tokens)
     queries = torch.empty(tokens, 48, 128).bfloat16()[:, :32]
     norms.rms_norm(queries, weight[:128], 1e-6)
 
 
-CALLS: list[Callable[[], None]] = [_activations, _norms, _inputs]
+def _products() -> None:
+    """Products of Llama-8B's matrices, with numbers of tokens of which some share a kernel."""
+    for dtype, (rows, inputs) in pairs((torch.bfloat16, torch.float16), SHAPES):
+        kinds: list[tuple[Format, int]] = [("int8", inputs), ("nibbles", 128), ("uint8", 128)]
+        for kind, size in kinds:
+            stored = inputs // 2 if kind == "nibbles" else inputs
+            groups, signed = inputs // size, kind == "int8"
+            matrix = Quantized(
+                kind,
+                torch.empty(rows, stored, dtype=torch.int8 if signed else torch.uint8),
+                torch.empty(groups, rows, dtype=dtype),
+                size,
+                zeros=None if signed else torch.empty(groups, rows, dtype=torch.uint8),
+            )
+            for tokens in (1, 7, 16, 17, 32, 64, 65, 256):
+                products.product(torch.empty(tokens, inputs, dtype=dtype), matrix)
+
+
+SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
+CALLS: list[Callable[[], None]] = [_activations, _norms, _inputs, _products]
 """Call the functions of the package as a GPU's steps do, with tensors on the host."""
 
 OF_ANY_COUNT: list[Callable[[int], None]] = [_layer_of]

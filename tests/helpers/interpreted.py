@@ -3,11 +3,13 @@ one, else on the CPU in Triton's interpreter. Import this before a module of tha
 
 The interpreter keeps bfloat16 as 16-bit integers. Its own `dot` multiplies these integers, and its
 conversions to bfloat16 truncate, where a GPU rounds to nearest. Both are mended here. So are the
-functions that Triton has in Triton (`tl.sum`), which were defined when Triton was imported.
+functions that Triton has in Triton (`tl.sum`), which were defined when Triton was imported. The
+interpreter replaces functions of Triton while it runs a kernel, so threads take turns.
 """
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ import torch
 import triton
 from triton.language import bfloat16, float32, standard
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+from pdserve.common.model.kernels.gpu import launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -54,6 +58,17 @@ def _mend() -> None:
                     setattr(module, name, interpreted)
 
 
+def _take_turns() -> None:
+    run, turn = launch._run, Lock()
+
+    def one_at_a_time(kernel: Any, grid: Any, args: Any, constants: Any) -> None:
+        with turn:
+            run(kernel, grid, args, constants)
+
+    launch._run = one_at_a_time
+
+
 if DEVICE.type == "cpu":
     triton.knobs.runtime.interpret = True  # read where a kernel is defined
     _mend()
+    _take_turns()

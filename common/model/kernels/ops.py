@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.model.kernels.packed import Packer
+from pdserve.common.model.kernels.quantized import Products
 
 
 class Kernels(ABC):
@@ -21,6 +22,8 @@ class Kernels(ABC):
     attention_input: Callable[..., Tensor] | None = None
     """Norms and rotates queries and keys and writes the cache, in one kernel
     (`gpu/attention_input.py`); None: the attention does it in steps."""
+    products: Products | None = None
+    """Multiplies by quantized matrices on a GPU; None: they are dequantized for each product."""
 
     def read(self, x: Tensor) -> object:
         """Reads the memory of contiguous `x` once, as fast as the device can."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pdserve.common.model.kernels.gpu import activation, norms
 from pdserve.common.model.kernels.gpu.attention_input import attention_input
+from pdserve.common.model.kernels.gpu.products import GpuProducts
 from pdserve.common.model.kernels.ops import Kernels
 
 
@@ -15,6 +16,7 @@ class TritonKernels(Kernels):
 
     name = "triton"
     attention_input = staticmethod(attention_input)
+    products = GpuProducts()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)
