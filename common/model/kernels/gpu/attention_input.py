@@ -1,4 +1,4 @@
-"""What attention needs of a layer's QKV, in one kernel instead of eight: norms of the heads, rotary
+"""Prepares a layer's QKV for attention, in one kernel instead of eight: norms of the heads, rotary
 embedding (arXiv:2104.09864), and the new keys and values in the paged cache."""
 
 from __future__ import annotations
