@@ -35,6 +35,7 @@ from pdserve.router.cluster.policy import (
     Policy,
     PolicyRequest,
 )
+from pdserve.router.cluster.window import holds
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class PlacementRequest:
 
     request_id: str
     num_tokens: int  # tokens to prefill
+    longest: int  # tokens of prompt and answer together, at most
     adapter: str  # digest of its LoRA adapter; empty: it has none
     version: str | None  # fingerprint of the nodes that made its tokens so far; None: it has none
     avoid: Collection[str]  # ids of nodes that have failed it
@@ -218,7 +220,7 @@ class NodeSelector:
         """Returns what `prefill` returns, alone in a tuple; None: wait."""
         if request.local_prefill:
             return (None,)
-        prefills = _adapted(self._view.candidates(pb.ROLE_PREFILL), request)
+        prefills = self._computing(request)
         if fitting := self._view.sources(decode, prefills):
             alone = _isolated(fitting, request, "prefill")
             policy = self._policies[pb.ROLE_PREFILL]
@@ -237,18 +239,31 @@ class NodeSelector:
         if short or request.local_prefill:
             path = PromptPath.LOCAL if short else PromptPath.STAND_IN
             return self._pick(request, decodes, boths, path)
-        prefills = _adapted(view.candidates(pb.ROLE_PREFILL), request)
+        prefills = self._computing(request)
         for some in (_without(prefills, avoid), prefills):
             paired = view.supplied(decodes, some)
             if _without(paired, avoid) or _without(boths, avoid):
                 return self._pick(request, paired, boths)
         if (found := self._pick(request, paired, boths)) is not None:
             return found
-        alone = decodes if request.version else view.standing_in(decodes)
+        able = self._holding(view.candidates(pb.ROLE_PREFILL), request.num_tokens + 1)
+        alone = decodes if request.version else view.standing_in(decodes, able)
         return self._pick(request, alone, boths, PromptPath.STAND_IN)
+
+    def _computing(self, request: PlacementRequest) -> Candidates:
+        """Returns the prefill nodes that can compute the prompt and one token."""
+        nodes = _adapted(self._view.candidates(pb.ROLE_PREFILL), request)
+        return self._holding(nodes, request.num_tokens + 1)
+
+    def _holding(self, nodes: Candidates, num_tokens: int) -> Candidates:
+        """Returns the nodes that hold so many tokens: usually all."""
+        if num_tokens <= self._view.registry.least_window:
+            return nodes
+        return nodes.where(lambda node: holds(node, num_tokens))
 
     def _able(self, role: int, request: PlacementRequest) -> Candidates:
         usable = _adapted(self._view.candidates(role), request)
+        usable = self._holding(usable, request.longest)
         nodes = _isolated(usable, request, ROLE_NAMES[role])
         if (version := request.version) is None:
             return nodes
@@ -320,6 +335,8 @@ class NodeSelector:
             reason = "no usable node has the version that began this request"
         elif ready and request.adapter:
             reason = "no usable nodes have the adapter"
+        elif ready and not any(holds(node, request.longest) for node in self._view.answering()):
+            reason = f"no registered node holds {request.longest} tokens any more"
         elif ready:
             reason = "the remaining nodes are reserved for a request that has failed on others"
         return Unavailable(reason, code="NO_NODE", retry_after=2.0)
