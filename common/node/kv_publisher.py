@@ -96,7 +96,7 @@ class KVEventPublisher:
 
 @dataclass(slots=True)
 class _Replay:
-    """What one client still gets."""
+    """One client's answer."""
 
     wanted: int  # the next number
     last: int  # the last number before the end
