@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter
+from types import MappingProxyType
 from typing import TypeVar
 
 from pdserve.common.config.router import RoutingConfig
@@ -38,6 +39,8 @@ from pdserve.router.cluster.policy import (
 from pdserve.router.cluster.window import holds
 
 logger = logging.getLogger(__name__)
+
+SLOW = 0.1  # seconds of one call of a policy; built-in ones take microseconds
 
 T = TypeVar("T")
 Match = Callable[[Callable[[int], Blocks]], Mapping[Node, int]]  # as `NodeCaches.match`
@@ -93,17 +96,20 @@ class RolePolicy:
         self._policy = policy
         self._match = match if policy.uses_prefixes else None
         self._metrics = metrics
-        self._log = LogThrottle(logger)
+        self._log, self._slow = LogThrottle(logger), LogThrottle(logger)
 
     def choose(self, request: PlacementRequest, nodes: Candidates) -> Node | None:
         """Returns the policy's choice, or the least loaded node if that fails."""
         try:
-            node = self._policy.choose(self._view(request), nodes)
+            with self._timed():
+                node = self._policy.choose(self._view(request), nodes)
             if node is None or node in nodes:
                 return node  # type: ignore[return-value]
             why = f"it chose {printable(str(getattr(node, 'id', node)), 80)}, which does not fit"
-        except Exception as error:
-            why = f"it raised {error!r}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a Rust panic and sys.exit are none of Exception
+            why = _raised(error)
         self._failed(why)
         return next(nodes.by_load(), None)
 
@@ -111,9 +117,12 @@ class RolePolicy:
         """Notes that the node gets the request."""
         view = self._view(request)
         try:
-            self._policy.placed(view, node)
-        except Exception as error:
-            self._failed(f"it raised {error!r}")
+            with self._timed():
+                self._policy.placed(view, node)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._failed(_raised(error))
         if self._match is not None and self._metrics is not None:
             self._metrics.prefix_index_queries.labels(self._name).inc(request.num_tokens)
             self._metrics.prefix_index_hits.labels(self._name).inc(view.cached.get(node, 0))
@@ -142,16 +151,30 @@ class RolePolicy:
             request.views[self.role] = view
         return view
 
-    def _cached(self, request: PlacementRequest) -> dict[NodeState, int]:
+    def _cached(self, request: PlacementRequest) -> Mapping[NodeState, int]:
         assert self._match is not None
         if not request.matched:
             request.matched.append(self._match(request.blocks))
         most = request.num_tokens - 1  # the last token is computed in any case
-        return {
+        cached: dict[NodeState, int] = {
             node: min(most, num_blocks * node.info.block_size)
             for node, num_blocks in request.matched[0].items()
             if node.info.role == self.role
         }
+        return MappingProxyType(cached)  # a policy must not change it
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Logs a warning if the policy takes long: it runs on the event loop."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            if (took := perf_counter() - began) > SLOW:
+                self._slow.warning(
+                    "the policy for %s nodes took %.0f ms, and every request waited for it",
+                    self._name, took * 1e3,
+                )  # fmt: skip
 
     def _failed(self, why: str) -> None:
         self._log.warning("the policy for %s nodes failed, so load decides: %s", self._name, why)
@@ -340,6 +363,13 @@ class NodeSelector:
         elif ready:
             reason = "the remaining nodes are reserved for a request that has failed on others"
         return Unavailable(reason, code="NO_NODE", retry_after=2.0)
+
+
+def _raised(error: BaseException) -> str:
+    try:
+        return f"it raised {printable(repr(error), 200)}"
+    except Exception:  # of its own __repr__
+        return f"it raised {type(error).__name__}"
 
 
 def _without(nodes: Candidates, avoid: Collection[str]) -> Candidates:
