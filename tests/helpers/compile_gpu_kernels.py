@@ -20,7 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from pdserve.common.model.kernels.gpu import activation, launch
+from pdserve.common.core.sampling import SamplingParams
+from pdserve.common.model.kernels.gpu import activation, launch, sampling
 
 
 class _NoDriver(DriverBase):
@@ -89,7 +90,12 @@ def _activations() -> None:
         activation.silu_and_mul(torch.empty(3, 2 * 4096, dtype=dtype))
 
 
-CALLS: list[Callable[[], None]] = [_activations]
+def _draws() -> None:
+    for vocab in (151_936, 32_001):
+        sampling.draw(torch.empty(3, vocab), [SamplingParams()] * 3, [(1, 2)] * 3)
+
+
+CALLS: list[Callable[[], None]] = [_activations, _draws]
 """Call the functions of the package as a GPU's steps do, with tensors on the host."""
 
 if __name__ == "__main__":
