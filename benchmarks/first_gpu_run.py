@@ -110,7 +110,8 @@ print(f"{gpu}; Python {platform.python_version()}, {', '.join(found)}")
 
 
 def doctor(run: Run) -> Iterator[Result]:
-    """Checks the host, and compiles FlashInfer's kernels for bfloat16 with heads of 128."""
+    """Checks the host, and compiles a Triton kernel and FlashInfer's for bfloat16 with heads of
+    128."""
     command = ["pdserve", "doctor", "--json", *([] if run.on_cpu else ["--gpu"])]
     result = run.checked("doctor", command, 310)
     if result.details["exit"] not in (0, 1):
@@ -121,6 +122,12 @@ def doctor(run: Run) -> Iterator[Result]:
     result.says = "; ".join(wrong) or "all in order"
     result.details["findings"] = found
     yield result
+
+
+def triton(run: Run) -> Iterator[Result]:
+    """Compares the Triton kernels with plain torch, and fills Triton's cache for the clusters."""
+    files = map(str, sorted((ROOT / "tests/common/model").glob("test_triton_*.py")))
+    yield run.checked("triton", [*PYTEST, *files, "-k", "not compile_for_gpus"], 120)
 
 
 def kernels(run: Run) -> Iterator[Result]:
@@ -197,12 +204,13 @@ Stage = Callable[[Run], Iterator[Result]]
 STAGES: dict[str, Stage] = {
     "machine": machine,
     "doctor": doctor,
+    "triton": triton,
     "kernels": kernels,
     "steps": steps,
     "clusters": clusters,
     "speeds": speeds,
 }
-NEED_GPU = ("kernels", "steps")
+NEED_GPU = ("triton", "kernels", "steps")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

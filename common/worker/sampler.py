@@ -167,7 +167,11 @@ def _choose(
         if _fused(scores):
             from pdserve.common.model.kernels.gpu import sampling  # torch for CUDA brings Triton
 
-            tokens[where] = sampling.draw(some, chosen, keys)
+            draws = [
+                sampling.Draw(p.temperature, p.top_k, p.top_p, p.min_p, *key)
+                for p, key in zip(chosen, keys, strict=True)
+            ]
+            tokens[where], allowed[where] = sampling.draw_tokens(some, draws)
         else:
             tokens[where], allowed[where] = draw(some, chosen, keys)
     return tokens, allowed

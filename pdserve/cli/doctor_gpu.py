@@ -1,4 +1,5 @@
-"""The checks of `pdserve doctor --gpu`: driver, torch, a computation on each GPU, FlashInfer."""
+"""The checks of `pdserve doctor --gpu`: driver, torch, a computation on each GPU, Triton,
+FlashInfer."""
 
 from __future__ import annotations
 
@@ -6,15 +7,18 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from pdserve.cli.finding import Finding, Verdict
 from pdserve.cli.topology import Topology, read_topology
 
-CHECK = "pdserve.common.model.attention_check"
+FLASHINFER = "pdserve.common.model.attention_check"
+TRITON = "pdserve.common.model.kernels.gpu.check"
 COMPILE_SECONDS = 300  # on few cores
-TOLERANCE = 0.03  # of bfloat16
+ATTENTION_TOLERANCE = 0.03  # of bfloat16
+KERNEL_TOLERANCE = 1e-5  # of float32
 SIZE = 512  # rows and columns of the matrices that each GPU multiplies
 
 
@@ -27,6 +31,7 @@ def gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         yield from _gpu(torch.device("cuda", index))
     yield Finding("topology", Verdict.OK, topology.advice)
+    yield _triton()
     yield _flashinfer()
 
 
@@ -83,23 +88,62 @@ def _shares(subject: str, device: torch.device) -> Finding:
     return Finding(subject, Verdict.OK, "shares memory between processes (cuda_ipc)")
 
 
+def _triton() -> Finding:
+    """Compiles a kernel, unless an earlier start has, and runs it."""
+    subject = "triton"
+    found = _computed(TRITON)
+    if isinstance(found, str):
+        fix = next((fix for sign, fix in TRITON_FIXES.items() if sign in found), TRITON_FIXES[""])
+        return Finding(subject, Verdict.FAILED, _last_line(found), fix)
+    if why := found.get("why"):
+        lack, _, fix = why.rpartition(": ")
+        return Finding(subject, Verdict.FAILED, lack, fix)
+    if not found["error"] < KERNEL_TOLERANCE:  # NaN is not
+        fix = "do not serve with this version: reinstall torch, which brings Triton"
+        return Finding(subject, Verdict.FAILED, f"a kernel is wrong by {found['error']:.3g}", fix)
+    seen = f"compiles and computes correctly ({found['seconds']:.0f} s)"
+    return Finding(subject, Verdict.OK, seen)
+
+
+# By what the output of a failed run contains, the last by default.
+TRITON_FIXES = {
+    "libcuda.so": "run ldconfig as root, or name the folder of libcuda.so.1 in TRITON_LIBCUDA_PATH",
+    "Python.h": "install Python's headers (python3-dev)",
+    "No space left": "free some space, or name another folder in TRITON_CACHE_DIR",
+    "": "check that gcc works, and that torch and triton are versions made for each other",
+}
+
+
 def _flashinfer() -> Finding:
     """Compiles FlashInfer's kernels, unless an earlier start has, and computes two steps."""
-    subject, command = "flashinfer", [sys.executable, "-m", CHECK]
-    fix = "check that nvcc is there (CUDA_HOME), or pip uninstall flashinfer-python"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return Finding(subject, Verdict.FAILED, f"no answer in {COMPILE_SECONDS} s", fix)
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    if done.returncode or not lines:
-        last = lines[-1] if lines else f"exit code {done.returncode}"
-        return Finding(subject, Verdict.FAILED, f"cannot be compiled or run: {last}", fix)
-    found = json.loads(lines[-1])
+    subject, found = "flashinfer", _computed(FLASHINFER)
+    if isinstance(found, str):
+        fix = "check that nvcc is there (CUDA_HOME), or pip uninstall flashinfer-python"
+        if "Permission denied" in found or "Read-only file system" in found:
+            fix = "set FLASHINFER_WORKSPACE_BASE to a folder that this user may write to"
+        return Finding(subject, Verdict.FAILED, _last_line(found), fix)
     if why := found.get("why"):
         return Finding(subject, Verdict.WARNING, "not used: attention is slower", why)
-    if not found["error"] < TOLERANCE:  # NaN is not
+    if not found["error"] < ATTENTION_TOLERANCE:  # NaN is not
         fix = "do not serve with this version: pip uninstall flashinfer-python"
         return Finding(subject, Verdict.FAILED, f"attention is wrong by {found['error']:.3g}", fix)
     seen = f"compiles and attends correctly ({found['seconds']:.0f} s)"
     return Finding(subject, Verdict.OK, seen)
+
+
+def _computed(module: str) -> dict[str, Any] | str:
+    """Runs a check in a process of its own. Returns its answer, or a failed one's output."""
+    command = [sys.executable, "-m", module]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {COMPILE_SECONDS} s"
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return done.stderr.strip() or f"exit code {done.returncode}"
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def _last_line(output: str) -> str:
+    return f"cannot be compiled or run: {output.splitlines()[-1]}"

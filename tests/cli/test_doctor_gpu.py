@@ -1,5 +1,5 @@
-"""`pdserve doctor --gpu` on FlashInfer: its answers are made up, and on a CPU it computes with a
-fake."""
+"""`pdserve doctor --gpu` on FlashInfer and Triton: their answers are made up. On a CPU FlashInfer
+is a fake, and Triton's kernel is interpreted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import fake_flashinfer
+from interpreted import DEVICE
 from pdserve.cli import doctor_gpu
 from pdserve.cli.finding import Verdict
 from pdserve.common.model import attention_check
+from pdserve.common.model.kernels.gpu import check as kernel_check
 
 MODULE = "pdserve.common.model.attention_flashinfer"
 
@@ -45,24 +47,40 @@ def test_either_kernel_of_a_fake_flashinfer_can_be_wrong(
     assert not attention_check.attention_error(backend) < 0.01
 
 
+OK = '{"error": 1e-6, "seconds": 61}'
+
+
 @pytest.mark.parametrize(
-    ("code", "output", "verdict", "says"),
+    ("check", "code", "output", "verdict", "says"),
     [
-        (0, '{"error": 0.0004, "seconds": 61}', Verdict.OK, "attends correctly (61 s)"),
-        (0, '{"error": 0.3, "seconds": 1}', Verdict.FAILED, "wrong by 0.3"),
-        (0, '{"error": NaN, "seconds": 1}', Verdict.FAILED, "wrong by nan"),
-        (0, '{"why": "not installed"}', Verdict.WARNING, "not used"),
-        (1, "a\nRuntimeError: Ninja build failed", Verdict.FAILED, "Ninja build failed"),
-        (-11, "", Verdict.FAILED, "exit code -11"),
+        ("_flashinfer", 0, OK, Verdict.OK, "attends correctly (61 s)"),
+        ("_flashinfer", 0, '{"error": 0.3, "seconds": 1}', Verdict.FAILED, "wrong by 0.3"),
+        ("_flashinfer", 0, '{"error": NaN, "seconds": 1}', Verdict.FAILED, "wrong by nan"),
+        ("_flashinfer", 0, '{"why": "not installed"}', Verdict.WARNING, "not installed"),
+        ("_flashinfer", 1, "a\nRuntimeError: Ninja build failed", Verdict.FAILED, "CUDA_HOME"),
+        ("_flashinfer", 1, "OSError: Read-only file system", Verdict.FAILED, "WORKSPACE_BASE"),
+        ("_flashinfer", -11, "", Verdict.FAILED, "exit code -11"),
+        ("_triton", 0, OK, Verdict.OK, "computes correctly (61 s)"),
+        ("_triton", 0, '{"error": 0.01, "seconds": 1}', Verdict.FAILED, "wrong by 0.01"),
+        ("_triton", 0, '{"error": NaN, "seconds": 1}', Verdict.FAILED, "wrong by nan"),
+        ("_triton", 0, '{"why": "no compiler: install gcc"}', Verdict.FAILED, "install gcc"),
+        ("_triton", 1, "a.c: Python.h: No such file\nError", Verdict.FAILED, "python3-dev"),
+        ("_triton", 1, "libcuda.so cannot found!\na", Verdict.FAILED, "TRITON_LIBCUDA_PATH"),
+        ("_triton", 1, "a\nCalledProcessError: gcc", Verdict.FAILED, "CalledProcessError"),
     ],
 )
-def test_the_verdict_follows_flashinfer_s_output(
-    monkeypatch: pytest.MonkeyPatch, code: int, output: str, verdict: Verdict, says: str
+def test_the_verdict_follows_made_up_output(
+    monkeypatch: pytest.MonkeyPatch,
+    check: str,
+    code: int,
+    output: str,
+    verdict: Verdict,
+    says: str,
 ) -> None:
     done = subprocess.CompletedProcess([], code, output, output)
     monkeypatch.setattr(doctor_gpu.subprocess, "run", lambda *args, **options: done)
-    finding = doctor_gpu._flashinfer()
-    assert finding.verdict is verdict and says in finding.seen
+    finding = getattr(doctor_gpu, check)()
+    assert finding.verdict is verdict and says in f"{finding.seen} {finding.fix}"
     assert bool(finding.fix) is (verdict is not Verdict.OK)
 
 
@@ -70,3 +88,7 @@ def test_the_verdict_follows_flashinfer_s_output(
 def test_without_flashinfer_the_program_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     attention_check.main()
     assert "pip install" in capsys.readouterr().out
+
+
+def test_the_kernel_of_the_triton_check_is_right() -> None:
+    assert kernel_check.kernel_error(DEVICE) < doctor_gpu.KERNEL_TOLERANCE

@@ -1,6 +1,7 @@
 """A fake GPU: tensors on the host are real, those on `cuda` are fakes with a device, a dtype and a
 shape but no values. A computation that mixes devices or makes the host wait for a value (an `item`,
-a boolean index) raises. Needs a torch that is built for CUDA, but no driver."""
+a boolean index) raises. So does a Triton kernel that gets another tensor than one on `cuda`, or a
+layout that it cannot know. Needs a torch that is built for CUDA, but no driver."""
 
 from __future__ import annotations
 
@@ -56,22 +57,38 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
+def check_launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
+    """Stands in for a launch of a Triton kernel, which gets addresses: checks the tensors of `args`
+    and computes nothing."""
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            assert isinstance(each, FakeTensor), f"{kernel} gets a tensor with values"
+            assert each.device.type == "cuda", f"{kernel} gets a tensor on {each.device}"
+            check_layout(each, (*args, *constants.values()))
+
+
+def check_layout(tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+    """Asserts that the kernel can find the elements of a tensor: it is contiguous from some
+    dimension on, and has the strides of the dimensions before that among its other `args`."""
+    dense = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size > 1 and stride != dense:
+            told = any(isinstance(arg, int) and arg == stride for arg in args)
+            assert told, f"the kernel of {tuple(tensor.shape)} is not told the stride {stride}"
+        dense = size * stride
+
+
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors on `cuda` are fakes, and events do nothing."""
+    """Tensors on `cuda` are fakes; events and Triton's kernels do nothing."""
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     with monkeypatch.context() as patch:
+        patch.setattr(launch, "_run", check_launch)
         patch.setattr(staging.Mark, "set", lambda self: None)
         patch.setattr(staging.Mark, "wait", lambda self: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-        patch.setattr(launch, "_run", _launch)
         with _FakesOnCuda():
             yield
-
-
-def _launch(_kernel: Any, _grid: Any, args: Sequence[Any], _constants: Any) -> None:
-    """Checks what a Triton kernel would compute with; it leaves its outputs as they are."""
-    for each in args:
-        if isinstance(each, torch.Tensor):
-            assert isinstance(each, FakeTensor) and each.device == CUDA

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fake_cuda import check_launch
 from paths import MODELS
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
@@ -18,6 +19,7 @@ from pdserve.common.model import flashinfer_limits
 from pdserve.common.model.attention import AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.kernels.gpu import launch
 from pdserve.common.model.sharding import Sharding
 
 NO_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
@@ -56,6 +58,7 @@ def test_a_fake_forward_stays_on_its_device(
 ) -> None:
     monkeypatch.setattr(flashinfer_limits, "find_spec", lambda name: None)  # torch's attention
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "_run", check_launch)
     spec = ModelSpec.from_folder(MODELS / name)
     heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     context = TorchAttention(heads, CPU, torch.bfloat16).prepare(batch)

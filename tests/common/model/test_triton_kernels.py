@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fake_cuda import check_layout
 from interpreted import DEVICE
 from paths import HELPERS
 from pdserve.common.model.kernels.gpu.activation import silu_and_mul
@@ -28,6 +30,28 @@ def test_silu_and_mul_equals_torch(tokens: int, size: int, dtype: torch.dtype) -
     gate, up = gate_up.chunk(2, dim=-1)
     rtol = TOLERANCE[dtype]
     torch.testing.assert_close(silu_and_mul(gate_up), F.silu(gate) * up, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "args", "known"),
+    [
+        ((3, 8), (8, 1), (), True),
+        ((3, 8), (16, 1), (), False),
+        ((3, 8), (16, 1), (16,), True),
+        ((3, 8), (1, 3), (3,), False),
+        ((3, 8), (1, 3), (3, 1), True),
+        ((1, 8), (99, 1), (), True),
+        ((2, 3, 8), (48, 8, 1), (), False),
+        ((2, 3, 8), (48, 8, 1), (48,), True),
+    ],
+    ids=str,
+)
+def test_the_fake_launch_knows_which_layout_a_kernel_can_read(
+    shape: tuple[int, ...], stride: tuple[int, ...], args: tuple[int, ...], known: bool
+) -> None:
+    tensor = torch.empty_strided(shape, stride)
+    with nullcontext() if known else pytest.raises(AssertionError, match="stride"):
+        check_layout(tensor, args)
 
 
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

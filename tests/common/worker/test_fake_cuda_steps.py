@@ -16,6 +16,8 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import DRAWN
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.kernels.gpu.activation import silu_and_mul
+from pdserve.common.model.kernels.gpu.launch import launch
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.graphs import Compute
 from pdserve.common.worker.input_batch import StepBatch, StepSequence
@@ -46,6 +48,16 @@ def test_a_wait_for_a_value_raises() -> None:
         found[found > 0]
     with pytest.raises(Exception, match="device"):
         found + torch.zeros(3)
+
+
+def test_a_kernel_on_a_fake_gpu_gets_no_tensor_of_the_host() -> None:
+    there = torch.zeros(3, 8, device=CUDA)
+    launch("a kernel", (3,), there, 8)
+    with pytest.raises(AssertionError, match="with values"):
+        launch("a kernel", (3,), there, torch.zeros(3))
+    with pytest.raises(AssertionError, match="stride"):
+        launch("a kernel", (3,), there[:, :4], 4)
+    assert silu_and_mul(there).shape == (3, 4)
 
 
 def test_the_sampler_waits_for_no_value_of_a_fake_gpu() -> None:

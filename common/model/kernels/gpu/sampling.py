@@ -1,208 +1,358 @@
-"""Draws tokens from logits: top-k, temperature, top-p, min-p and the draw in one kernel, without
-sorting.
+"""Draws tokens from logits: top-k, temperature, top-p, min-p and the draw, without a sort.
 
-A row is one program, which reads its logits again and again: a row of 152,000 words, 608 kB, stays
-in the L2 cache. A filter keeps tokens from a threshold on, the largest one above which there are k
-tokens, or the share p. The threshold is found by its bits, three with each reading: 11 readings for
-top-k, 10 for top-p, and 4 for the rest.
+    tally × 3 ─▶ top-k's floor ─▶ tally × 3 ─▶ top-p's floor ─▶ weigh ─▶ pick
+
+All filters keep the tokens from some logit on, so tokens as likely as the last one kept stay too. A
+floor is found digit by digit, as in a radix select: a launch adds up what the tokens have per value
+of a digit of their key (an integer in the logits' order), and the next launch finds the digit from
+these sums. Top-k adds up tokens, top-p their weights.
+
+Weights are integers, floor(exp((logit - largest) / temperature) · 2^44) for 152k words. So sums do
+not depend on the order of additions: a row's token depends on no other row, and the atomic
+additions of many programs give the same sums each time. A token is lost to the draw if it is less
+than 2^-44 times as likely as the most likely one; all together they have less than 1e-8.
+
+A row is divided among programs of `BLOCK` tokens, because one multiprocessor would need, for 152k
+words, some 10 µs each time it read the row (estimated from an L2 cache's bandwidth per
+multiprocessor; nothing was measured).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.common.core.philox import MULTIPLIERS, WEYL
-from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.model.kernels.gpu.launch import launch
 from pdserve.common.model.staging import upload
 
-BLOCK = 2048  # logits that a program reads at once
-_SMALLEST: tl.constexpr = tl.constexpr(-(2**31))  # keys of floats: int32 in the same order
-_LARGEST: tl.constexpr = tl.constexpr(2**31 - 1)
-_ONE: tl.constexpr = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
-_MULTIPLIER0: tl.constexpr = tl.constexpr(MULTIPLIERS[0])
-_MULTIPLIER1: tl.constexpr = tl.constexpr(MULTIPLIERS[1])
-_WEYL0: tl.constexpr = tl.constexpr(WEYL[0])
-_WEYL1: tl.constexpr = tl.constexpr(WEYL[1])
-_MAX_FLOAT: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
+BLOCK = 4096  # tokens of a program
+BINS = 2048  # values of a digit: a key has digits of 11, 11 and 10 bits
+DIGITS = 3
+COLDEST, HOTTEST = 1.2e-37, 3e38  # temperatures within which float32 divides without flushing
+
+_COLUMNS: tl.constexpr = tl.constexpr(6)  # of `numbers`, as `Draw` has them
+_STATE: tl.constexpr = tl.constexpr(4)  # numbers of a row in `found`: floor, prefix, need; aligned
+_BINS: tl.constexpr = tl.constexpr(BINS)
 
 
-def draw(
-    logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
-) -> Tensor:
-    """Draws a token for each row; returns int64 `[B]`.
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a row's token is drawn with. Any float is taken: a temperature is brought within
+    `COLDEST` and `HOTTEST`, and a filter that makes no sense does not filter."""
 
-    Inverts the cumulative distribution: the first token at which it exceeds the row's random
-    number. Sums are float32 within a block of logits, and float64 over blocks. A row does not
-    depend on the others. NaN counts as minus infinity, infinity as the largest float; a row
-    without any other gets any token of the vocabulary.
+    temperature: float
+    top_k: int  # 0: all
+    top_p: float
+    min_p: float
+    seed: int  # of up to 64 bits, as `position`
+    position: int
 
-    Args:
-        logits: `[B, vocab]` float32, contiguous; not modified.
-        params: temperature, top_k, top_p and min_p of each row.
-        keys: (seed, position) of each row, of up to 64 bits: the key of its random number.
-    """
-    rows, vocab = logits.shape
-    numbers = [(p.temperature, p.top_p, p.min_p) for p in params]
-    counts = [
-        (min(max(p.top_k, 0), vocab), *map(_signed, key))
-        for p, key in zip(params, keys, strict=True)
-    ]
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    launch(
-        _draw,
-        (rows,),
-        logits,
-        upload(torch.tensor(numbers, dtype=torch.float32), logits.device),
-        upload(torch.tensor(counts, dtype=torch.int64), logits.device),
-        tokens,
-        vocab,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
-    return tokens
+    @property
+    def floats(self) -> tuple[float, float, float]:
+        """Half the temperature, top-p, and the least logarithm of a probability ratio."""
+        half = min(max(self.temperature, COLDEST), HOTTEST) / 2
+        share = max(self.top_p, 0.0) if self.top_p < 1 else 1.0
+        return half, share, math.log(min(self.min_p, 1.0)) if self.min_p > 0 else -math.inf
+
+    def integers(self, vocab: int) -> tuple[int, int, int]:
+        """The number of tokens that top-k keeps, and the words of seed and position."""
+        kept = self.top_k if 0 < self.top_k < vocab else vocab
+        return kept, _signed(self.seed), _signed(self.position)
 
 
 def _signed(word: int) -> int:
-    """Returns the int64 with the lowest 64 bits of `word`."""
-    word &= 2**64 - 1
-    return word - 2**64 if word >> 63 else word
+    """Returns the int64 with the bits of a 64-bit word."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+def draw_tokens(scores: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """Draws a token per row of `scores`, float32 `[B, vocab]`: logits, of which -infinity forbids a
+    token. Rows with NaN and rows of -infinity give any token, which is not allowed.
+
+    The token is the first, in the vocabulary's order, whose cumulative weight exceeds the row's
+    random number (`common/worker/philox.py`) times the sum.
+
+    Returns:
+        tokens, int64 `[B]`, and whether each is allowed, bool `[B]`; the host waits for neither.
+    """
+    count, vocab = scores.shape
+    if len(draws) != count:
+        raise ValueError(f"{count} rows, but {len(draws)} draws")
+    scores, best = scores.contiguous(), scores.amax(dim=-1) if count else scores.new_empty(0)
+    numbers = upload(_packed(draws, vocab), scores.device)
+    steps = [*_steps(draws, vocab)]
+    bins = numbers.new_zeros(max(len(steps), 1), count, BINS)
+    found = numbers.new_empty(len(steps) + 1, count, _STATE.value)
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    slices = triton.cdiv(vocab, block)
+    sizes = {"VOCAB": vocab, "BLOCK": block, "ONE": 2.0 ** (62 - vocab.bit_length())}
+    row = scores, best, numbers
+    before = _Step(False, -1)
+    for at, step in enumerate(steps):
+        last = max(at - 1, 0)
+        tensors = *row, found[last], bins[last], found[at], bins[at]
+        which = {"BY_WEIGHT": step.by_weight, "DIGIT": step.digit}
+        launch(_tally, (count, slices), *tensors, **which, **before.constants, **sizes)
+        before = step
+    last = max(len(steps) - 1, 0)
+    masses = numbers.new_empty(count, slices)
+    tensors = *row, found[last], bins[last], found[len(steps)], masses
+    launch(_weigh, (count, slices), *tensors, **before.constants, **sizes)
+    tokens = numbers.new_empty(count)
+    allowed = torch.empty(count, dtype=torch.bool, device=scores.device)
+    padded = triton.next_power_of_2(slices)
+    ends = found[len(steps)], masses, tokens, allowed
+    launch(_pick, (count,), *row, *ends, SLICES=slices, PADDED=padded, **sizes)
+    return tokens, allowed
+
+
+def temporary_bytes(rows: int, vocab: int) -> int:
+    """Bytes that `draw_tokens` allocates at most, with its results."""
+    steps, slices = 2 * DIGITS, triton.cdiv(vocab, min(BLOCK, triton.next_power_of_2(vocab)))
+    state = (steps + 1) * _STATE.value + _COLUMNS.value + slices + 1
+    return rows * (8 * (steps * BINS + state) + 4 + 1)
+
+
+def warm_up(vocab: int, device: torch.device) -> None:
+    """Compiles all kernels that `draw_tokens` launches for a vocabulary. Only the filters that a
+    batch has choose among them, since no kernel is passed an integer, and all tensors are aligned
+    however many rows there are."""
+    scores = torch.zeros(1, vocab, device=device)
+    for top_k in (0, 1):
+        for top_p in (1.0, 0.5):
+            draw_tokens(scores, [Draw(1.0, top_k, top_p, 0.0, 0, 0)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The search for one digit of a floor."""
+
+    by_weight: bool
+    digit: int  # -1: no search was before
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"WEIGHED_BEFORE": self.by_weight, "DIGIT_BEFORE": self.digit}
+
+
+def _steps(draws: Sequence[Draw], vocab: int) -> Iterator[_Step]:
+    searches = (
+        any(0 < each.top_k < vocab for each in draws),
+        any(each.top_p < 1 for each in draws),
+    )
+    for by_weight, needed in enumerate(searches):
+        for digit in range(DIGITS * needed):
+            yield _Step(bool(by_weight), digit)
+
+
+def _packed(draws: Sequence[Draw], vocab: int) -> Tensor:
+    """Returns `[B, 6]` int64, so that one copy uploads all; floats as the bits of float64."""
+    floats = torch.tensor([each.floats for each in draws], dtype=torch.float64).view(-1, 3)
+    integers = torch.tensor([each.integers(vocab) for each in draws], dtype=torch.int64)
+    return torch.cat((floats.view(torch.int64), integers.view(-1, 3)), dim=1)
+
+
+# ---- kernels: `row` is int64, since a batch may have more than 2^31 logits ----
 
 
 @triton.jit
-def _draw(logits, numbers, counts, tokens, vocab, BLOCK: tl.constexpr):
+def _tally(
+    scores,
+    best,
+    numbers,
+    found_before,
+    bins_before,
+    found,
+    bins,
+    BY_WEIGHT: tl.constexpr,
+    DIGIT: tl.constexpr,
+    WEIGHED_BEFORE: tl.constexpr,
+    DIGIT_BEFORE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """Adds up tokens or weights per value of a digit, of keys with the digits found before."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * vocab
-    temperature = tl.load(numbers + 3 * row)
-    top_p = tl.load(numbers + 3 * row + 1)
-    min_p = tl.minimum(tl.load(numbers + 3 * row + 2), 1.0)
-    top_k = tl.load(counts + 3 * row)
-    number = _uniform(tl.load(counts + 3 * row + 1), tl.load(counts + 3 * row + 2))
-
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        largest = tl.maximum(largest, _read(logits, start, vocab, BLOCK))
-    best = tl.max(largest, 0)
-    least_key = _SMALLEST
-    if (top_k > 0) & (top_k < vocab):
-        least_key = _key_of_rank(logits, top_k.to(tl.int32), vocab, BLOCK)
-    least_bits = 0
-    if top_p < 1.0:
-        whole = _total(logits, best, temperature, least_key, 0, min_p * 0.0, vocab, BLOCK)
-        least_bits = _bits_of_share(
-            logits, top_p * whole, best, temperature, least_key, vocab, BLOCK
+    floor = tl.full((), 0, tl.int64)
+    prefix = tl.full((), 0, tl.int64)
+    need = tl.load(numbers + row * _COLUMNS + 3)
+    if DIGIT_BEFORE >= 0:
+        floor, prefix, need = _narrowed(
+            numbers, found_before, bins_before, row, WEIGHED_BEFORE, DIGIT_BEFORE
         )
-
-    # Both loops add up the same numbers in the same order, so that the second one passes `target`.
-    whole = _total(logits, best, temperature, least_key, least_bits, min_p, vocab, BLOCK)
-    target = number * whole
-    sum_before = whole * 0.0
-    reached = sum_before
-    found = 0
-    for start in range(0, vocab, BLOCK):
-        x = _read(logits, start, vocab, BLOCK)
-        part = _weights(x, best, temperature, least_key, least_bits, min_p)
-        after = sum_before + tl.sum(part, 0).to(tl.float64)
-        here = (sum_before <= target) & (after > target)
-        found = tl.where(here, start, found)
-        reached = tl.where(here, sum_before, reached)
-        sum_before = after
-    x = _read(logits, found, vocab, BLOCK)
-    weights = _weights(x, best, temperature, least_key, least_bits, min_p)
-    columns = found + tl.arange(0, BLOCK)
-    cumulative = reached + tl.cumsum(weights.to(tl.float64), 0)
-    passed = tl.min(tl.where((cumulative > target) & (weights > 0), columns, vocab), 0)
-    # By rounding, the block's sum in float64 may be less than that in float32.
-    last = tl.max(tl.where(weights > 0, columns, 0), 0)
-    token = tl.where(passed < vocab, passed, last)
-    tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))  # a row of minus infinity
+        if DIGIT == 0:  # top-k's floor is found
+            floor = prefix
+            prefix = tl.full((), 0, tl.int64)
+    if tl.program_id(1) == 0:
+        tl.store(found + row * _STATE, floor)
+        tl.store(found + row * _STATE + 1, prefix)
+        tl.store(found + row * _STATE + 2, need)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores + row * VOCAB + columns, columns < VOCAB, -float("inf"))
+    key = _key(score)
+    counted = (columns < VOCAB) & (key >= floor)
+    bits: tl.constexpr = 10 if DIGIT == 2 else 11
+    shift: tl.constexpr = 21 if DIGIT == 0 else 10 if DIGIT == 1 else 0
+    counted = counted & ((key >> (shift + bits)) == prefix)
+    digit = (key >> shift) & (2**bits - 1)
+    if BY_WEIGHT:
+        amount = _weight(_logarithm(score, best, numbers, row), ONE)
+        counted = counted & (amount > 0)
+    else:
+        amount = tl.full((BLOCK,), 1, tl.int64)
+    tl.atomic_add(bins + row * _BINS + (2**bits - 1 - digit), amount, counted, sem="relaxed")
 
 
 @triton.jit
-def _uniform(seed, position):
-    """Returns `philox.uniform`: a float64 in [0, 1) with 53 random bits."""
-    a, b = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    c, d = a * 0, a * 0
-    k, m = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+def _weigh(
+    scores,
+    best,
+    numbers,
+    found_before,
+    bins_before,
+    found,
+    masses,
+    WEIGHED_BEFORE: tl.constexpr,
+    DIGIT_BEFORE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """Adds up the weights of a block's tokens that are kept, and stores the row's floor."""
+    row = tl.program_id(0).to(tl.int64)
+    floor = tl.full((), 0, tl.int64)
+    if DIGIT_BEFORE >= 0:
+        _, floor, _ = _narrowed(
+            numbers, found_before, bins_before, row, WEIGHED_BEFORE, DIGIT_BEFORE
+        )
+    if tl.program_id(1) == 0:
+        tl.store(found + row * _STATE, floor)
+    weight = _kept(scores, best, numbers, row, tl.program_id(1), floor, VOCAB, BLOCK, ONE)
+    tl.store(masses + row * tl.num_programs(1) + tl.program_id(1), tl.sum(weight, 0))
+
+
+@triton.jit
+def _pick(
+    scores,
+    best,
+    numbers,
+    found,
+    masses,
+    tokens,
+    allowed,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """Finds the block, and in it the token, at which the cumulative weight exceeds the number."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PADDED)
+    mass = tl.load(masses + row * SLICES + place, place < SLICES, 0)
+    total = tl.sum(mass, 0)
+    # floor(number · total): a cumulative weight exceeds that if it exceeds the product.
+    word = _random_bits(
+        tl.load(numbers + row * _COLUMNS + 4), tl.load(numbers + row * _COLUMNS + 5)
+    )
+    target = tl.umulhi(word, total.to(tl.uint64)).to(tl.int64)
+    at = tl.minimum(tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0), SLICES - 1)
+    target -= tl.sum(tl.where(place < at, mass, 0), 0)
+    floor = tl.load(found + row * _STATE)
+    weight = _kept(scores, best, numbers, row, at, floor, VOCAB, BLOCK, ONE)
+    token = at * BLOCK + tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+    tl.store(tokens + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
+    tl.store(allowed + row, total > 0)
+
+
+@triton.jit
+def _narrowed(numbers, found, bins, row, BY_WEIGHT: tl.constexpr, DIGIT: tl.constexpr):
+    """Returns the floor before this search; the digits found so far; and what the tokens that have
+    these need to add up to."""
+    bits: tl.constexpr = 10 if DIGIT == 2 else 11
+    floor = tl.load(found + row * _STATE)
+    prefix = tl.load(found + row * _STATE + 1)
+    need = tl.load(found + row * _STATE + 2)
+    place = tl.arange(0, 2**bits)  # of digits, descending
+    amount = tl.load(bins + row * _BINS + place)
+    if BY_WEIGHT and DIGIT == 0:
+        total = tl.sum(amount, 0)
+        share = tl.load(numbers + row * _COLUMNS + 1).to(tl.float64, bitcast=True)
+        need = tl.ceil(share * total.to(tl.float64)).to(tl.int64)
+        need = tl.minimum(tl.maximum(need, 1), total)
+    at = tl.sum((tl.cumsum(amount, 0) < need).to(tl.int64), 0)
+    at = tl.minimum(at, 2**bits - 1)
+    need -= tl.sum(tl.where(place < at, amount, 0), 0)
+    return floor, (prefix << bits) + (2**bits - 1 - at), need
+
+
+@triton.jit
+def _kept(
+    scores,
+    best,
+    numbers,
+    row,
+    block,
+    floor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """Returns the weights of a block's tokens, int64: 0 of those that a filter takes away."""
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores + row * VOCAB + columns, columns < VOCAB, -float("inf"))
+    logarithm = _logarithm(score, best, numbers, row)
+    least = tl.load(numbers + row * _COLUMNS + 2).to(tl.float64, bitcast=True).to(tl.float32)
+    kept = (_key(score) >= floor) & (logarithm >= least)
+    return tl.where(kept, _weight(logarithm, ONE), 0)
+
+
+@triton.jit
+def _key(score):
+    """Returns 32 bits, as int64, in the order of float32 scores; the zeros are equal."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _logarithm(score, best, numbers, row):
+    """Returns (score - best) / temperature; from halves, since the difference may overflow."""
+    half = tl.load(numbers + row * _COLUMNS).to(tl.float64, bitcast=True).to(tl.float32)
+    return (score * 0.5 - tl.load(best + row) * 0.5) / half
+
+
+@triton.jit
+def _weight(logarithm, ONE: tl.constexpr):
+    """Returns the integer weight, 0 for NaN; `ONE` is the most likely token's."""
+    return tl.where(logarithm <= 0.0, tl.exp(logarithm) * ONE, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _random_bits(seed, position):
+    """Returns 53 random bits from the top of a uint64 (Philox4x32-10, Salmon et al., SC 2011). Not
+    by Triton's function, which the interpreter cannot call."""
+    c0, c1 = _word(position), _word(position >> 32)
+    k0, k1 = _word(seed), _word(seed >> 32)
+    c2 = tl.full((), 0, tl.uint32)
+    c3 = tl.full((), 0, tl.uint32)
+    left = tl.full((), 0xD2511F53, tl.uint32)
+    right = tl.full((), 0xCD9E8D57, tl.uint32)
     for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(a, _MULTIPLIER0), a * _MULTIPLIER0
-        high1, low1 = tl.umulhi(c, _MULTIPLIER1), c * _MULTIPLIER1
-        a, b, c, d = high1 ^ b ^ k, low1, high0 ^ d ^ m, low0
-        k, m = k + _WEYL0, m + _WEYL1
-    bits = (a.to(tl.uint64) << 32) | b.to(tl.uint64)
-    return (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+        high0, low0 = tl.umulhi(left, c0), left * c0
+        high1, low1 = tl.umulhi(right, c2), right * c2
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += tl.full((), 0x9E3779B9, tl.uint32)
+        k1 += tl.full((), 0xBB67AE85, tl.uint32)
+    return ((c0.to(tl.uint64) << 32) | c1.to(tl.uint64)) & 0xFFFFFFFFFFFFF800
 
 
 @triton.jit
-def _read(logits, start, vocab, BLOCK: tl.constexpr):
-    columns = start + tl.arange(0, BLOCK)
-    x = tl.load(logits + columns, columns < vocab, float("-inf"))
-    return tl.where(x == x, tl.minimum(x, _MAX_FLOAT), float("-inf"))
-
-
-@triton.jit
-def _key(x):
-    """Returns int32 in the order of the floats."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _weights(x, best, temperature, least_key, least_bits, min_p):
-    """Returns e^((x - best) / temperature), 0 for what the filters drop; at most 1."""
-    weights = tl.exp(tl.div_rn(x - best, tl.zeros_like(x) + temperature))
-    weights = tl.where(x == best, 1.0, weights)  # for temperatures that a float32 rounds to 0
-    kept = (_key(x) >= least_key) & (weights.to(tl.int32, bitcast=True) >= least_bits)
-    return tl.where(kept & (weights >= min_p), weights, 0.0)  # NaN is dropped, too
-
-
-@triton.jit
-def _total(logits, best, temperature, least_key, least_bits, min_p, vocab, BLOCK: tl.constexpr):
-    """Returns the float64 sum of all weights."""
-    total = tl.zeros([], tl.float64)
-    for start in range(0, vocab, BLOCK):
-        x = _read(logits, start, vocab, BLOCK)
-        weights = _weights(x, best, temperature, least_key, least_bits, min_p)
-        total += tl.sum(weights, 0).to(tl.float64)
-    return total
-
-
-@triton.jit
-def _key_of_rank(logits, rank, vocab, BLOCK: tl.constexpr):
-    """Returns the key of the logit with `rank - 1` larger ones: the largest key that at least
-    `rank` logits reach."""
-    low = tl.full([], _SMALLEST, tl.int64)
-    for step in range(11):
-        shift = 30 - 3 * step
-        pivots = low + (tl.arange(0, 8).to(tl.int64) << shift)
-        pivots = tl.minimum(pivots, _LARGEST).to(tl.int32)  # which no number reaches
-        counts = tl.zeros([BLOCK, 8], tl.int32)
-        for start in range(0, vocab, BLOCK):
-            keys = _key(_read(logits, start, vocab, BLOCK))
-            counts += (keys[:, None] >= pivots[None, :]).to(tl.int32)
-        passed = tl.sum((tl.sum(counts, 0) >= rank).to(tl.int64), 0)
-        low += tl.maximum(passed - 1, 0) << shift
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _bits_of_share(logits, share, best, temperature, least_key, vocab, BLOCK: tl.constexpr):
-    """Returns the bits of the largest weight such that those at least as large sum to `share`."""
-    low = tl.zeros([], tl.int32)
-    for step in range(10):
-        shift = 27 - 3 * step
-        pivots = low + (tl.arange(0, 8) << shift)
-        sums = tl.zeros([BLOCK, 8], tl.float32)
-        for start in range(0, vocab, BLOCK):
-            x = _read(logits, start, vocab, BLOCK)
-            weights = _weights(x, best, temperature, least_key, 0, 0.0)
-            bits = weights.to(tl.int32, bitcast=True)
-            sums += tl.where(bits[:, None] >= pivots[None, :], weights[:, None], 0.0)
-        passed = tl.sum((tl.sum(sums.to(tl.float64), 0) >= share).to(tl.int32), 0)
-        low += tl.maximum(passed - 1, 0) << shift
-    return tl.minimum(low, _ONE)
+def _word(bits):
+    return (bits & 0xFFFFFFFF).to(tl.uint32)
