@@ -20,7 +20,7 @@ from interpreted import DEVICE
 from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.model.kernels.gpu import sampling
 from pdserve.common.model.kernels.gpu.launch import launch
-from pdserve.common.model.kernels.gpu.sampling import _random_bits
+from pdserve.common.model.kernels.gpu.sampling import Draw, _random_bits, draw_tokens
 from pdserve.common.worker import sampler
 from pdserve.common.worker.input_batch import StepSequence
 from pdserve.common.worker.philox import uniform
@@ -33,7 +33,13 @@ Key = tuple[int, int]
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[Key]) -> list[int]:
-    return sampling.draw(logits.to(DEVICE), params, keys).tolist()
+    draws = [
+        Draw(p.temperature, p.top_k, p.top_p, p.min_p, *key)
+        for p, key in zip(params, keys, strict=True)
+    ]
+    tokens, allowed = draw_tokens(logits.to(DEVICE), draws)
+    assert allowed.tolist() == [float(row.max()) > -math.inf for row in logits]  # false for NaN
+    return tokens.tolist()
 
 
 def expected(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[Key]) -> list[int]:
@@ -154,8 +160,8 @@ def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:
     logits[0, [3, 17, 18, 30]] = 1.5
     logits[0, 5] = 1.4999999
     for fields in ({"top_k": 1}, {"top_p": 1e-9}, {"top_p": 0.0}, {"min_p": 1.0}, {"min_p": 9.0}):
-        params = [SamplingParams(**fields)] * 64
-        drawn = draw(logits.expand(32, -1), params, [(seed, 9) for seed in range(64)])
+        params = [SamplingParams(**fields)] * 32
+        drawn = draw(logits.expand(32, -1), params, [(seed, 9) for seed in range(32)])
         assert set(drawn) == {3, 17, 18, 30}
 
 
@@ -189,8 +195,10 @@ def test_no_rows_give_no_tokens() -> None:
     assert draw(torch.zeros(0, 7), [], []) == []
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_k": 5, "top_p": 0.5}], ids=str)
-def test_as_many_bytes_as_counted(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fields", [(0, 1.0), (5, 0.5)], ids=str)
+def test_as_many_bytes_as_counted(
+    fields: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: dict[int, int] = {}
 
     def note(kernel: Any, grid: Any, *args: Any, **_: Any) -> None:
@@ -199,7 +207,7 @@ def test_as_many_bytes_as_counted(fields: dict[str, Any], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sampling, "launch", note)
     logits = torch.zeros(3, 9000)
-    sampling.draw(logits, [SamplingParams(**fields)] * 3, [(0, 0)] * 3)
+    draw_tokens(logits, [Draw(1.0, *fields, 0.0, 0, 0)] * 3)
     made_bytes = sum(sizes.values()) - logits.nbytes
     counted = sampling.temporary_bytes(3, 9000)
-    assert made_bytes == counted if fields else made_bytes < counted
+    assert made_bytes == counted if fields[0] else made_bytes < counted

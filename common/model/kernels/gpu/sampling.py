@@ -2,11 +2,11 @@
 
     tally × 3 ─▶ top-k's floor ─▶ tally × 3 ─▶ top-p's floor ─▶ weigh ─▶ pick
 
-All filters keep the tokens from some logit on, so tokens with the same logit as the last one kept
-stay too. (A CPU compares probabilities in float64, where logits that differ by less than 1e-16 of
-the temperature are equal.) A floor is found digit by digit, as in a radix select: a launch adds up what the tokens have per value
+All filters keep the tokens from some logit on, so tokens with the last one's logit stay too. A
+floor is found digit by digit, as in a radix select: a launch adds up what the tokens have per value
 of a digit of their key (an integer in the logits' order), and the next launch finds the digit from
-these sums. Top-k adds up tokens, top-p their weights.
+these sums. Top-k adds up tokens, top-p their weights. A CPU compares probabilities, which float64
+rounds: there logits that differ by less than 1e-16 of the temperature are equal.
 
 Weights are integers, floor(exp((logit - largest) / temperature) · 2^44) for 152k words. So sums do
 not depend on the order of additions: a row's token depends on no other row, and the atomic
@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.model.kernels.gpu.launch import launch
 from pdserve.common.model.staging import upload
 
@@ -39,70 +38,102 @@ DIGITS = 3
 WARPS = 8
 COLDEST, HOTTEST = 1.2e-37, 3e38  # temperatures within which float32 divides without flushing
 
-_COLUMNS: tl.constexpr = tl.constexpr(6)  # of `numbers`, as `_packed` has them
+_COLUMNS: tl.constexpr = tl.constexpr(6)  # of `numbers`, as `Draw` has them
 _STATE: tl.constexpr = tl.constexpr(4)  # numbers of a row in `found`: floor, prefix, need; aligned
 _BINS: tl.constexpr = tl.constexpr(BINS)
 
 
-def draw(
-    logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
-) -> Tensor:
-    """Draws a token for each row; returns int64 `[B]`, for which the host does not wait.
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a row's token is drawn with. Any float is taken: a temperature is brought within
+    `COLDEST` and `HOTTEST`, and a filter that makes no sense does not filter."""
+
+    temperature: float
+    top_k: int  # 0: all
+    top_p: float
+    min_p: float
+    seed: int  # of up to 64 bits, as `position`
+    position: int
+
+    @property
+    def floats(self) -> tuple[float, float, float]:
+        """Half the temperature, top-p, and the least logarithm of a probability ratio."""
+        half = min(max(self.temperature, COLDEST), HOTTEST) / 2
+        share = max(self.top_p, 0.0) if self.top_p < 1 else 1.0
+        return half, share, math.log(min(self.min_p, 1.0)) if self.min_p > 0 else -math.inf
+
+    def integers(self, vocab: int) -> tuple[int, int, int]:
+        """The number of tokens that top-k keeps, and the words of seed and position."""
+        kept = self.top_k if 0 < self.top_k < vocab else vocab
+        return kept, _signed(self.seed), _signed(self.position)
+
+
+def _signed(word: int) -> int:
+    """Returns the int64 with the bits of a 64-bit word."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+def draw_tokens(scores: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """Draws a token per row of `scores`, float32 `[B, vocab]`: logits, of which -infinity forbids a
+    token. Rows with NaN and rows of -infinity give any token, which is not allowed.
 
     The token is the first, in the vocabulary's order, whose cumulative weight exceeds the row's
-    random number (`uniform` of `philox.py`) times the sum. Rows with NaN, and rows of -infinity,
-    give any token of the vocabulary.
+    random number (`common/worker/philox.py`) times the sum.
 
-    Temperatures are brought within `COLDEST` and `HOTTEST`. A filter whose number makes no sense
-    does not filter.
-
-    Args:
-        logits: `[B, vocab]` float32 without +infinity; -infinity forbids a token; not modified.
-        params: temperature, top_k, top_p and min_p of each row.
-        keys: (seed, position) of each row, of up to 64 bits: the key of its random number.
+    Returns:
+        tokens, int64 `[B]`, and whether each is allowed, bool `[B]`; the host waits for neither.
     """
-    logits, (count, vocab) = logits.contiguous(), logits.shape
-    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+    count, vocab = scores.shape
+    if len(draws) != count:
+        raise ValueError(f"{count} rows, but {len(draws)} draws")
     if count == 0:
-        return tokens
-    block, slices = _cut(vocab)
+        return scores.new_empty(0, dtype=torch.int64), scores.new_empty(0, dtype=torch.bool)
+    scores, best = scores.contiguous(), scores.amax(dim=-1)
+    numbers = upload(_packed(draws, vocab), scores.device)
+    steps = [*_steps(draws, vocab)]
+    bins = numbers.new_zeros(max(len(steps), 1), count, BINS)
+    found = numbers.new_empty(len(steps) + 1, count, _STATE.value)
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    slices = triton.cdiv(vocab, block)
     sizes = {"VOCAB": vocab, "BLOCK": block, "ONE": 2.0 ** (62 - vocab.bit_length())}
-    row = logits, logits.amax(dim=-1), upload(_packed(params, keys, vocab), logits.device)
-    steps = [*_steps(params, vocab)]
-    bins = tokens.new_zeros(max(len(steps), 1), count, BINS)
-    found = tokens.new_empty(len(steps) + 1, count, _STATE.value)
-    masses = tokens.new_empty(count, slices)
-    before, last = _Step(False, -1), 0
+    row = scores, best, numbers
+    before = _Step(False, -1)
     for at, step in enumerate(steps):
+        last = max(at - 1, 0)
         tensors = *row, found[last], bins[last], found[at], bins[at]
-        constants = {"BY_WEIGHT": step.by_weight, "DIGIT": step.digit, **before.constants}
-        launch(_tally, (count, slices), *tensors, **constants, **sizes, num_warps=WARPS)
-        before, last = step, at
-    tensors = *row, found[last], bins[last], found[-1], masses
+        which = {"BY_WEIGHT": step.by_weight, "DIGIT": step.digit}
+        launch(
+            _tally, (count, slices), *tensors, **which, **before.constants, **sizes, num_warps=WARPS
+        )
+        before = step
+    last = max(len(steps) - 1, 0)
+    masses = numbers.new_empty(count, slices)
+    tensors = *row, found[last], bins[last], found[len(steps)], masses
     launch(_weigh, (count, slices), *tensors, **before.constants, **sizes, num_warps=WARPS)
+    tokens = numbers.new_empty(count)
+    allowed = torch.empty(count, dtype=torch.bool, device=scores.device)
     padded = triton.next_power_of_2(slices)
-    tensors = *row, found[-1], masses, tokens
+    ends = found[len(steps)], masses, tokens, allowed
     constants = {"SLICES": slices, "PADDED": padded, **sizes}
-    launch(_pick, (count,), *tensors, **constants, num_warps=WARPS)
-    return tokens
+    launch(_pick, (count,), *row, *ends, **constants, num_warps=WARPS)
+    return tokens, allowed
 
 
 def temporary_bytes(rows: int, vocab: int) -> int:
-    """Returns the bytes that `draw` allocates at most, with its result; contiguous logits are not
-    copied."""
-    steps, (_, slices) = 2 * DIGITS, _cut(vocab)
-    words = steps * BINS + (steps + 1) * _STATE.value + _COLUMNS.value + slices + 1
-    return rows * (8 * words + 4)
+    """Bytes that `draw_tokens` allocates at most, with its results."""
+    steps, slices = 2 * DIGITS, triton.cdiv(vocab, min(BLOCK, triton.next_power_of_2(vocab)))
+    state = (steps + 1) * _STATE.value + _COLUMNS.value + slices + 1
+    return rows * (8 * (steps * BINS + state) + 4 + 1)
 
 
 def warm_up(vocab: int, device: torch.device) -> None:
-    """Compiles all kernels that `draw` launches for a vocabulary. Only the filters of a batch
-    choose among them: no kernel is passed an integer, and all tensors are aligned however many rows
-    there are."""
-    logits = torch.zeros(1, vocab, device=device)
+    """Compiles all kernels that `draw_tokens` launches for a vocabulary. Only the filters that a
+    batch has choose among them, since no kernel is passed an integer, and all tensors are aligned
+    however many rows there are."""
+    scores = torch.zeros(1, vocab, device=device)
     for top_k in (0, 1):
         for top_p in (1.0, 0.5):
-            draw(logits, [SamplingParams(top_k=top_k, top_p=top_p)], [(0, 0)])
+            draw_tokens(scores, [Draw(1.0, top_k, top_p, 0.0, 0, 0)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,42 +148,21 @@ class _Step:
         return {"WEIGHED_BEFORE": self.by_weight, "DIGIT_BEFORE": self.digit}
 
 
-def _steps(params: Sequence[SamplingParams], vocab: int) -> Iterator[_Step]:
-    searches = any(0 < p.top_k < vocab for p in params), any(p.top_p < 1 for p in params)
+def _steps(draws: Sequence[Draw], vocab: int) -> Iterator[_Step]:
+    searches = (
+        any(0 < each.top_k < vocab for each in draws),
+        any(each.top_p < 1 for each in draws),
+    )
     for by_weight, needed in enumerate(searches):
         for digit in range(DIGITS * needed):
             yield _Step(bool(by_weight), digit)
 
 
-def _cut(vocab: int) -> tuple[int, int]:
-    """Returns the tokens of a program, and the programs of a row."""
-    block = min(BLOCK, triton.next_power_of_2(vocab))
-    return block, triton.cdiv(vocab, block)
-
-
-def _packed(
-    params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]], vocab: int
-) -> Tensor:
-    """Returns `[B, 6]` int64, so that one copy uploads all: floats, as the bits of float64, then
-    the number of tokens that top-k keeps, seed and position."""
-    floats = torch.tensor([_floats(p) for p in params], dtype=torch.float64)
-    integers = [
-        (p.top_k if 0 < p.top_k < vocab else vocab, _signed(seed), _signed(position))
-        for p, (seed, position) in zip(params, keys, strict=True)
-    ]
-    return torch.cat((floats.view(torch.int64), torch.tensor(integers)), dim=1)
-
-
-def _floats(p: SamplingParams) -> tuple[float, float, float]:
-    """Returns half the temperature, top-p's share, and the logarithm of min-p."""
-    half = min(max(p.temperature, COLDEST), HOTTEST) / 2
-    share = max(p.top_p, 0.0) if p.top_p < 1 else 1.0
-    return half, share, math.log(min(p.min_p, 1.0)) if p.min_p > 0 else -math.inf
-
-
-def _signed(word: int) -> int:
-    """Returns the int64 with the lowest 64 bits of `word`."""
-    return (word + 2**63) % 2**64 - 2**63
+def _packed(draws: Sequence[Draw], vocab: int) -> Tensor:
+    """Returns `[B, 6]` int64, so that one copy uploads all; floats as the bits of float64."""
+    floats = torch.tensor([each.floats for each in draws], dtype=torch.float64).view(-1, 3)
+    integers = torch.tensor([each.integers(vocab) for each in draws], dtype=torch.int64)
+    return torch.cat((floats.view(torch.int64), integers.view(-1, 3)), dim=1)
 
 
 # ---- kernels: `row` is int64, since a batch may have more than 2^31 logits ----
@@ -160,7 +170,7 @@ def _signed(word: int) -> int:
 
 @triton.jit
 def _tally(
-    logits,
+    scores,
     best,
     numbers,
     found_before,
@@ -192,7 +202,7 @@ def _tally(
         tl.store(found + row * _STATE + 1, prefix)
         tl.store(found + row * _STATE + 2, need)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits + row * VOCAB + columns, columns < VOCAB, -float("inf"))
+    score = tl.load(scores + row * VOCAB + columns, columns < VOCAB, -float("inf"))
     key = _key(score)
     counted = (columns < VOCAB) & (key >= floor)
     bits: tl.constexpr = 10 if DIGIT == 2 else 11
@@ -209,7 +219,7 @@ def _tally(
 
 @triton.jit
 def _weigh(
-    logits,
+    scores,
     best,
     numbers,
     found_before,
@@ -231,18 +241,19 @@ def _weigh(
         )
     if tl.program_id(1) == 0:
         tl.store(found + row * _STATE, floor)
-    weight = _kept(logits, best, numbers, row, tl.program_id(1), floor, VOCAB, BLOCK, ONE)
+    weight = _kept(scores, best, numbers, row, tl.program_id(1), floor, VOCAB, BLOCK, ONE)
     tl.store(masses + row * tl.num_programs(1) + tl.program_id(1), tl.sum(weight, 0))
 
 
 @triton.jit
 def _pick(
-    logits,
+    scores,
     best,
     numbers,
     found,
     masses,
     tokens,
+    allowed,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -262,9 +273,10 @@ def _pick(
     at = tl.minimum(tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0), SLICES - 1)
     target -= tl.sum(tl.where(place < at, mass, 0), 0)
     floor = tl.load(found + row * _STATE)
-    weight = _kept(logits, best, numbers, row, at, floor, VOCAB, BLOCK, ONE)
+    weight = _kept(scores, best, numbers, row, at, floor, VOCAB, BLOCK, ONE)
     token = at * BLOCK + tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
     tl.store(tokens + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
+    tl.store(allowed + row, total > 0)
 
 
 @triton.jit
@@ -290,7 +302,7 @@ def _narrowed(numbers, found, bins, row, BY_WEIGHT: tl.constexpr, DIGIT: tl.cons
 
 @triton.jit
 def _kept(
-    logits,
+    scores,
     best,
     numbers,
     row,
@@ -302,7 +314,7 @@ def _kept(
 ):
     """Returns the weights of a block's tokens, int64: 0 of those that a filter takes away."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits + row * VOCAB + columns, columns < VOCAB, -float("inf"))
+    score = tl.load(scores + row * VOCAB + columns, columns < VOCAB, -float("inf"))
     logarithm = _logarithm(score, best, numbers, row)
     least = tl.load(numbers + row * _COLUMNS + 2).to(tl.float64, bitcast=True).to(tl.float32)
     kept = (_key(score) >= floor) & (logarithm >= least)
