@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.common.core.philox import uniform
 from pdserve.common.core.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.common.model.staging import begin_fetch, column, indices, select_rows
 from pdserve.common.planning.footprint import SAMPLED_AT_ONCE
 from pdserve.common.worker.input_batch import StepSequence
 from pdserve.common.worker.logit_adjust import adjust, adjusts
+from pdserve.common.worker.philox import uniform
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,13 @@ def _parts(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
 def _fused(logits: torch.Tensor) -> bool:
     """Returns whether `kernels/gpu` draws the tokens."""
     return logits.device.type == "cuda"
+
+
+def compile_kernels(vocab: int, device: torch.device) -> None:
+    """Compiles the kernels that draw on a GPU, whatever filters a batch will have."""
+    from pdserve.common.model.kernels.gpu import sampling
+
+    sampling.warm_up(vocab, device)
 
 
 def _scores(logits: torch.Tensor) -> torch.Tensor:

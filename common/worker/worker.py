@@ -55,6 +55,7 @@ from pdserve.common.worker.kv_cache import (
 from pdserve.common.worker.lent_cores import LentCores, join_lent_cores
 from pdserve.common.worker.peaks import peaks_of
 from pdserve.common.worker.runner import ModelRunner, StageLink
+from pdserve.common.worker.sampler import compile_kernels
 from pdserve.common.worker.token_feed import TokenFeed
 
 logger = logging.getLogger(__name__)
@@ -137,8 +138,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         row_bytes = model_spec.hidden_size * itemsize
         logger.info(describe_cost(spanned, row_bytes, engine.scheduler.tokens))
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
-    compiled = engine.compilation.compile
-    kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)
+    kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank)
     sharding = Sharding(
         state.tp, device, dtype, all2all, None, kernels, engine.cache.kv_cache_dtype
     )
@@ -342,6 +342,8 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
     a short step checks that the ranks compute together."""
     scheduler = engine.scheduler
     if runner.device.type == "cuda":
+        if runner.samples and runner.model.stage.last:
+            compile_kernels(runner.model.spec.vocab_size, runner.device)
         runner.warm_up(scheduler.tokens, engine.max_num_rows)
         # Single queries have a kernel of their own, which is compiled at its first use.
         runner.warm_up(scheduler.seqs, scheduler.seqs)
@@ -350,8 +352,6 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
             runner.warm_up(count, gcd(count, 1 << (engine.max_num_rows.bit_length() - 1)))
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
-    if engine.compilation.compile:
-        runner.warm_up(num_tokens=1, num_seqs=1)  # torch.compile specializes on size 1
 
 
 def _kernel_sizes(runner: ModelRunner, engine: EngineConfig) -> Iterator[int]:

@@ -2,9 +2,9 @@
 one, else on the CPU in Triton's interpreter. Import this before a module of that package.
 
 The interpreter keeps bfloat16 as 16-bit integers. Its own `dot` multiplies these integers, and its
-conversions to bfloat16 truncate, where a GPU rounds to nearest. Both are mended here; so are
-the functions that Triton has in Triton (`tl.sum`), defined when it was imported. It replaces
-functions of Triton while it runs a kernel, so threads take turns.
+conversions to bfloat16 truncate, where a GPU rounds to nearest. Both are mended here. So are the
+functions that Triton has in Triton (`tl.sum`), which were defined when Triton was imported. The
+interpreter replaces functions of Triton while it runs a kernel, so threads take turns.
 """
 
 from __future__ import annotations

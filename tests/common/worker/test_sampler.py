@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.common.core.philox import philox4x32
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.common.worker.input_batch import StepSequence, TokenCounts
+from pdserve.common.worker.philox import philox4x32
 from pdserve.common.worker.sampler import FailedRow, _unequal, sample
 from sampler_cases import INF, compare
 

@@ -2,10 +2,11 @@
 
     tally × 3 ─▶ top-k's floor ─▶ tally × 3 ─▶ top-p's floor ─▶ weigh ─▶ pick
 
-All filters keep the tokens from some logit on, so tokens as likely as the last one kept stay too. A
+All filters keep the tokens from some logit on, so tokens with the last one's logit stay too. A
 floor is found digit by digit, as in a radix select: a launch adds up what the tokens have per value
 of a digit of their key (an integer in the logits' order), and the next launch finds the digit from
-these sums. Top-k adds up tokens, top-p their weights.
+these sums. Top-k adds up tokens, top-p their weights. A CPU compares probabilities, which float64
+rounds: there logits that differ by less than 1e-16 of the temperature are equal.
 
 Weights are integers, floor(exp((logit - largest) / temperature) · 2^44) for 152k words. So sums do
 not depend on the order of additions: a row's token depends on no other row, and the atomic
@@ -34,6 +35,7 @@ from pdserve.common.model.staging import upload
 BLOCK = 4096  # tokens of a program
 BINS = 2048  # values of a digit: a key has digits of 11, 11 and 10 bits
 DIGITS = 3
+WARPS = 8
 COLDEST, HOTTEST = 1.2e-37, 3e38  # temperatures within which float32 divides without flushing
 
 _COLUMNS: tl.constexpr = tl.constexpr(6)  # of `numbers`, as `Draw` has them
@@ -84,7 +86,9 @@ def draw_tokens(scores: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     count, vocab = scores.shape
     if len(draws) != count:
         raise ValueError(f"{count} rows, but {len(draws)} draws")
-    scores, best = scores.contiguous(), scores.amax(dim=-1) if count else scores.new_empty(0)
+    if count == 0:
+        return scores.new_empty(0, dtype=torch.int64), scores.new_empty(0, dtype=torch.bool)
+    scores, best = scores.contiguous(), scores.amax(dim=-1)
     numbers = upload(_packed(draws, vocab), scores.device)
     steps = [*_steps(draws, vocab)]
     bins = numbers.new_zeros(max(len(steps), 1), count, BINS)
@@ -98,17 +102,20 @@ def draw_tokens(scores: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         last = max(at - 1, 0)
         tensors = *row, found[last], bins[last], found[at], bins[at]
         which = {"BY_WEIGHT": step.by_weight, "DIGIT": step.digit}
-        launch(_tally, (count, slices), *tensors, **which, **before.constants, **sizes)
+        launch(
+            _tally, (count, slices), *tensors, **which, **before.constants, **sizes, num_warps=WARPS
+        )
         before = step
     last = max(len(steps) - 1, 0)
     masses = numbers.new_empty(count, slices)
     tensors = *row, found[last], bins[last], found[len(steps)], masses
-    launch(_weigh, (count, slices), *tensors, **before.constants, **sizes)
+    launch(_weigh, (count, slices), *tensors, **before.constants, **sizes, num_warps=WARPS)
     tokens = numbers.new_empty(count)
     allowed = torch.empty(count, dtype=torch.bool, device=scores.device)
     padded = triton.next_power_of_2(slices)
     ends = found[len(steps)], masses, tokens, allowed
-    launch(_pick, (count,), *row, *ends, SLICES=slices, PADDED=padded, **sizes)
+    constants = {"SLICES": slices, "PADDED": padded, **sizes}
+    launch(_pick, (count,), *row, *ends, **constants, num_warps=WARPS)
     return tokens, allowed
 
 

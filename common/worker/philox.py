@@ -4,8 +4,8 @@ SC 2011), keyed by seed and position."""
 from __future__ import annotations
 
 _MASK = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
@@ -14,15 +14,15 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        product0 = MULTIPLIERS[0] * c0
-        product1 = MULTIPLIERS[1] * c2
+        product0 = _MULTIPLIERS[0] * c0
+        product1 = _MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (
             (product1 >> 32) ^ c1 ^ k0,
             product1 & _MASK,
             (product0 >> 32) ^ c3 ^ k1,
             product0 & _MASK,
         )
-        k0, k1 = (k0 + WEYL[0]) & _MASK, (k1 + WEYL[1]) & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 
