@@ -45,7 +45,7 @@ _BINS: tl.constexpr = tl.constexpr(BINS)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a row's token is drawn with. Any float is taken: a temperature is brought within
+    """A row's parameters and the key of its random number. Any float is taken: a temperature is brought within
     `COLDEST` and `HOTTEST`, and a filter that makes no sense does not filter."""
 
     temperature: float
