@@ -45,8 +45,8 @@ _BINS: tl.constexpr = tl.constexpr(BINS)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A row's parameters and the key of its random number. Any float is taken: a temperature is brought within
-    `COLDEST` and `HOTTEST`, and a filter that makes no sense does not filter."""
+    """A row's parameters and the key of its random number. Any float is taken: a temperature is
+    brought within `COLDEST` and `HOTTEST`, and a filter that makes no sense does not filter."""
 
     temperature: float
     top_k: int  # 0: all
