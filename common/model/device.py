@@ -16,6 +16,7 @@ from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.kernels.native import NativeKernels
 from pdserve.common.model.kernels.ops import CompiledKernels, Kernels, TorchKernels
+from pdserve.common.model.kernels.quantized import Products
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,9 @@ def choose_kernels(
         ConfigError: native kernels were requested and cannot be built, or exclude --compile.
     """
     if device.type != "cpu" or requested == "torch":
-        return CompiledKernels() if compiled else TorchKernels()
+        kernels = CompiledKernels() if compiled else TorchKernels()
+        kernels.products = _gpu_products(rank) if device.type == "cuda" else None
+        return kernels
     if compiled:
         raise ConfigError(
             f"--compile has no effect on a CPU with --cpu-kernels {requested}; leave --compile "
@@ -110,6 +113,18 @@ def choose_kernels(
         if rank == 0:
             logger.warning("using torch kernels, which are slower: %s", error)
         return TorchKernels()
+
+
+def _gpu_products(rank: int) -> Products | None:
+    """Returns the kernels for quantized matrices; None without Triton, which torch for CUDA
+    brings."""
+    try:
+        from pdserve.common.model.kernels.gpu.products import GpuProducts
+    except ImportError as error:
+        if rank == 0:
+            logger.warning("quantized matrices are dequantized for each product: %s", error)
+        return None
+    return GpuProducts()
 
 
 def make_backend(

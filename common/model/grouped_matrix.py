@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from ctypes import addressof
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
 from typing import NamedTuple
 
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from pdserve.common.core.quantization import Quantization
 from pdserve.common.model.kernels.packed import ROWS, Grouped, Packed
-from pdserve.common.model.packing import unpack_nibbles
+from pdserve.common.model.kernels.quantized import EvenGroups, Products, Quantized
+from pdserve.common.model.packing import pack_nibbles, unpack_nibbles
 from pdserve.common.model.sharding import Sharding
+
+logger = logging.getLogger(__name__)
 
 MAX_RUN = 128  # inputs that are quantized together; more would be less precise
 
@@ -48,7 +52,6 @@ class GroupedMatrix:
     `values`, `zeros` and `scales` are in row-major order while they are loaded. `pack` then
     reorders them in place if the kernels can multiply by the packed form; otherwise each product
     dequantizes the matrix.
-    the matrix in the dtype.
     """
 
     def __init__(
@@ -64,14 +67,16 @@ class GroupedMatrix:
         `block`: inputs that kernels sum separately (default: all)."""
         self.rows, self.group_of, self.quantization = rows, group_of, quantization
         self._block = block or len(group_of)
-        self._packer = sharding.kernels.packer
+        self._packer, self._products = sharding.kernels.packer, sharding.kernels.products
         held = rows if self._packer is None else -(-rows // ROWS) * ROWS
         inputs, stored = len(group_of), 0 if self.quantization.symmetric else groups
         self.values = sharding.zeros(held, inputs * self.bits // 8, dtype=torch.uint8)
         self.zeros = sharding.zeros(held, stored, dtype=torch.uint8)  # without `zero_offset`
         self.scales = sharding.zeros(held, groups)
         self._runs: Runs | None = None
-        self._described: Grouped | None = None  # once packed
+        self._described: Grouped | None = None  # once packed for a CPU
+        self._order: Tensor | None = None  # of the inputs, once packed for a GPU
+        self._quantized: Quantized | None = None
 
     @property
     def bits(self) -> int:
@@ -79,7 +84,7 @@ class GroupedMatrix:
 
     @property
     def packed(self) -> bool:
-        return self._described is not None
+        return self._described is not None or self._quantized is not None
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +104,9 @@ class GroupedMatrix:
     def pack(self) -> None:
         """Packs the matrix, once, after it was loaded."""
         packer = self._packer
+        if self._products is not None and not self.packed:
+            self._pack_for(self._products)
+            return
         if self.packed or packer is None or not packer.multiplies(self.scales.dtype):
             return
         self._runs = runs = Runs.of(self.group_of, self.bits, self._block)
@@ -122,8 +130,35 @@ class GroupedMatrix:
             zero=self.quantization.zero_offset,
         )
 
+    def _pack_for(self, products: Products) -> None:
+        """Sorts the inputs by group, and transposes scales and zero points, if kernels of a GPU
+        multiply by that."""
+        groups = self.scales.shape[1]
+        if (even := EvenGroups.of(self.group_of, groups)) is not None:
+            zeros = None if self.quantization.symmetric else self.zeros.view(groups, -1)
+            found = Quantized(
+                "nibbles" if self.bits == 4 else "uint8",
+                self.values,
+                self.scales.view(groups, -1),
+                even.size,
+                even.first,
+                zeros,
+                self.quantization.zero_offset,
+            )
+            if products.takes(found):
+                _reorder(self.values, self.bits, even.order)
+                self.scales.copy_(_transposed(self.scales))
+                self.zeros.copy_(_transposed(self.zeros))
+                self._order, self._quantized = even.order, found
+                return
+        _warn_once(self.bits)
+
     def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
         """Computes as `Weight.linear`."""
+        if self._quantized is not None and self._products is not None:
+            inputs = x if self._order is None else x.index_select(1, self._order)
+            found = self._products.linear(inputs, self._quantized, bias)
+            return F.linear(x, self.dense(), bias) if found is None else found
         if self._described is None or self._packer is None:
             return F.linear(x, self.dense(), bias)
         return self._packer.grouped_linear(x, self._described, bias, partial)
@@ -157,10 +192,45 @@ class GroupedMatrix:
 
     def _in_order(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns values, zeros and scales in row-major order."""
+        if self._quantized is not None:
+            values, order = self.values, self._order
+            if order is not None:
+                _reorder(values := values.clone(), self.bits, order.argsort())
+            return values, _back(self.zeros), _back(self.scales)
         if self._described is None or self._packer is None or self._runs is None:
             return self.values, self.zeros, self.scales
         values = self._packer.unpack_grouped(self.values, self.bits, self._runs.order)
         return values, _row_major(self.zeros), _row_major(self.scales)
+
+
+def _reorder(values: Tensor, bits: int, order: Tensor | None) -> None:
+    """Permutes the inputs of values in row-major order, in place."""
+    if order is None:
+        return
+    if bits == 4:
+        values.copy_(pack_nibbles(unpack_nibbles(values, torch.uint8).index_select(1, order)))
+    else:
+        values.copy_(values.index_select(1, order))
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """Returns `[out, groups]` with its numbers in the order `[groups, out]`."""
+    return tensor.t().reshape(tensor.shape)
+
+
+def _back(tensor: Tensor) -> Tensor:
+    """Reverses `_transposed`."""
+    rows, groups = tensor.shape
+    return tensor.view(groups, rows).t().contiguous()
+
+
+@cache
+def _warn_once(bits: int) -> None:
+    logger.warning(
+        "some %d-bit matrices are dequantized for each product, which is slow: kernels for GPUs "
+        "need groups of equally many inputs, a multiple of 16",
+        bits,
+    )
 
 
 def _interleaved(tensor: Tensor) -> Tensor:

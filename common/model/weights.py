@@ -5,9 +5,9 @@
     GroupedWeight   [out, in] 4- or 8-bit numbers, and a scale and a zero point per group of inputs
                     of an output channel: AWQ, GPTQ and pack-quantized checkpoints
 
-Native CPU kernels multiply by all of them directly. Otherwise int8 and grouped weights are
-dequantized for each product, which costs time but no lasting memory. `common/planning/footprint.py`
-computes the bytes of each format.
+Native CPU kernels multiply by all of them directly. Triton's on GPUs multiply by int8 and grouped
+weights if there are few tokens. Otherwise these are dequantized for each product, which costs time
+but no lasting memory. `common/planning/footprint.py` computes the bytes of each format.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.model.grouped_weight import GroupedWeight
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.kernels.packed import Packed, Packer, pointer
+from pdserve.common.model.kernels.quantized import Quantized
 from pdserve.common.model.sharding import (
     MatrixPart,
     Shard,
@@ -196,6 +197,9 @@ class Int8Matrix:
     ) -> None:
         self.matrix = WeightMatrix(values, kernels, part)
         self.scales = scales
+        self._products = kernels.products
+        row_major = self.matrix.tensor
+        self._quantized = Quantized("int8", row_major, scales[None], size=row_major.shape[1])
 
     @classmethod
     def rounded_of(cls, dense: Tensor, largest: Tensor, kernels: Kernels) -> Int8Matrix:
@@ -225,7 +229,10 @@ class Int8Matrix:
         return self.values * self.scales[:, None]
 
     def linear(self, x: Tensor, bias: Tensor | None, partial: bool = False) -> Tensor:
-        product = self.matrix.scaled_linear(x, self.scales, bias, partial)
+        if self._products is None:
+            product = self.matrix.scaled_linear(x, self.scales, bias, partial)
+        else:
+            product = self._products.linear(x, self._quantized, bias)
         return self._converted_linear(x, bias) if product is None else product
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 import msgspec
 import torch
@@ -344,10 +345,21 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
         runner.warm_up(scheduler.tokens, engine.max_num_rows)
         # Single queries have a kernel of their own, which is compiled at its first use.
         runner.warm_up(scheduler.seqs, scheduler.seqs)
+        for count in _kernel_sizes(runner, engine):
+            # As many rows as divide the tokens, or there would be more tokens.
+            runner.warm_up(count, gcd(count, 1 << (engine.max_num_rows.bit_length() - 1)))
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
     if engine.compilation.compile:
         runner.warm_up(num_tokens=1, num_seqs=1)  # torch.compile specializes on size 1
+
+
+def _kernel_sizes(runner: ModelRunner, engine: EngineConfig) -> Iterator[int]:
+    """Yields the numbers of tokens that together use all kernels for quantized matrices, which are
+    compiled at their first use."""
+    products = runner.model.kernels.products
+    counts = () if products is None else products.token_counts
+    yield from (count for count in counts if count < engine.scheduler.tokens)
 
 
 def _build_extension(

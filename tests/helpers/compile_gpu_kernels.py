@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from pdserve.common.model.kernels.gpu import activation, launch
+from pdserve.common.model.kernels.gpu import activation, launch, products
+from pdserve.common.model.kernels.quantized import Format, Quantized
 
 
 class _NoDriver(DriverBase):
@@ -65,13 +67,17 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_calls(capability: int) -> dict[str, dict[str, int]]:
-    """Makes all `CALLS` and compiles what they launch."""
+    """Makes all `CALLS` and compiles what they launch, each kernel once."""
     found: dict[str, dict[str, int]] = {}
+    known: list[Any] = []
 
     def compile_only(
         kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
         compiled = kernel.warmup(*args, grid=grid, **constants)
+        if any(compiled is each for each in known):
+            return
+        known.append(compiled)
         sizes = usage(compiled.asm["cubin"])
         dynamic = int(compiled.metadata.shared)
         name = f"{kernel.fn.__name__} {len(found)}"
@@ -89,7 +95,26 @@ def _activations() -> None:
         activation.silu_and_mul(torch.empty(3, 2 * 4096, dtype=dtype))
 
 
-CALLS: list[Callable[[], None]] = [_activations]
+def _products() -> None:
+    """Products of Llama-8B's matrices, with numbers of tokens of which some share a kernel."""
+    for dtype, (rows, inputs) in pairs((torch.bfloat16, torch.float16), SHAPES):
+        kinds: list[tuple[Format, int]] = [("int8", inputs), ("nibbles", 128), ("uint8", 128)]
+        for kind, size in kinds:
+            stored = inputs // 2 if kind == "nibbles" else inputs
+            groups, signed = inputs // size, kind == "int8"
+            matrix = Quantized(
+                kind,
+                torch.empty(rows, stored, dtype=torch.int8 if signed else torch.uint8),
+                torch.empty(groups, rows, dtype=dtype),
+                size,
+                zeros=None if signed else torch.empty(groups, rows, dtype=torch.uint8),
+            )
+            for tokens in (1, 7, 16, 17, 32, 64, 65, 256):
+                products.product(torch.empty(tokens, inputs, dtype=dtype), matrix)
+
+
+SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
+CALLS: list[Callable[[], None]] = [_activations, _products]
 """Call the functions of the package as a GPU's steps do, with tensors on the host."""
 
 if __name__ == "__main__":

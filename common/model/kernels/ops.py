@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.common.model.kernels.packed import Packer
+from pdserve.common.model.kernels.quantized import Products
 
 
 class Kernels(ABC):
@@ -20,6 +21,8 @@ class Kernels(ABC):
     name: str
     packer: Packer | None = None
     """Packs the matrices of linear layers; None: torch multiplies by them directly."""
+    products: Products | None = None
+    """Multiplies by quantized matrices on a GPU; None: they are dequantized for each product."""
 
     def read(self, x: Tensor) -> object:
         """Reads the memory of contiguous `x` once, as fast as the device can."""

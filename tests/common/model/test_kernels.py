@@ -59,7 +59,7 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
 
 
 def test_compile_takes_the_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = object()
+    compiled = TorchKernels()
     monkeypatch.setattr(device, "CompiledKernels", lambda: compiled)
     assert device.choose_kernels("auto", torch.device("cuda", 0), compiled=True) is compiled
     assert device.choose_kernels("torch", CPU, compiled=True) is compiled

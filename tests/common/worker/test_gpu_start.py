@@ -22,6 +22,7 @@ from pdserve.common.distributed.communicator import CommunicatorContext
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.parallel_state import ParallelState
 from pdserve.common.distributed.torch_communicator import START_SECONDS, NCCLCommunicator
+from pdserve.common.model.kernels.quantized import Products
 from pdserve.common.worker import sampler, worker
 from pdserve.common.worker.input_batch import StepBatch
 from pdserve.common.worker.runner import ModelRunner
@@ -31,13 +32,32 @@ from tiny_engine import CPU, load, new_cache, single_threaded_inference
 CUDA = torch.device("cuda", 0)
 
 
+def fake_runner(steps: list[tuple[int, int]], products: Products | None) -> Any:
+    model = SimpleNamespace(kernels=SimpleNamespace(products=products))
+    return SimpleNamespace(device=CUDA, model=model, warm_up=lambda *step: steps.append(step))
+
+
 def test_a_fake_gpu_is_warmed_up_with_single_queries_too() -> None:
     """FlashInfer compiles their kernel at its first use, which takes longer than a step may."""
     steps: list[tuple[int, int]] = []
-    runner: Any = SimpleNamespace(device=CUDA, warm_up=lambda *step: steps.append(step))
+    runner = fake_runner(steps, None)
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
     worker._warm_up(runner, EngineConfig(scheduler=scheduler))
     assert steps == [(64, 8), (8, 8)]
+
+
+@pytest.mark.parametrize(("rows", "sampled"), [(8, [8, 8]), (20, [16, 16]), (100, [16, 32])])
+def test_a_fake_gpu_is_warmed_up_with_all_sizes_of_products(rows: int, sampled: list[int]) -> None:
+    """Triton compiles a kernel at its first use: for a range of tokens, and of rows of an int8
+    head."""
+    steps: list[tuple[int, int]] = []
+    products: Any = SimpleNamespace(token_counts=(16, 32, 64, 128))
+    scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(64, rows))
+    worker._warm_up(fake_runner(steps, products), EngineConfig(scheduler=scheduler))
+    found = dict(steps[2:])
+    assert [found[size] for size in (16, 32)] == sampled
+    assert all(tokens % count == 0 for tokens, count in steps[2:])
+    assert set(found) == ({16, 32, 64} if rows > 64 else {16, 32})
 
 
 def test_a_warm_up_samples_what_needs_most_memory(monkeypatch: pytest.MonkeyPatch) -> None:
