@@ -116,7 +116,7 @@ def test_fake_nccl_waits_for_compilation_and_then_as_told(monkeypatch: pytest.Mo
 def test_time_outs_are_long_until_a_rank_has_compiled_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a GPU compiles and captures at the start is a fake here."""
+    """A GPU compiles and captures at the start, which are fakes here."""
     begun: list[str] = []
 
     def records(name: str) -> Any:
