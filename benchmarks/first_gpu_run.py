@@ -136,6 +136,20 @@ def kernels(run: Run) -> Iterator[Result]:
     yield run.checked("kernels", [*PYTEST, "tests/gpu/test_gpu_kernels.py", "-k", chosen], 200)
 
 
+def fused(run: Run) -> Iterator[Result]:
+    """Times each fused kernel beside torch's operators."""
+    result = run.checked("fused", [sys.executable, "-m", "benchmarks.fused_kernels"], 60)
+    if result.verdict == OK:
+        found = json.loads((run.work / "fused.log").read_text().splitlines()[-1])
+        result.details["kernels"] = found
+        result.says = "; ".join(
+            f"{each['kernel']} of {each['tokens']}: {each['triton_us']:.0f} µs, torch's "
+            f"{each['torch_us']:.0f} (difference {each['error']:.2g})"
+            for each in found
+        )
+    yield result
+
+
 def steps(run: Run) -> Iterator[Result]:
     """Tests the sampler, replayed graphs against eager steps, and waits of the host."""
     files = ["tests/gpu/test_gpu_steps.py", "tests/common/model/test_fake_forward.py"]
@@ -206,11 +220,12 @@ STAGES: dict[str, Stage] = {
     "doctor": doctor,
     "triton": triton,
     "kernels": kernels,
+    "fused": fused,
     "steps": steps,
     "clusters": clusters,
     "speeds": speeds,
 }
-NEED_GPU = ("triton", "kernels", "steps")
+NEED_GPU = ("triton", "kernels", "fused", "steps")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -62,7 +62,6 @@ class BenchStepConfig:
         "torch threads per rank (0: the usable cores divided by the ranks)",
     )
     cpu_kernels: str = same_option(ParallelConfig, "cpu_kernels")
-    compile: bool = same_option(CompilationConfig, "compile")
     enforce_eager: bool = same_option(CompilationConfig, "enforce_eager")
     device: str = same_option(ParallelConfig, "device")
     block_size: int = same_option(CacheConfig, "block_size")

@@ -1,4 +1,4 @@
-"""Options of CUDA graphs and torch.compile."""
+"""Options of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_GRAPH_SIZE = 512  # sequences; larger steps hide the cost of kernel launches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilationConfig:
-    """Graphs and compilation"""
+    """CUDA graphs"""
 
     enforce_eager: bool = option(False, "do not use CUDA graphs for decode steps on a GPU")
     cuda_graph_sizes: str | None = option(
@@ -21,11 +21,6 @@ class CompilationConfig:
         "the next size, larger ones run eagerly (default: 1, 2, 4 and multiples of 8 up to "
         "--max-num-seqs, at most 512)",
         metavar="N,N,...",
-    )
-    compile: bool = option(
-        False,
-        "fuse norms and activations with torch.compile, on a GPU or with --cpu-kernels torch; "
-        "compiling at start may take minutes",
     )
 
     def graph_sizes(self, max_num_seqs: int) -> tuple[int, ...]:

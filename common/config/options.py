@@ -256,7 +256,13 @@ def unknown_option(parser: argparse.ArgumentParser, name: str) -> str:
     return unknown("option", name, known)
 
 
+_REMOVED = {"compile": "leave it out; GPUs always have fused kernels"}
+
+
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    bare = name.lower().removeprefix("--").removeprefix("no-").removeprefix(PREFIX.lower())
+    if advice := _REMOVED.get(bare):
+        return f"{what} {name} was removed: {advice}"
     nearest = difflib.get_close_matches(name, known, n=1)
     return f"unknown {what} {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")
 

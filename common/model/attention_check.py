@@ -1,4 +1,5 @@
-"""Compiles FlashInfer's kernels on the first GPU, computes with them and compares with torch:
+"""Compiles FlashInfer's kernels on the first GPU and the one before them, computes with them and
+compares with torch:
 
     python -m pdserve.common.model.attention_check
 
@@ -16,8 +17,9 @@ import torch
 
 from pdserve.common.model.attention import AttentionBackend, AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
-from pdserve.common.model.device import make_backend
+from pdserve.common.model.device import choose_kernels, make_backend
 from pdserve.common.model.flashinfer_limits import why_not
+from pdserve.common.model.kernels.gpu import needs
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128)
 BLOCK_SIZE = 16
@@ -32,7 +34,10 @@ def main() -> None:
         print(json.dumps({"why": why}))
         return
     started = time.monotonic()
-    error = attention_error(make_backend(SHAPE, torch.device("cuda", 0), dtype))
+    device = torch.device("cuda", 0)
+    needs.use_cache_dir()
+    kernels = None if needs.missing() else choose_kernels("auto", device)
+    error = attention_error(make_backend(SHAPE, device, dtype, kernels))
     print(json.dumps({"error": error, "seconds": time.monotonic() - started}))
 
 
@@ -45,14 +50,17 @@ def attention_error(backend: AttentionBackend) -> float:
 
 def _difference(one: AttentionBackend, other: AttentionBackend, queries: list[int]) -> float:
     shape, random = one.shape, torch.Generator().manual_seed(0)
-    heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+    heads = shape.num_heads + 2 * shape.num_kv_heads
     batch = AttentionBatch(queries, [5, 30, 0], [[3, 5, 8], [1, 4, 7], [2, 6, 9]], BLOCK_SIZE)
-    rows = torch.randn(sum(queries), sum(heads), shape.head_dim, generator=random)
-    q, k, v = rows.to(one.device, one.dtype).split(heads, dim=1)
+    qkv = torch.randn(sum(queries), heads, shape.head_dim, generator=random)
+    angle = torch.rand(sum(queries), 1, shape.head_dim // 2, generator=random)
+    cos, sin = (part.to(one.device, one.dtype) for part in (angle.cos(), angle.sin()))
+    rows = qkv.to(one.device, one.dtype)
     size = 1, 2, 10, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
     cache = torch.randn(size, generator=random).to(one.device, one.dtype)
     found, expected = (
-        each.forward(0, q, k, v, cache.clone(), each.prepare(batch)) for each in (one, other)
+        each.attend(0, rows, None, (cos, sin), cache.clone(), each.prepare(batch))
+        for each in (one, other)
     )
     return float((found - expected).abs().max())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -32,6 +32,8 @@ from pdserve.common.model.flashinfer_limits import (
     tensor_cores,
     workspace_bytes,
 )
+from pdserve.common.model.layers import RMSNorm
+from pdserve.common.model.rotary import Angles
 from pdserve.common.model.staging import Mark, upload
 
 LAYOUT = "HND"  # blocks are [kv_heads, block_size, head_dim]
@@ -49,8 +51,16 @@ class FlashInferAttention(AttentionBackend):
 
     has_fixed = True
 
-    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention_input: Callable[..., Tensor] | None = None,
+    ) -> None:
+        """`attention_input`: the kernel of that name in `Kernels`."""
         super().__init__(shape, device, dtype)
+        self._attention_input = attention_input
         find_ninja()
         self._workspace = self._zeros(self._workspace_bytes())
         self._graph_workspace = self._workspace  # a larger one if `fixed` needs it
@@ -112,6 +122,20 @@ class FlashInferAttention(AttentionBackend):
     def refill(self, context: FlashInferContext, batch: AttentionBatch, block_ids: Tensor) -> None:
         self._plan(context.wrapper, batch, block_ids.to(torch.int32), decoding=True)
 
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        angles: Angles | None,
+        kv_cache: Tensor,
+        context: FlashInferContext,
+    ) -> Tensor:
+        if self._attention_input is None:
+            return super().attend(layer, qkv, norms, angles, kv_cache, context)
+        q = self._attention_input(qkv, norms, angles, kv_cache[layer], context.slots)
+        return self._run(q, kv_cache[layer], context)
+
     def forward(
         self,
         layer: int,
@@ -123,7 +147,10 @@ class FlashInferAttention(AttentionBackend):
     ) -> Tensor:
         cache = kv_cache[layer]
         context.slots.write(cache, k, v)
-        out: Tensor = context.wrapper.run(q.contiguous(), (cache[0], cache[1]))
+        return self._run(q.contiguous(), cache, context)
+
+    def _run(self, q: Tensor, cache: Tensor, context: FlashInferContext) -> Tensor:
+        out: Tensor = context.wrapper.run(q, (cache[0], cache[1]))
         return out
 
     def _plan(self, wrapper: Any, batch: AttentionBatch, block_ids: Tensor, decoding: bool) -> None:

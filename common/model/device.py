@@ -15,8 +15,7 @@ from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention, can_attend
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.kernels.native import NativeKernels
-from pdserve.common.model.kernels.ops import CompiledKernels, Kernels, TorchKernels
-from pdserve.common.model.kernels.quantized import Products
+from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 
 logger = logging.getLogger(__name__)
 
@@ -88,23 +87,20 @@ def cpu_has_fast_bf16() -> bool:
     return not _FAST_BF16_FLAGS.isdisjoint(cpu_flags())
 
 
-def choose_kernels(
-    requested: str, device: torch.device, rank: int = 0, compiled: bool = False
-) -> Kernels:
-    """Resolves --cpu-kernels and --compile. Rank 0 logs why it falls back to torch.
+def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kernels:
+    """Resolves --cpu-kernels. A GPU has Triton's unless "torch" was requested; `gpu/needs.py` says
+    what the host must have for them. Rank 0 logs why a CPU falls back to torch.
 
     Raises:
-        ConfigError: native kernels were requested and cannot be built, or exclude --compile.
+        ConfigError: native kernels were requested and cannot be built.
     """
-    if device.type != "cpu" or requested == "torch":
-        kernels = CompiledKernels() if compiled else TorchKernels()
-        kernels.products = _gpu_products(rank) if device.type == "cuda" else None
-        return kernels
-    if compiled:
-        raise ConfigError(
-            f"--compile has no effect on a CPU with --cpu-kernels {requested}; leave --compile "
-            "out, or pass --cpu-kernels torch, which is slower"
-        )
+    if requested == "torch" or device.type not in ("cpu", "cuda"):
+        return TorchKernels()
+    if device.type == "cuda":
+        # A host without a GPU may have no Triton.
+        from pdserve.common.model.kernels.gpu.ops import TritonKernels
+
+        return TritonKernels()
     try:
         return NativeKernels()
     except BuildError as error:
@@ -113,18 +109,6 @@ def choose_kernels(
         if rank == 0:
             logger.warning("using torch kernels, which are slower: %s", error)
         return TorchKernels()
-
-
-def _gpu_products(rank: int) -> Products | None:
-    """Returns the kernels for quantized matrices; None without Triton, which torch for CUDA
-    brings."""
-    try:
-        from pdserve.common.model.kernels.gpu.products import GpuProducts
-    except ImportError as error:
-        if rank == 0:
-            logger.warning("quantized matrices are dequantized for each product: %s", error)
-        return None
-    return GpuProducts()
 
 
 def make_backend(
@@ -155,4 +139,5 @@ def make_backend(
     # Importing flashinfer takes seconds and needs a GPU.
     from pdserve.common.model.attention_flashinfer import FlashInferAttention
 
-    return FlashInferAttention(shape, device, dtype)
+    fused = None if kernels is None else kernels.attention_input
+    return FlashInferAttention(shape, device, dtype, fused)

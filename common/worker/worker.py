@@ -137,8 +137,7 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
         row_bytes = model_spec.hidden_size * itemsize
         logger.info(describe_cost(spanned, row_bytes, engine.scheduler.tokens))
     all2all = make_all2all(engine.parallel.all2all_backend, state.ep)
-    compiled = engine.compilation.compile
-    kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank, compiled)
+    kernels = choose_kernels(engine.parallel.cpu_kernels, device, spec.rank)
     sharding = Sharding(
         state.tp, device, dtype, all2all, None, kernels, engine.cache.kv_cache_dtype
     )
@@ -350,8 +349,6 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
             runner.warm_up(count, gcd(count, 1 << (engine.max_num_rows.bit_length() - 1)))
     else:
         runner.warm_up(num_tokens=engine.cache.block_size, num_seqs=1)
-    if engine.compilation.compile:
-        runner.warm_up(num_tokens=1, num_seqs=1)  # torch.compile specializes on size 1
 
 
 def _kernel_sizes(runner: ModelRunner, engine: EngineConfig) -> Iterator[int]:

@@ -179,7 +179,7 @@ def engine_config(config: BenchStepConfig, cells: Iterable[Cell]) -> EngineConfi
             kv_cache_dtype=config.kv_cache_dtype,
         ),
         scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=tokens),
-        compilation=CompilationConfig(compile=config.compile, enforce_eager=config.enforce_eager),
+        compilation=CompilationConfig(enforce_eager=config.enforce_eager),
     )
 
 

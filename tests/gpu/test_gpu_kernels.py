@@ -1,14 +1,18 @@
-"""The code that runs on a GPU alone, against the same in plain torch."""
+"""The code that runs on a GPU alone, against the same in plain torch. What Triton's interpreter can
+run, too, is in `tests/common/model/test_triton_*.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.expert_weights import grouped_linear
-from pdserve.common.model.kernels.ops import CompiledKernels, TorchKernels
+from pdserve.common.model.kernels.gpu.ops import TritonKernels
+from pdserve.common.model.layers import RMSNorm
+from pdserve.common.model.sharding import Sharding
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -41,18 +45,33 @@ def test_flashinfer_equals_torch(
         torch.testing.assert_close(*written, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_compiled_operations_equal_torch(dtype: torch.dtype) -> None:
-    ours, plain = CompiledKernels(), TorchKernels()
-    weight = torch.rand(256, dtype=dtype, device="cuda")
-    for tokens in (1, 5, 300):
-        x, y = torch.randn(2, tokens, 256, dtype=dtype, device="cuda")
-        for found, expected in (
-            (ours.add_rms_norm(x, y, weight, 1e-5), plain.add_rms_norm(x, y, weight, 1e-5)),
-            (ours.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5)),
-            (ours.silu_and_mul(x), plain.silu_and_mul(x)),
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "head norms"])
+def test_one_kernel_before_attention_equals_torch(normed: bool) -> None:
+    pytest.importorskip("flashinfer")
+    from pdserve.common.model.attention_flashinfer import FlashInferAttention
+
+    shape, cuda, dtype = AttentionShape(8, 2, 128), torch.device("cuda"), torch.bfloat16
+    sharding = Sharding(GroupCoordinator(), cuda, dtype)
+    norms = RMSNorm("q", 128, 1e-6, sharding), RMSNorm("k", 128, 1e-6, sharding)
+    for norm in norms:
+        norm.weight += torch.rand(128, dtype=dtype, device=cuda)
+    for queries in ([1, 1, 1], [1, 9, 20]):
+        batch = AttentionBatch(queries, [5, 32, 0], [[3, 5, 8], [1, 4, 7], [2, 6, 9]], BLOCK_SIZE)
+        qkv = torch.randn(sum(queries), 12, 128, dtype=dtype, device=cuda)
+        angle = torch.rand(sum(queries), 1, 64, device=cuda)
+        angles = angle.cos().to(dtype), angle.sin().to(dtype)
+        cache = torch.randn(1, 2, 10, 2, BLOCK_SIZE, 128, dtype=dtype, device=cuda)
+        written, outputs = [], []
+        for backend in (
+            TorchAttention(shape, cuda, dtype),
+            FlashInferAttention(shape, cuda, dtype, TritonKernels.attention_input),
         ):
-            torch.testing.assert_close(found, expected)
+            written.append(cache.clone())
+            context, chosen = backend.prepare(batch), norms if normed else None
+            outputs.append(backend.attend(0, qkv, chosen, angles, written[-1], context))
+        torch.testing.assert_close(*outputs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        limit = TOLERANCE[dtype] if normed else 0
+        torch.testing.assert_close(*written, rtol=limit, atol=limit)
 
 
 def test_the_grouped_kernel_equals_the_loop() -> None:

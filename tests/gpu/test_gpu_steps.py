@@ -17,6 +17,7 @@ from pdserve.common.core.sampling import SampledToken
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import AttentionBatch
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.kernels.gpu.ops import TritonKernels
 from pdserve.common.model.loader import load_model
 from pdserve.common.model.sharding import Sharding
 from pdserve.common.worker.graphs import CudaCapture, DecodeGraphs
@@ -80,7 +81,7 @@ def model() -> CausalLM:
     pytest.importorskip("flashinfer")
     heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "hidden_size": 512}
     spec = replace(ModelSpec.from_folder(MODELS / "llama-gqa"), **heads)
-    sharding = Sharding(GroupCoordinator(), CUDA, torch.bfloat16)
+    sharding = Sharding(GroupCoordinator(), CUDA, torch.bfloat16, kernels=TritonKernels())
     return load_model(spec, ModelConfig(load_format="dummy"), sharding)
 
 

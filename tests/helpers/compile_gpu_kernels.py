@@ -21,8 +21,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from pdserve.common.model.kernels.gpu import activation, launch, products
+from pdserve.common.distributed.group import GroupCoordinator
+from pdserve.common.model.attention import SlotMapping
+from pdserve.common.model.kernels.gpu import activation, launch, norms, products
+from pdserve.common.model.kernels.gpu.attention_input import attention_input
 from pdserve.common.model.kernels.quantized import Format, Quantized
+from pdserve.common.model.layers import RMSNorm
+from pdserve.common.model.sharding import Sharding
 
 
 class _NoDriver(DriverBase):
@@ -67,7 +72,8 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_calls(capability: int) -> dict[str, dict[str, int]]:
-    """Makes all `CALLS` and compiles what they launch, each kernel once."""
+    """Makes all `CALLS`, then those `OF_ANY_COUNT`; compiles what they launch, each once. Raises
+    AssertionError if one of the latter needs another kernel for another number of tokens."""
     found: dict[str, dict[str, int]] = {}
     known: list[Any] = []
 
@@ -87,12 +93,73 @@ def compile_calls(capability: int) -> dict[str, dict[str, int]]:
     launch._run = compile_only
     for call in CALLS:
         call()
+    for several in OF_ANY_COUNT:
+        several(17)
+        count = len(known)
+        for tokens in (16, 1, 2, 1024):
+            several(tokens)
+            assert len(known) == count, f"{several.__name__} compiles for {tokens} tokens"
     return found
 
 
 def _activations() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         activation.silu_and_mul(torch.empty(3, 2 * 4096, dtype=dtype))
+
+
+def _norms() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (128, 1536, 16384, 18432):
+            x, weight = torch.empty(3, size, dtype=dtype), torch.empty(size, dtype=dtype)
+            norms.rms_norm(x, weight, 1e-6)
+            norms.add_rms_norm(x, x, weight, 1e-6)
+
+
+# Query heads, KV heads, head size; norms: Qwen3 8B and 0.6B, Llama 8B and others.
+INPUTS = [
+    ((32, 8, 128), True),
+    ((16, 8, 128), True),
+    ((32, 8, 128), False),
+    ((32, 8, 64), False),
+    ((14, 2, 64), True),
+    ((16, 4, 256), True),
+    ((8, 1, 256), False),
+]
+
+
+def _input_of(
+    heads: tuple[int, int, int], normed: bool, turned: bool, dtype: torch.dtype, tokens: int
+) -> None:
+    queries, kv_heads, dim = heads
+    sharding = Sharding(GroupCoordinator(), torch.device("cpu"), dtype)
+    norm = RMSNorm("", dim, 1e-6, sharding)
+    angle = torch.empty(tokens, 1, dim // 2, dtype=dtype)
+    attention_input(
+        torch.empty(tokens, queries + 2 * kv_heads, dim, dtype=dtype),
+        (norm, norm) if normed else None,
+        (angle, angle) if turned else None,
+        torch.empty(2, 4, kv_heads, 16, dim, dtype=dtype),
+        SlotMapping(*torch.zeros(3, tokens, dtype=torch.int64)),  # at odd addresses
+    )
+
+
+def _inputs() -> None:
+    for heads, normed in INPUTS:
+        for dtype in (torch.bfloat16, torch.float16):
+            _input_of(heads, normed, True, dtype, 3)
+    _input_of((32, 8, 128), False, False, torch.bfloat16, 3)
+
+
+def _layer_of(tokens: int) -> None:
+    """Qwen3 8B's, and the norm of its query heads alone."""
+    x, weight = torch.empty(tokens, 4096).bfloat16(), torch.empty(4096).bfloat16()
+    norms.rms_norm(x, weight, 1e-6)
+    norms.rms_norm(x[None], weight, 1e-6)
+    norms.add_rms_norm(x, x, weight, 1e-6)
+    activation.silu_and_mul(torch.empty(tokens, 2 * 12288).bfloat16())
+    _input_of((32, 8, 128), True, True, torch.bfloat16, tokens)
+    queries = torch.empty(tokens, 48, 128).bfloat16()[:, :32]
+    norms.rms_norm(queries, weight[:128], 1e-6)
 
 
 def _products() -> None:
@@ -114,8 +181,12 @@ def _products() -> None:
 
 
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
-CALLS: list[Callable[[], None]] = [_activations, _products]
+CALLS: list[Callable[[], None]] = [_activations, _norms, _inputs, _products]
 """Call the functions of the package as a GPU's steps do, with tensors on the host."""
+
+OF_ANY_COUNT: list[Callable[[int], None]] = [_layer_of]
+"""Take a number of tokens. One binary must do for all, because a graph captures and a node serves
+other numbers than those of the warm-up."""
 
 if __name__ == "__main__":
     triton.knobs.cache.dir = sys.argv[2]

@@ -2,8 +2,9 @@
 one, else on the CPU in Triton's interpreter. Import this before a module of that package.
 
 The interpreter keeps bfloat16 as 16-bit integers. Its own `dot` multiplies these integers, and its
-conversions to bfloat16 truncate, where a GPU rounds to nearest. Both are mended here. It replaces
-functions of Triton while it runs a kernel, so threads take turns.
+conversions to bfloat16 truncate, where a GPU rounds to nearest. Both are mended here. So are the
+functions that Triton has in Triton (`tl.sum`), which were defined when Triton was imported. The
+interpreter replaces functions of Triton while it runs a kernel, so threads take turns.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from triton.language import bfloat16, float32
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.language import bfloat16, float32, standard
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 from pdserve.common.model.kernels.gpu import launch
 
@@ -49,6 +50,12 @@ def _mend() -> None:
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = exact_dot, rounding
     InterpreterBuilder.create_fp_to_fp = converting
+    for name, value in list(vars(standard).items()):
+        if isinstance(value, triton.JITFunction):
+            interpreted = InterpretedFunction(value.fn)
+            for module in (standard, triton.language):
+                if getattr(module, name, None) is value:
+                    setattr(module, name, interpreted)
 
 
 def _take_turns() -> None:

@@ -1,12 +1,10 @@
-"""The operations between a layer's matrix products: the interface, torch, and torch.compile."""
+"""The operations between a layer's matrix products: the interface, and torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +19,9 @@ class Kernels(ABC):
     name: str
     packer: Packer | None = None
     """Packs the matrices of linear layers; None: torch multiplies by them directly."""
+    attention_input: Callable[..., Tensor] | None = None
+    """Norms and rotates queries and keys and writes the cache, in one kernel
+    (`gpu/attention_input.py`); None: the attention does it in steps."""
     products: Products | None = None
     """Multiplies by quantized matrices on a GPU; None: they are dequantized for each product."""
 
@@ -60,33 +61,3 @@ class TorchKernels(Kernels):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-
-
-# Round like the uncompiled operations, as far as inductor can.
-OPTIONS = {"emulate_precision_casts": True}
-
-
-class CompiledKernels(Kernels):
-    """`TorchKernels` compiled by torch.compile, one kernel per operation for any number of tokens.
-    Compiles at the first call, and once more for a single token."""
-
-    name = "compiled"
-
-    def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """`backend`: torch.compile's."""
-        plain, options = TorchKernels(), OPTIONS if backend == "inductor" else None
-        how: dict[str, Any] = {"dynamic": True, "backend": backend, "options": options}
-        self._rms_norm = torch.compile(plain.rms_norm, **how)
-        self._add_rms_norm = torch.compile(plain.add_rms_norm, **how)
-        self._silu_and_mul = torch.compile(plain.silu_and_mul, **how)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._add_rms_norm(residual, x, weight, eps)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return self._silu_and_mul(gate_up)

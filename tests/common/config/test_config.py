@@ -153,6 +153,8 @@ def test_an_owner_s_default_beats_the_part_s() -> None:
     [
         (["--prot=1"], {}, "unknown option --prot; did you mean --port?"),
         (["--max_modal_len", "5"], {}, "did you mean --max-model-len?"),
+        (["--no-compile"], {}, "option --no-compile was removed: leave it out"),
+        ([], {"PDSERVE_COMPILE": "1"}, "variable PDSERVE_COMPILE was removed: leave it out"),
         (["--max-model-len=1.0001k"], {}, "'1.0001k' is not a whole number"),
         (["--port=70k"], {}, "--port: 70000 is more than 65535"),
         (["--max-model", "5"], {}, "unknown option --max-model;"),

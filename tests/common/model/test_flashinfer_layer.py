@@ -13,6 +13,7 @@ import torch
 
 from fake_cuda import CUDA, NO_CUDA, fake_cuda
 from pdserve.common.model.attention import AttentionBatch, AttentionShape, SlotMapping
+from pdserve.common.model.device import choose_kernels
 from pdserve.common.model.staging import upload
 
 pytest.importorskip("flashinfer", reason="FlashInfer cannot be imported")
@@ -52,13 +53,14 @@ def test_all_calls_reach_fake_kernels(
 ) -> None:
     from pdserve.common.model.attention_flashinfer import FlashInferAttention
 
-    backend = FlashInferAttention(AttentionShape(8, kv_heads, 128), device, torch.bfloat16)
+    fused = choose_kernels("auto", device).attention_input if device == CUDA else None
+    backend = FlashInferAttention(AttentionShape(8, kv_heads, 128), device, torch.bfloat16, fused)
     cache = torch.zeros(1, 2, 10, kv_heads, 16, 128, dtype=torch.bfloat16, device=device)
     for batch in STEPS:
         count, heads = sum(batch.query_lens), 8 + 2 * kv_heads
         rows = torch.zeros(count, heads, 128, dtype=torch.bfloat16, device=device)
-        q, k, v = rows.split((8, kv_heads, kv_heads), dim=1)
-        backend.forward(0, q, k, v, cache, backend.prepare(batch))
+        angles = rows[:, :1, :64], rows[:, :1, :64]
+        backend.attend(0, rows, None, angles, cache, backend.prepare(batch))
     slots = SlotMapping(*torch.zeros(3, 4, dtype=torch.int64, device=device))
     context = backend.fixed(4, slots, 40)
     for batch in REPLAYED:

@@ -6,7 +6,6 @@ import functools
 import logging
 import operator
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from pdserve.common.core.errors import ConfigError
 from pdserve.common.model import device
 from pdserve.common.model.kernels import native
 from pdserve.common.model.kernels.native import NativeKernels
-from pdserve.common.model.kernels.ops import CompiledKernels, Kernels, TorchKernels
+from pdserve.common.model.kernels.ops import Kernels, TorchKernels
 from tiny_engine import CPU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,35 +57,12 @@ def test_without_a_compiler_the_torch_ones_are_used_and_the_log_says_so(
         device.choose_kernels("native", CPU)
 
 
-def test_compile_takes_the_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = TorchKernels()
-    monkeypatch.setattr(device, "CompiledKernels", lambda: compiled)
-    assert device.choose_kernels("auto", torch.device("cuda", 0), compiled=True) is compiled
-    assert device.choose_kernels("torch", CPU, compiled=True) is compiled
-    for requested in ("auto", "native"):
-        with pytest.raises(ConfigError, match="--cpu-kernels torch"):
-            device.choose_kernels(requested, CPU, compiled=True)
-
-
-def test_one_compilation_is_for_any_number_of_tokens() -> None:
-    """But for one token's. The code generator is left out: it takes minutes where it is cold."""
-    seen: list[int] = []
-
-    def generate(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        seen.append(len(seen))
-        return graph.forward
-
-    ours, plain, weight = CompiledKernels(generate), TorchKernels(), torch.rand(64)
-    for tokens in (7, 1, 33, 2, 512):
-        x, y = torch.randn(2, tokens, 64)
-        for found, expected in zip(
-            (*ours.add_rms_norm(x, y, weight, 1e-5), ours.rms_norm(x, weight, 1e-5)),
-            (*plain.add_rms_norm(x, y, weight, 1e-5), plain.rms_norm(x, weight, 1e-5)),
-            strict=True,
-        ):
-            torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(ours.silu_and_mul(x), plain.silu_and_mul(x))
-    assert len(seen) == 2 * 3
+def test_a_gpu_has_triton_s_kernels_unless_told_otherwise() -> None:
+    cuda = torch.device("cuda", 0)
+    assert [device.choose_kernels(name, cuda).name for name in ("auto", "torch")] == [
+        "triton",
+        "torch",
+    ]
 
 
 # ---- norms and activations ----

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from fake_cuda import check_layout
 from interpreted import DEVICE
 from paths import HELPERS
 from pdserve.common.model.kernels.gpu.activation import silu_and_mul
+from pdserve.common.model.kernels.gpu.launch import launch
+from pdserve.common.model.kernels.gpu.norms import MAX_BLOCK, add_rms_norm, rms_norm
 
 # The last bit, since silu is rounded, too, and e^x is not the same everywhere.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -30,6 +33,67 @@ def test_silu_and_mul_equals_torch(tokens: int, size: int, dtype: torch.dtype) -
     gate, up = gate_up.chunk(2, dim=-1)
     rtol = TOLERANCE[dtype]
     torch.testing.assert_close(silu_and_mul(gate_up), F.silu(gate) * up, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(1, 8), (5, 100), (3, 1536), (2, MAX_BLOCK + 8), (0, 16)], ids=str
+)
+def test_norms_equal_torch(tokens: int, size: int, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, tokens, size, device=DEVICE).to(dtype)
+    weight = torch.rand(size, device=DEVICE).to(dtype)
+    rtol = TOLERANCE[dtype]
+    total, normed = add_rms_norm(residual, x, weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    for found, given in ((rms_norm(x, weight, 1e-5), x), (normed, total)):
+        expected = F.rms_norm(given, (size,), weight, 1e-5)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
+
+
+def test_norms_read_views_where_they_are() -> None:
+    """Query heads between others, classes' `[1, T, size]`, transposed heads, latents in a row."""
+    qkv = torch.randn(5, 6, 64, device=DEVICE)
+    weight = torch.rand(64, device=DEVICE)
+    for x in (qkv[:, 1:4], qkv[:1, 2:], qkv[None], qkv[None].mT.mT.transpose(1, 2), qkv[:, 2]):
+        torch.testing.assert_close(rms_norm(x, weight, 1e-3), F.rms_norm(x, (64,), weight, 1e-3))
+    columns = qkv.mT[:, :, :6].contiguous().mT  # whose rows are not contiguous
+    assert columns.stride(2) != 1
+    torch.testing.assert_close(
+        rms_norm(columns, weight, 1e-3), F.rms_norm(columns, (64,), weight, 1e-3)
+    )
+
+
+def test_a_poisoned_row_spoils_no_other() -> None:
+    x, weight = torch.randn(4, 24, device=DEVICE), torch.rand(24, device=DEVICE)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    bad = torch.tensor([False, True, True, False], device=DEVICE)
+    assert torch.equal(rms_norm(x, weight, 1e-5).isnan().any(1), bad)
+    assert torch.equal(add_rms_norm(x, x, weight, 1e-5)[1].isnan().any(1), bad)
+
+
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the thread's GPU is: in a new thread it is the first."""
+    entered: list[torch.Tensor] = []
+    order: list[str] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        order.append("in")
+        yield
+        order.append("out")
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **constants: order.append("launched")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    tensor = torch.zeros(1)
+    launch(Kernel(), (1,), 3, tensor, None, BLOCK=4)
+    launch(Kernel(), (0,), 3, tensor, None, BLOCK=4)
+    assert order == ["in", "launched", "out"] and entered[0] is tensor
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pdserve.common.core.sampling import SamplingParams
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import DRAWN
 from pdserve.common.model.decoder import CausalLM
+from pdserve.common.model.device import choose_kernels
 from pdserve.common.model.kernels.gpu.activation import silu_and_mul
 from pdserve.common.model.kernels.gpu.launch import launch
 from pdserve.common.model.sharding import Sharding
@@ -83,7 +84,9 @@ def sequence(seq_id: int, tokens: tuple[int, ...], start: int) -> StepSequence:
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mixtral", "qwen3-moe"])
 def test_steps_wait_for_no_value_of_a_fake_gpu(name: str) -> None:
     spec, group = ModelSpec.from_folder(MODELS / name), GroupCoordinator(device=CUDA)
-    model = CausalLM(spec, Sharding(group, CUDA, torch.bfloat16))
+    kernels = choose_kernels("auto", CUDA)
+    assert kernels.name == "triton"
+    model = CausalLM(spec, Sharding(group, CUDA, torch.bfloat16, kernels=kernels))
     shape = spec.num_layers, 2, 20, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim
     caches = [torch.zeros(shape, dtype=torch.bfloat16, device=CUDA)]
     runner = ModelRunner(model, caches, CUDA, True, feed=TokenFeed(group))
