@@ -204,7 +204,7 @@ def test_the_memory_of_graphs_is_counted(model: CausalLM, stage: Stage | None) -
 
 
 def test_closed_graphs_are_gone(model: CausalLM) -> None:
-    """Those with collectives must be, before their communicators end; no cycle may keep them."""
+    """A graph with collectives must go before its communicator, so no cycle may keep it."""
     captured: list[weakref.ref[Callable[[], object]]] = []
 
     def capture(compute: Compute) -> Callable[[], object]:
