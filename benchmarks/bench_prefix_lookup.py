@@ -112,6 +112,7 @@ class Placement:
         request = PlacementRequest(
             request_id="r",
             num_tokens=len(tokens),
+            longest=len(tokens) + 1,
             adapter="",
             version=None,
             avoid=(),

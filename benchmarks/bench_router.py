@@ -256,9 +256,9 @@ def placement(count: int) -> dict[str, Any]:
     view = ClusterView(registry)
     selector = NodeSelector(RoutingConfig(), view, load_policies(RoutingConfig()))
     request = PlacementRequest(
-        request_id="r", num_tokens=9, adapter="", version=None, avoid=(), local_prefill=False,
-        last_chance=lambda role: False, waiting=lambda what: nullcontext(0.0),
-        blocks=lambda size: PromptBlocks((), size),
+        request_id="r", num_tokens=9, longest=10, adapter="", version=None, avoid=(),
+        local_prefill=False, last_chance=lambda role: False,
+        waiting=lambda what: nullcontext(0.0), blocks=lambda size: PromptBlocks((), size),
     )  # fmt: skip
 
     async def place() -> None:  # never blocks

@@ -4,25 +4,43 @@ PUB      topic │ sequence number, 8 bytes big-endian │ batch
 ROUTER   asked:  "" │ first number wanted              (a REQ socket adds the empty frame)
          answers, one for each batch that is kept and then one with the number -1:
          "" │ number │ batch
+
+Anyone who reaches the sockets may use them, so asking must not delay the node's steps: all replays
+together get a small share of the event loop, and a client that does not read loses its replay.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
+from time import monotonic
+from typing import TypeAlias
 
 import zmq
 import zmq.asyncio
 
 from pdserve.common.config.kv_events import FLAG, KVEventsConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.rpc.kv_events import KVEventBatch, encode_batch
 
 logger = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)
+
+# Replays send a piece of so many messages and bytes, whatever ends it first (about a millisecond),
+# and then pause for so many seconds.
+PIECE, PIECE_NBYTES, PAUSE = 32, 2**18, 0.005
+MAX_REPLAYS = 64  # at a time; further clients wait
+UNREAD_TIMEOUT = 10.0  # seconds until a client that reads nothing loses its replay
+MAX_ASKED = 1024  # bytes of a frame from a client
+
+Kept: TypeAlias = deque[tuple[bytes, bytes]]
 
 
 class KVEventPublisher:
@@ -32,13 +50,14 @@ class KVEventPublisher:
         """Raises ConfigError: an endpoint cannot be bound."""
         endpoint, replay = config.of_replica(replica)
         self._topic = config.topic.encode()
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._kept: Kept = deque(maxlen=config.buffer_steps)
         self._numbers = count()
         self._context = zmq.asyncio.Context()
         self._replay: zmq.asyncio.Socket | None = None
         self._pub: zmq.Socket = zmq.Context.shadow(self._context).socket(zmq.PUB)
         self._pub.set_hwm(config.hwm)
         self._pub.setsockopt(zmq.LINGER, 0)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED)
         try:
             if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc:"):
                 self._pub.bind(endpoint)
@@ -47,6 +66,9 @@ class KVEventPublisher:
             if replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 self._replay.setsockopt(zmq.LINGER, 0)
+                self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED)
+                self._replay.setsockopt(zmq.SNDHWM, 2 * PIECE)
+                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._replay.bind(replay)
         except zmq.ZMQError as error:
             self.close()
@@ -62,19 +84,89 @@ class KVEventPublisher:
 
     async def serve_replays(self) -> None:
         """Answers those who missed batches, until cancelled."""
-        while self._replay is not None:
-            frames = await self._replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
-                logger.warning("a request for KV events is not an empty frame and 8 bytes")
-                continue
-            client, empty, first = frames
-            for number, message in list(self._kept):
-                if number >= first:  # big-endian: the order of the numbers
-                    await self._replay.send_multipart((client, empty, number, message))
-            await self._replay.send_multipart((client, empty, END, b""))
+        if self._replay is not None:
+            await Replays(self._replay, self._kept).serve()
 
     def close(self) -> None:
         self._pub.close()
         if self._replay is not None:
             self._replay.close()
         self._context.term()
+
+
+@dataclass(slots=True)
+class _Replay:
+    """One client's answer."""
+
+    wanted: int  # the next number
+    last: int  # the last number before the end
+    since: float  # when it last took a message
+
+
+class Replays:
+    """Answers the clients of one replay socket in turn. A client that asks again before the end
+    gets the newer answer instead."""
+
+    def __init__(
+        self, socket: zmq.asyncio.Socket, kept: Kept, now: Callable[[], float] = monotonic
+    ) -> None:
+        """`kept`: number and encoded batch of the last messages, which others append."""
+        self._socket = socket
+        self._kept = kept
+        self._now = now
+        self._replays: dict[bytes, _Replay] = {}
+        self._log = LogThrottle(logger)
+
+    async def serve(self) -> None:
+        """Answers until cancelled."""
+        while True:
+            if not self._replays:
+                self._begin(await self._socket.recv_multipart())
+            await self._begin_others()
+            await self._send_piece()
+            await asyncio.sleep(PAUSE)
+
+    async def _begin_others(self) -> None:
+        with suppress(zmq.Again):
+            for _ in range(PIECE):
+                if len(self._replays) >= MAX_REPLAYS:
+                    return
+                self._begin(await self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _begin(self, frames: Sequence[bytes]) -> None:
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            self._log.warning("a request for KV events is not an empty frame and 8 bytes")
+            return
+        first = int.from_bytes(self._kept[0][0], "big") if self._kept else 0
+        wanted = max(first, int.from_bytes(frames[2], "big"))
+        self._replays[frames[0]] = _Replay(wanted, first + len(self._kept) - 1, self._now())
+
+    async def _send_piece(self) -> None:
+        sent, nbytes = 0, 0
+        while self._replays and sent < PIECE and nbytes < PIECE_NBYTES:
+            moved = False
+            for client, replay in list(self._replays.items()):
+                size = await self._send(client, replay)
+                moved, sent, nbytes = moved or size > 0, sent + 1, nbytes + size
+            if not moved:
+                return  # none of them reads
+
+    async def _send(self, client: bytes, replay: _Replay) -> int:
+        """Sends the client's next message; returns its bytes, 0: the client does not read."""
+        first = int.from_bytes(self._kept[0][0], "big") if self._kept else 0
+        replay.wanted = max(replay.wanted, first)
+        ends = replay.wanted > replay.last
+        number, message = (END, b"") if ends else self._kept[replay.wanted - first]
+        try:
+            await self._socket.send_multipart((client, b"", number, message), zmq.NOBLOCK)
+        except zmq.Again:
+            if self._now() - replay.since > UNREAD_TIMEOUT:
+                self._log.warning("a client does not read the KV events that it asked for")
+                del self._replays[client]
+            return 0
+        except zmq.ZMQError:  # it is gone
+            ends = True
+        if ends:
+            del self._replays[client]
+        replay.wanted, replay.since = replay.wanted + 1, self._now()
+        return len(number) + len(message)

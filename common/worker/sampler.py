@@ -7,8 +7,9 @@ A pure function: random numbers are keyed by (seed, position), so a sequence dra
 in any batch, on any rank and any node.
 
 It is total: for any logits and parameters each row gives an allowed token of the vocabulary or a
-`FailedRow`. It computes in float64, where no float32 parameter makes a float32 logit overflow;
-NaN and infinity do not spread to other rows.
+`FailedRow`; NaN and infinity do not spread to other rows. A CPU computes in float64, where no
+float32 parameter makes a float32 logit overflow. A GPU computes in float32 and draws with one
+kernel (`kernels/gpu/sampling.py`); its tokens are a CPU's, except where rounding moves a threshold.
 
 It runs on the logits' device, and the host of a GPU waits only once, for all results: nothing
 before depends on a value (no boolean indexing). The tokens are on the device before.
@@ -87,7 +88,7 @@ def _sample(logits: torch.Tensor, sequences: Sequence[StepSequence]) -> Sampled:
         for some in _parts(rows, logits.shape[1]):
             where = indices(some, logits)
             tokens[where], allowed[where] = _choose(
-                logits.index_select(0, where).double(),
+                _scores(logits.index_select(0, where)),
                 [sequences[row] for row in some],
                 [params[row] for row in some],
             )
@@ -120,6 +121,23 @@ def _parts(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
         yield rows[start : start + size]
 
 
+def _fused(logits: torch.Tensor) -> bool:
+    """Returns whether `kernels/gpu` draws the tokens."""
+    return logits.device.type == "cuda"
+
+
+def compile_kernels(vocab: int, device: torch.device) -> None:
+    """Compiles the kernels that draw on a GPU, whatever filters a batch will have."""
+    from pdserve.common.model.kernels.gpu import sampling
+
+    sampling.warm_up(vocab, device)
+
+
+def _scores(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the logits in the precision in which they are adjusted."""
+    return logits if _fused(logits) else logits.double()
+
+
 def _finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Replaces +infinity by the largest float. A CPU skips this if there is none; on a GPU that
     check would make the host wait."""
@@ -144,34 +162,40 @@ def params_of(sequence: StepSequence) -> SamplingParams:
 def _choose(
     scores: torch.Tensor, sequences: Sequence[StepSequence], params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns per row of float64 `scores`, which it modifies, the token and whether it is
-    allowed."""
+    """Returns per row of `scores`, which it modifies, the token and whether it is allowed."""
     scores = adjust(scores, sequences, params)
     best, tokens = scores.max(dim=-1)
     allowed = best > -math.inf
     if drawn := [row for row, p in enumerate(params) if not p.greedy]:
-        where = indices(drawn, scores)
-        tokens[where], allowed[where] = draw(
-            select_rows(scores, drawn),
-            [params[row] for row in drawn],
-            [sequences[row] for row in drawn],
-        )
+        where, some = indices(drawn, scores), select_rows(scores, drawn)
+        chosen = [params[row] for row in drawn]
+        # Positions count from the sequence's start, so a resumed sequence draws the same numbers.
+        keys = [(s.seed, s.start + len(s.token_ids)) for s in (sequences[row] for row in drawn)]
+        if _fused(scores):
+            from pdserve.common.model.kernels.gpu import sampling  # torch for CUDA brings Triton
+
+            draws = [
+                sampling.Draw(p.temperature, p.top_k, p.top_p, p.min_p, *key)
+                for p, key in zip(chosen, keys, strict=True)
+            ]
+            tokens[where], allowed[where] = sampling.draw_tokens(some, draws)
+        else:
+            tokens[where], allowed[where] = draw(some, chosen, keys)
     return tokens, allowed
 
 
-# ---- drawing ----
+# ---- drawing on a CPU ----
 
 
 def draw(
-    logits: torch.Tensor, params: Sequence[SamplingParams], sequences: Sequence[StepSequence]
+    logits: torch.Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples by inverting the cumulative distribution (float64, so that its tail counts): the
-    first token whose cumulative probability exceeds the row's random number. Returns the tokens and
-    whether each has a probability above 0."""
+    first token whose cumulative probability exceeds the random number of the row's `keys`, seed and
+    position. Returns the tokens and whether each has a probability above 0."""
     probs = filtered_probs(logits, params)
     cumulative = probs.cumsum(dim=-1)
-    # Positions count from the sequence's start, so a resumed sequence draws the same numbers.
-    numbers = column([uniform(s.seed, s.start + len(s.token_ids)) for s in sequences], cumulative)
+    numbers = column([uniform(*key) for key in keys], cumulative)
     tokens = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
     tokens.clamp_(max=probs.shape[1] - 1)  # a row of NaN gives an index past the end
     return tokens.squeeze(1), probs.gather(1, tokens).squeeze(1) > 0
@@ -218,8 +242,7 @@ def _filter_top_p(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torc
         return probs
     share = column([params[row].top_p for row in rows], probs)
     subset = select_rows(probs, rows)
-    # On a GPU the check in the loop would make the host wait, so it sorts everything.
-    width = _TOP_P_WIDTH if probs.device.type == "cpu" else probs.shape[1]
+    width = _TOP_P_WIDTH
     while True:
         values = subset.topk(min(width, subset.shape[1]), dim=-1).values
         before = values.cumsum(dim=-1) - values

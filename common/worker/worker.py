@@ -55,6 +55,7 @@ from pdserve.common.worker.kv_cache import (
 from pdserve.common.worker.lent_cores import LentCores, join_lent_cores
 from pdserve.common.worker.peaks import peaks_of
 from pdserve.common.worker.runner import ModelRunner, StageLink
+from pdserve.common.worker.sampler import compile_kernels
 from pdserve.common.worker.token_feed import TokenFeed
 
 logger = logging.getLogger(__name__)
@@ -341,6 +342,8 @@ def _warm_up(runner: ModelRunner, engine: EngineConfig) -> None:
     a short step checks that the ranks compute together."""
     scheduler = engine.scheduler
     if runner.device.type == "cuda":
+        if runner.samples and runner.model.stage.last:
+            compile_kernels(runner.model.spec.vocab_size, runner.device)
         runner.warm_up(scheduler.tokens, engine.max_num_rows)
         # Single queries have a kernel of their own, which is compiled at its first use.
         runner.warm_up(scheduler.seqs, scheduler.seqs)

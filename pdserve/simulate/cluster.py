@@ -347,6 +347,7 @@ class Cluster:
         return PlacementRequest(
             request_id=request_id,
             num_tokens=arrival.num_tokens,
+            longest=arrival.num_tokens + arrival.output_tokens,
             adapter="",
             version=None,
             avoid=(),

@@ -64,12 +64,11 @@ class ClusterView:
             lambda decode: links.allows_all(decode.id) or bool(self.sources(decode, prefills))
         )
 
-    def standing_in(self, decodes: Candidates) -> Candidates:
-        """Returns the decode nodes that must prefill, because no prefill node can serve them now:
-        at once while one is alive (its link is broken, or it is unhealthy), else when the last one
-        has been silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes that have all
-        deregistered, or have not registered yet."""
-        prefills = self.candidates(pb.ROLE_PREFILL)
+    def standing_in(self, decodes: Candidates, prefills: Candidates) -> Candidates:
+        """Returns the decode nodes that must prefill, because none of these prefill nodes can serve
+        them now: at once while any is alive (its link is broken, or it is unhealthy), else when the
+        last one has been silent for `STAND_IN_AFTER`. A decode node waits for prefill nodes that
+        have all deregistered, or have not registered yet."""
         kinds = filter(self._may_stand_in, decodes.kinds)
         return decodes.of_kinds(kinds).where(lambda decode: not self.sources(decode, prefills))
 
@@ -88,13 +87,14 @@ class ClusterView:
     def ready(self) -> tuple[bool, str]:
         """Returns whether a new request could be served now, and a reason or a remark."""
         decodes = self.candidates(pb.ROLE_DECODE)
-        if self.supplied(decodes, self.candidates(pb.ROLE_PREFILL)):
+        prefills = self.candidates(pb.ROLE_PREFILL)
+        if self.supplied(decodes, prefills):
             return True, "ok"
         both = bool(self._kinds.of_role(pb.ROLE_BOTH))
         apart = any(map(self._kinds.of_role, (pb.ROLE_PREFILL, pb.ROLE_DECODE)))
         if self.candidates(pb.ROLE_BOTH):
             return True, f"nodes of both roles serve: {self._why_no_pair()}" if apart else "ok"
-        if self.standing_in(decodes):
+        if self.standing_in(decodes, prefills):
             return True, f"decode nodes prefill: {self._why_no_pair()}"
         reasons = [self._why_no_pair()] if apart or not both else []
         reasons += [self._why_missing(pb.ROLE_BOTH)] if both else []
@@ -103,8 +103,7 @@ class ClusterView:
     def placed_by_others(self) -> tuple[int, int]:
         """Returns the choices that other routers have on this cluster's nodes, and how many routers
         there are, by the nodes' reports."""
-        nodes = self._nodes(pb.ROLE_DECODE, pb.ROLE_BOTH)  # a choice has one of these
-        loads = [node.load for node in nodes if self.registry.is_alive(node)]
+        loads = [node.load for node in self.answering() if self.registry.is_alive(node)]
         routers = max((load.routers for load in loads), default=1)
         return sum(load.others for load in loads), max(1, routers)
 
@@ -160,6 +159,10 @@ class ClusterView:
     def _usable(self, role: int) -> Iterator[Node]:
         """Yields the nodes of a role that may get a request now, in order of arrival."""
         return filter(self.is_usable, self._nodes(role))
+
+    def answering(self) -> list[Node]:
+        """Returns the registered nodes that decode: a choice has one of these."""
+        return self._nodes(pb.ROLE_DECODE, pb.ROLE_BOTH)
 
     def _nodes(self, *roles: int) -> list[Node]:
         return [node for node in self.registry.nodes() if node.info.role in roles]
@@ -245,9 +248,8 @@ class ClusterView:
         """Returns the reason for the node's state, or its fault if it is usable."""
         why = node.unreachable or self._why_unusable(node) or unpaired.get(node.id)
         why = why or node.load.reason
-        if not node.skew:
-            return why
-        return node.clock_off if why in ("", "ok") else f"{why}; {node.clock_off}"
+        remarks = [each for each in (node.clock_off, node.short) if each]
+        return "; ".join([*([] if why in ("", "ok") else [why]), *remarks]) if remarks else why
 
     def _describe(self, node: Node, unpaired: Mapping[str, str]) -> dict[str, Any]:
         load = node.load

@@ -58,6 +58,7 @@ class Node:
     silent: bool = False  # its heartbeats, or its answers, have stopped
     skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
     unreachable: str = ""  # why it does not answer, though its heartbeats may come
+    short: str = ""  # that it holds much less context than the router offers
     last_answer: float = 0.0  # the time of its last answer
     # ---- when and whether it is asked for its health; `probe_nodes` writes these
     look_at: float = 0.0

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter
+from types import MappingProxyType
 from typing import TypeVar
 
 from pdserve.common.config.router import RoutingConfig
@@ -35,8 +36,11 @@ from pdserve.router.cluster.policy import (
     Policy,
     PolicyRequest,
 )
+from pdserve.router.cluster.window import holds
 
 logger = logging.getLogger(__name__)
+
+SLOW = 0.1  # seconds of one call of a policy; built-in ones take microseconds
 
 T = TypeVar("T")
 Match = Callable[[Callable[[int], Blocks]], Mapping[Node, int]]  # as `NodeCaches.match`
@@ -48,6 +52,7 @@ class PlacementRequest:
 
     request_id: str
     num_tokens: int  # tokens to prefill
+    longest: int  # tokens of prompt and answer together, at most
     adapter: str  # digest of its LoRA adapter; empty: it has none
     version: str | None  # fingerprint of the nodes that made its tokens so far; None: it has none
     avoid: Collection[str]  # ids of nodes that have failed it
@@ -91,17 +96,20 @@ class RolePolicy:
         self._policy = policy
         self._match = match if policy.uses_prefixes else None
         self._metrics = metrics
-        self._log = LogThrottle(logger)
+        self._log, self._slow = LogThrottle(logger), LogThrottle(logger)
 
     def choose(self, request: PlacementRequest, nodes: Candidates) -> Node | None:
         """Returns the policy's choice, or the least loaded node if that fails."""
         try:
-            node = self._policy.choose(self._view(request), nodes)
+            with self._timed():
+                node = self._policy.choose(self._view(request), nodes)
             if node is None or node in nodes:
                 return node  # type: ignore[return-value]
             why = f"it chose {printable(str(getattr(node, 'id', node)), 80)}, which does not fit"
-        except Exception as error:
-            why = f"it raised {error!r}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a Rust panic and sys.exit are none of Exception
+            why = _raised(error)
         self._failed(why)
         return next(nodes.by_load(), None)
 
@@ -109,9 +117,12 @@ class RolePolicy:
         """Notes that the node gets the request."""
         view = self._view(request)
         try:
-            self._policy.placed(view, node)
-        except Exception as error:
-            self._failed(f"it raised {error!r}")
+            with self._timed():
+                self._policy.placed(view, node)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._failed(_raised(error))
         if self._match is not None and self._metrics is not None:
             self._metrics.prefix_index_queries.labels(self._name).inc(request.num_tokens)
             self._metrics.prefix_index_hits.labels(self._name).inc(view.cached.get(node, 0))
@@ -140,16 +151,30 @@ class RolePolicy:
             request.views[self.role] = view
         return view
 
-    def _cached(self, request: PlacementRequest) -> dict[NodeState, int]:
+    def _cached(self, request: PlacementRequest) -> Mapping[NodeState, int]:
         assert self._match is not None
         if not request.matched:
             request.matched.append(self._match(request.blocks))
         most = request.num_tokens - 1  # the last token is computed in any case
-        return {
+        cached: dict[NodeState, int] = {
             node: min(most, num_blocks * node.info.block_size)
             for node, num_blocks in request.matched[0].items()
             if node.info.role == self.role
         }
+        return MappingProxyType(cached)  # a policy must not change it
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Logs a warning if the policy takes long: it runs on the event loop."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            if (took := perf_counter() - began) > SLOW:
+                self._slow.warning(
+                    "the policy for %s nodes took %.0f ms, and every request waited for it",
+                    self._name, took * 1e3,
+                )  # fmt: skip
 
     def _failed(self, why: str) -> None:
         self._log.warning("the policy for %s nodes failed, so load decides: %s", self._name, why)
@@ -218,7 +243,7 @@ class NodeSelector:
         """Returns what `prefill` returns, alone in a tuple; None: wait."""
         if request.local_prefill:
             return (None,)
-        prefills = _adapted(self._view.candidates(pb.ROLE_PREFILL), request)
+        prefills = self._computing(request)
         if fitting := self._view.sources(decode, prefills):
             alone = _isolated(fitting, request, "prefill")
             policy = self._policies[pb.ROLE_PREFILL]
@@ -237,18 +262,31 @@ class NodeSelector:
         if short or request.local_prefill:
             path = PromptPath.LOCAL if short else PromptPath.STAND_IN
             return self._pick(request, decodes, boths, path)
-        prefills = _adapted(view.candidates(pb.ROLE_PREFILL), request)
+        prefills = self._computing(request)
         for some in (_without(prefills, avoid), prefills):
             paired = view.supplied(decodes, some)
             if _without(paired, avoid) or _without(boths, avoid):
                 return self._pick(request, paired, boths)
         if (found := self._pick(request, paired, boths)) is not None:
             return found
-        alone = decodes if request.version else view.standing_in(decodes)
+        able = self._holding(view.candidates(pb.ROLE_PREFILL), request.num_tokens + 1)
+        alone = decodes if request.version else view.standing_in(decodes, able)
         return self._pick(request, alone, boths, PromptPath.STAND_IN)
+
+    def _computing(self, request: PlacementRequest) -> Candidates:
+        """Returns the prefill nodes that can compute the prompt and one token."""
+        nodes = _adapted(self._view.candidates(pb.ROLE_PREFILL), request)
+        return self._holding(nodes, request.num_tokens + 1)
+
+    def _holding(self, nodes: Candidates, num_tokens: int) -> Candidates:
+        """Returns the nodes that hold so many tokens: usually all."""
+        if num_tokens <= self._view.registry.least_window:
+            return nodes
+        return nodes.where(lambda node: holds(node, num_tokens))
 
     def _able(self, role: int, request: PlacementRequest) -> Candidates:
         usable = _adapted(self._view.candidates(role), request)
+        usable = self._holding(usable, request.longest)
         nodes = _isolated(usable, request, ROLE_NAMES[role])
         if (version := request.version) is None:
             return nodes
@@ -320,9 +358,18 @@ class NodeSelector:
             reason = "no usable node has the version that began this request"
         elif ready and request.adapter:
             reason = "no usable nodes have the adapter"
+        elif ready and not any(holds(node, request.longest) for node in self._view.answering()):
+            reason = f"no registered node holds {request.longest} tokens any more"
         elif ready:
             reason = "the remaining nodes are reserved for a request that has failed on others"
         return Unavailable(reason, code="NO_NODE", retry_after=2.0)
+
+
+def _raised(error: BaseException) -> str:
+    try:
+        return f"it raised {printable(repr(error), 200)}"
+    except Exception:  # of its own __repr__
+        return f"it raised {type(error).__name__}"
 
 
 def _without(nodes: Candidates, avoid: Collection[str]) -> Candidates:

@@ -134,5 +134,7 @@ def load_policy(name: str, flag: str) -> Policy:
         )
     try:
         return kind()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ConfigError(f"{flag} {name} cannot be made: {error!r}") from error

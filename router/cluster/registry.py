@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from math import isfinite
+from math import inf, isfinite
 
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, Overloaded, Unavailable
@@ -24,6 +24,7 @@ from pdserve.router.cluster.health import (
 )
 from pdserve.router.cluster.kinds import Kinds
 from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.window import note_short, offered
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,9 @@ class Registry:
         self.now = now = now or self.clock
         self._nodes: dict[str, Node] = {}
         self.kinds = Kinds()  # of `_nodes`
-        # The fewest tokens of context that a registered node holds; None: no node is registered.
+        # The tokens of context that the router offers; None: no node is registered.
         self.window: int | None = None
+        self.least_window = inf  # tokens that every registered node holds
         self._leaving: list[Node] = []  # deregistered nodes with requests in flight
         self._changed = asyncio.Event()
         self._room_for_new = float(NEW_NODES_BURST)  # a token bucket, filled at `_filled_at`
@@ -104,8 +106,10 @@ class Registry:
         self.notify()
 
     def _find_window(self) -> None:
-        known = [node.info.max_model_len for node in self._nodes.values()]
-        self.window = min(filter(None, known), default=None)  # 0: the node does not say
+        self.window = offered(self._nodes.values())
+        known = (node.info.max_model_len for node in self._nodes.values())
+        self.least_window = min(filter(None, known), default=inf)
+        note_short(self._nodes.values(), self.window)
 
     def _check_room(self) -> None:
         now = self.now()

@@ -64,6 +64,8 @@ from pdserve.router.requests.unread import Unread
 
 logger = logging.getLogger(__name__)
 
+LONG_PROMPT = 4096  # tokens, which take about a millisecond to write
+
 
 class Pipeline:
     """Serves generation requests on the registered nodes."""
@@ -92,6 +94,7 @@ class Pipeline:
         self._started = monotonic()
         self.view = ClusterView(registry)
         self.unread = Unread()
+        self._long_prompts = _LongPrompts()
         self.timelines = Timelines(config.kept_timelines, self.view.glance)
         self.streams = NodeStreams(channels)
         self.claims = Claims(registry, channels)
@@ -210,6 +213,7 @@ class Pipeline:
         await self._attempt(state, node, path, join=True).run()
 
     async def _next_attempt(self, state: RequestState, kept_at: KeptAt | None = None) -> None:
+        await self._long_prompts.wait(state.num_tokens)
         decode, path = await self.placement.decode(state.placement)
         state.mark("queued")
         await self._attempt(state, decode, path, kept_at=kept_at).run()
@@ -273,3 +277,18 @@ class Pipeline:
         load["first_token_seconds"] = admission.newcomer_ttft()
         uptime = {"uptime_seconds": round(monotonic() - self._started, 3)}
         return {"ready": ready, "reason": reason, **load, **uptime, **self.view.describe()}
+
+
+class _LongPrompts:
+    """Spreads attempts with long prompts over turns of the event loop. One takes milliseconds to
+    write, and all prompts of a body become ready in the same turn."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def wait(self, num_tokens: int) -> None:
+        """Returns at once for a short prompt; else in a turn in which no other long one returns."""
+        if num_tokens < LONG_PROMPT:
+            return
+        async with self._lock:
+            await asyncio.sleep(0)

@@ -139,6 +139,7 @@ class RequestState:
         return PlacementRequest(
             request_id=self.request_id,
             num_tokens=self.num_tokens,
+            longest=len(self.request.prompt_token_ids) + self.request.sampling.max_tokens,
             adapter=self._adapter,
             version=self.version,
             avoid=self.retries.avoid,

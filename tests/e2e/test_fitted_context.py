@@ -40,8 +40,17 @@ def test_the_least_of_the_nodes_is_the_window() -> None:
         assert answer["usage"]["prompt_tokens"] == WINDOW - 20
 
         cluster.drain(small)
-        cluster.start_node("decode", **auto, num_gpu_blocks_override=14)
+        large = cluster.start_node("decode", **auto, num_gpu_blocks_override=14)
         cluster.wait_for(lambda: window(cluster) == 12 * 16)
+
+        cluster.start_node("decode", **auto, num_gpu_blocks_override=3)
+        cluster.wait_for(lambda: len(cluster.nodes("decode")) == 2)
+        assert window(cluster) == 12 * 16, "one tiny node does not count"
+        for _ in range(4):  # it is idle as often as the other one
+            answer = cluster.complete(list(prompt), max_tokens=20, ignore_eos=True)
+            assert answer["choices"][0]["text"] == reference.decode(MODEL, expected)
+        cluster.drain(large)
+        cluster.wait_for(lambda: window(cluster) == 3 * 16)
         cluster.wait_idle()
 
 

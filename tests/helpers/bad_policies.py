@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,42 @@ class Raises(Policy):
 
     def placed(self, request: Any, node: Any) -> None:
         raise RuntimeError("and then again")
+
+
+class Exits(Policy):
+    """Raises what `except Exception` does not catch."""
+
+    def choose(self, request: Any, nodes: Any) -> Any:
+        raise SystemExit(3)
+
+    def placed(self, request: Any, node: Any) -> None:
+        raise asyncio.CancelledError
+
+
+class Unspeakable(Policy):
+    """Raises an error that cannot be shown."""
+
+    def choose(self, request: Any, nodes: Any) -> Any:
+        class Nameless(Exception):
+            def __repr__(self) -> str:
+                raise RuntimeError
+
+        raise Nameless
+
+
+class Forgets(Policy):
+    """Changes what it was given to read."""
+
+    uses_prefixes = True
+
+    def choose(self, request: Any, nodes: Any) -> Any:
+        request.cached.clear()
+
+
+class Sleeps(Policy):
+    def choose(self, request: Any, nodes: Any) -> Any:
+        time.sleep(0.15)
+        return next(nodes.by_load(), None)
 
 
 class Absent(Policy):

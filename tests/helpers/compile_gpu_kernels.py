@@ -23,7 +23,7 @@ from triton.backends.driver import DriverBase
 
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.model.attention import SlotMapping
-from pdserve.common.model.kernels.gpu import activation, launch, norms, products
+from pdserve.common.model.kernels.gpu import activation, launch, norms, products, sampling
 from pdserve.common.model.kernels.gpu.attention_input import attention_input
 from pdserve.common.model.kernels.quantized import Format, Quantized
 from pdserve.common.model.layers import RMSNorm
@@ -181,7 +181,14 @@ def _products() -> None:
 
 
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
-CALLS: list[Callable[[], None]] = [_activations, _norms, _inputs, _products]
+
+
+def _draws() -> None:
+    for vocab in (151_936, 32_000):
+        sampling.warm_up(vocab, torch.device("cpu"))
+
+
+CALLS: list[Callable[[], None]] = [_activations, _norms, _inputs, _products, _draws]
 """Call the functions of the package as a GPU's steps do, with tensors on the host."""
 
 OF_ANY_COUNT: list[Callable[[int], None]] = [_layer_of]

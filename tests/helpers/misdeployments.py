@@ -129,6 +129,12 @@ MISDEPLOYMENTS = (
         verdict="warning",
     ),
     Misdeployment(
+        "one of two decode nodes has a tiny --max-model-len",
+        "it holds 64 tokens of context, but the router offers …: longer requests go to other nodes",
+        nodes=(*APART, ("decode", {"max_model_len": 64})),
+        verdict="warning",
+    ),
+    Misdeployment(
         "a node is frozen",
         "lost: …",
         then="freeze the decode node",

@@ -41,11 +41,16 @@ class PlainRules:
         shared = set(prefill.info.kv_connectors) & set(decode.info.kv_connectors)
         return bool(shared) and prefill.info.fingerprint == decode.info.fingerprint
 
+    @staticmethod
+    def hold(node: Node, num_tokens: int) -> bool:
+        return not node.info.max_model_len or node.info.max_model_len >= num_tokens
+
     def pairs(self, prefill: Node, decode: Node) -> bool:
         return self.fit(prefill, decode) and self.registry.links.allows(prefill.id, decode.id)
 
-    def must_prefill(self, decode: Node) -> bool:
-        if any(self.pairs(prefill, decode) for prefill in self.usable(P)):
+    def must_prefill(self, decode: Node, num_tokens: int = 0) -> bool:
+        able = [node for node in self.usable(P) if self.hold(node, num_tokens)]
+        if any(self.pairs(prefill, decode) for prefill in able):
             return False
         prefills = [node for node in self.registry.nodes() if node.info.role == P]
         fitting = [node for node in prefills if self.fit(node, decode)]
@@ -73,6 +78,8 @@ class PlainRules:
 
     def able(self, role: int, request: PlacementRequest) -> list[Node]:
         nodes = [n for n in self.usable(role) if not request.adapter or "a" in n.adapters]
+        least = request.num_tokens + 1 if role == P else request.longest
+        nodes = [n for n in nodes if self.hold(n, least)]
         if request.last_chance(""):
             free = [
                 n for n in nodes if {each.request_id for each in n.suspects} <= {request.request_id}
@@ -84,14 +91,16 @@ class PlainRules:
         decodes, boths = self.able(D, request), self.able(B, request)
         if request.local_prefill:
             return self.pick(decodes, boths, request, PromptPath.STAND_IN)
+        least = request.num_tokens + 1
         prefills = [n for n in self.usable(P) if not request.adapter or "a" in n.adapters]
+        prefills = [n for n in prefills if self.hold(n, least)]
         for some in ([n for n in prefills if n.id not in request.avoid], prefills):
             paired = [d for d in decodes if any(self.pairs(p, d) for p in some)]
             if {node.id for node in paired + boths} - set(request.avoid):
                 return self.pick(paired, boths, request, PromptPath.TRANSFERRED)
         if paired or boths:
             return self.pick(paired, boths, request, PromptPath.TRANSFERRED)
-        alone = [d for d in decodes if request.version or self.must_prefill(d)]
+        alone = [d for d in decodes if request.version or self.must_prefill(d, least)]
         return self.pick(alone, [], request, PromptPath.STAND_IN)
 
     def pick(self, decodes, boths, request, path) -> tuple[Node, PromptPath] | None:
@@ -105,6 +114,7 @@ class PlainRules:
 
     def prefill(self, request: PlacementRequest, decode: Node) -> tuple[Node | None] | None:
         usable = [node for node in self.usable(P) if self.pairs(node, decode)]
+        usable = [node for node in usable if self.hold(node, request.num_tokens + 1)]
         if request.local_prefill:
             return (None,)
         if not any(not request.adapter or "a" in node.adapters for node in usable):
@@ -146,6 +156,7 @@ class History:
             fingerprint=self.random.choice("fffg"), data_parallel_size=self.random.randint(1, 2),
             kv_connectors=self.random.choice([*4 * [["tcp"]], ["tcp", "shm"], ["shm"]]),
             instance=self.random.choice("112"), adapters=self.random.choice([[], ["a"]]),
+            max_model_len=self.random.choice([0, 100, 100, 20, 5]),
         )  # fmt: skip
         with suppress(Overloaded, Unavailable):
             self.registry.register(info, self.load())
@@ -209,6 +220,7 @@ class History:
         last, share = self.random.random() < 0.2, self.random.random() < 0.5
         return PlacementRequest(
             request_id=self.random.choice(["r", "s"]), num_tokens=9,
+            longest=self.random.choice([10, 10, 30]),
             adapter=self.random.choice(["", "", "a"]), last_chance=lambda _: last,
             may_share=lambda: share,
             version=self.random.choice([None, None, "f", "g"]),

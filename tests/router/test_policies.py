@@ -455,6 +455,9 @@ async def test_a_policy_without_prefixes_does_not_look_them_up() -> None:
     ("policy", "why"),
     [
         ("Raises", "it raised RuntimeError"),
+        ("Exits", "it raised SystemExit(3)"),
+        ("Unspeakable", "it raised Nameless"),
+        ("Forgets", "it raised AttributeError"),
         ("Absent", "it chose absent, which does not fit"),
         ("Dead", "it chose p0, which does not fit"),
         ("Wordy", "it chose p0, which does not fit"),
@@ -475,6 +478,15 @@ async def test_whatever_a_policy_does_load_decides(
         assert (await world.place())[0] == "p0"
     assert f"load decides: {why}" in caplog.text
     assert world.count("placement_policy_failures") >= 1
+
+
+async def test_a_policy_that_holds_the_event_loop_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World("bad_policies:Sleeps")
+    assert (await world.place())[0] == "p0"
+    assert "the policy for prefill nodes took 1" in caplog.text
+    assert world.count("placement_policy_failures") == 0
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, 1e300, float("inf"), float("nan")])

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from itertools import repeat
@@ -95,6 +95,11 @@ async def finish(cluster: FakeCluster, request: GenerationRequest) -> None:
         pass
 
 
+async def finish_all(cluster: FakeCluster, requests: Sequence[GenerationRequest]) -> None:
+    async for _ in cluster.updates(*requests):
+        pass
+
+
 def breakers(cluster: FakeCluster) -> set[BreakerState]:
     return {node.breaker.state for node in cluster.registry.nodes()}
 
@@ -173,6 +178,27 @@ async def test_a_request_is_served(four: FakeCluster) -> None:
     assert stats.timeline.migrations == 0 and stats.completion_tokens == 8
     one_token = await four.ask(max_tokens=1)
     assert one_token.completion_tokens == 1 and one_token.timeline.migrations == 0
+
+
+async def test_long_prompts_of_one_body_do_not_hold_the_event_loop_together(
+    four: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 prompts of 32,000 tokens, all ready in one turn, held it for 0.4 s."""
+    turns = [0]  # jobs written in each turn of the loop
+    write = convert.job_to_pb
+
+    def counted(job: Any) -> pb.Job:
+        turns[-1] += 1
+        return write(job)
+
+    monkeypatch.setattr(convert, "job_to_pb", counted)
+    long = [replace(four.request(max_tokens=1), prompt_token_ids=(5,) * 5000) for _ in range(16)]
+    asking = asyncio.create_task(finish_all(four, long))
+    while not asking.done():
+        turns.append(0)
+        await asyncio.sleep(0)
+    await asking
+    assert sum(turns) == 16 and max(turns) == 1
 
 
 async def test_the_timeline_has_what_nodes_report(pair: FakeCluster) -> None:

@@ -33,17 +33,32 @@ CUDA = torch.device("cuda", 0)
 
 
 def fake_runner(steps: list[tuple[int, int]], products: Products | None) -> Any:
-    model = SimpleNamespace(kernels=SimpleNamespace(products=products))
-    return SimpleNamespace(device=CUDA, model=model, warm_up=lambda *step: steps.append(step))
+    model = SimpleNamespace(
+        kernels=SimpleNamespace(products=products),
+        spec=SimpleNamespace(vocab_size=300),
+        stage=SimpleNamespace(last=True),
+    )
+    runner = SimpleNamespace(device=CUDA, model=model, samples=True)
+    runner.warm_up = lambda *step: steps.append(step)
+    return runner
 
 
-def test_a_fake_gpu_is_warmed_up_with_single_queries_too() -> None:
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the vocabularies for which the sampler's kernels were compiled."""
+    found: list[int] = []
+    monkeypatch.setattr(worker, "compile_kernels", lambda vocab, device: found.append(vocab))
+    return found
+
+
+def test_a_fake_gpu_is_warmed_up_with_single_queries_too(compiled: list[int]) -> None:
     """FlashInfer compiles their kernel at its first use, which takes longer than a step may."""
     steps: list[tuple[int, int]] = []
     runner = fake_runner(steps, None)
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
     worker._warm_up(runner, EngineConfig(scheduler=scheduler))
     assert steps == [(64, 8), (8, 8)]
+    assert compiled == [300]
 
 
 @pytest.mark.parametrize(("rows", "sampled"), [(8, [8, 8]), (20, [16, 16]), (100, [16, 32])])

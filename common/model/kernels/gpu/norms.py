@@ -26,8 +26,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns (`residual + x` `[T, size]`, its norm). The sum is rounded to the dtype before it is
     normed."""
-    total, out = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device).unbind()
-    _launch(_rows(x.contiguous()), residual.contiguous(), weight, total, out, eps)
+    x = x.contiguous()
+    # Apart, because the sum outlives its norm.
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _launch(_rows(x), residual.contiguous(), weight, total, out, eps)
     return total, out
 
 
