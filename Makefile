@@ -106,13 +106,15 @@ lock-clients:
 test-gpu: $(STAMP)
 	$(BIN)/python $(PIP) install -e '.[cuda]'
 	$(BIN)/pdserve doctor --gpu
-	$(BIN)/pytest tests/common/model/test_flashinfer.py tests/common/model/test_flashinfer_layer.py \
-		tests/common/model/test_fake_forward.py tests/gpu $(TEST_ARGS)
+	$(BIN)/pytest tests/common/model/test_triton_*.py tests/common/model/test_flashinfer.py \
+		tests/common/model/test_flashinfer_layer.py tests/common/model/test_fake_forward.py tests/gpu \
+		$(TEST_ARGS)
 
 # On a host without a GPU: torch for CUDA, FlashInfer and nvcc from PyPI (8 GB). The tests that need
-# them, and FlashInfer's kernels compiled for an H100, to take along to one.
+# them, those of the Triton kernels with that torch's Triton, and FlashInfer's kernels compiled for an
+# H100, to take along to one.
 test-cuda-build: $(CUDA_VENV)/.installed
-	$(CUDA_VENV)/bin/pytest tests/common/model/test_flashinfer.py \
+	$(CUDA_VENV)/bin/pytest tests/common/model/test_triton_*.py tests/common/model/test_flashinfer.py \
 		tests/common/model/test_flashinfer_layer.py tests/common/model/test_fake_forward.py \
 		tests/common/worker/test_fake_cuda_steps.py tests/bench/test_flashinfer_kernels.py $(TEST_ARGS)
 

@@ -86,7 +86,9 @@ def _penalise(
 ) -> torch.Tensor:
     """Applies the repetition penalty over prompt and output (Keskar et al., "CTRL", 2019), and
     OpenAI's frequency and presence penalties over the output."""
-    known, forbidden = [counts_of(sequence) for sequence in sequences], logits == -torch.inf
+    known = [counts_of(sequence) for sequence in sequences]
+    # In float32 a huge penalty overflows, and would forbid a token.
+    forbidden = logits == -torch.inf if logits.dtype == torch.float32 else None
     counts = torch.stack([each.output for each in known])
     seen = (counts > 0) | torch.stack([each.prompt for each in known])
     repetition = column([p.repetition_penalty for p in params], logits)
@@ -95,7 +97,7 @@ def _penalise(
     )
     logits -= column([p.frequency_penalty for p in params], logits) * counts
     logits -= column([p.presence_penalty for p in params], logits) * (counts > 0)
-    if logits.dtype == torch.float32:  # where a huge penalty overflows and would forbid a token
+    if forbidden is not None:
         most = torch.finfo(logits.dtype).max
         logits.clamp_(-most, most).masked_fill_(forbidden, -torch.inf)
     return logits

@@ -3,7 +3,8 @@ a CPU. Nothing here has run on a GPU."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from pdserve.kv_transfer.connectors import cuda_ipc
 from pdserve.kv_transfer.connectors.base import channel, pull
 from pdserve.kv_transfer.connectors.base.channel import FrameHash
 from pdserve.kv_transfer.connectors.nccl import connector as nccl
+from pdserve.kv_transfer.connectors.nccl import group
 from pdserve.kv_transfer.connectors.nccl.group import NcclPair
 from pdserve.kv_transfer.frame import Frame, FrameKind
 from pdserve.kv_transfer.gate import Gate
@@ -126,16 +128,29 @@ def test_the_recorder_sees_what_is_on_the_model_s_stream(streams: FakeStreams) -
         streams.check()
 
 
+class FakeClock:
+    """A host's clock: a sleep takes 60 µs longer than asked, a look at a part 2 µs."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 60e-6
+
+
 class FakeWork:
     """A part that is on its way until `done`; how often was looked."""
 
-    def __init__(self, done: float) -> None:
-        self._done = done
+    def __init__(self, clock: FakeClock, done: float) -> None:
+        self._clock, self._done = clock, done
         self.looks = 0
 
     def is_completed(self) -> bool:
         self.looks += 1
-        return time.perf_counter() >= self._done
+        self._clock.now += 2e-6
+        return self._clock.now >= self._done
 
     def wait(self, timeout: timedelta) -> None:
         assert self.is_completed()
@@ -147,9 +162,60 @@ class FakePoll:
         return []
 
 
-def test_a_fake_nccl_part_is_noticed_soon_and_seldom_looked_for() -> None:
+@pytest.mark.parametrize("seconds", [1e-6, 0.2e-3, 1e-3, 20e-3, 1.0])
+def test_a_fake_nccl_part_is_noticed_soon_and_seldom_looked_for(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(group, "time", clock)
     pair: Any = object.__new__(NcclPair)
     pair._stall, pair._hangup = timedelta(seconds=5), FakePoll()
-    work: Any = FakeWork(time.perf_counter() + 0.02)
+    work: Any = FakeWork(clock, seconds)
     pair._wait(work)
-    assert work.looks < 60
+    assert clock.now <= 1.15 * seconds + 75e-6
+    assert work.looks <= 60 + seconds / 1e-3
+
+
+def test_a_fake_nccl_part_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(group, "time", clock)
+    pair: Any = object.__new__(NcclPair)
+    pair._stall, pair._hangup = timedelta(seconds=5), FakePoll()
+    work: Any = FakeWork(clock, 100.0)
+    with pytest.raises(ConnectionError, match=r"nothing came for 5\.0 s"):
+        pair._wait(work)
+    assert 5 < clock.now < 5.01
+
+
+class FakeCudaStream:
+    def __init__(self, device: object, queued: list[str]) -> None:
+        self._queued = queued
+
+    def wait_stream(self, other: str) -> None:
+        self._queued.append(f"wait for {other}")
+
+    def synchronize(self) -> None:
+        self._queued.append("synchronize")
+
+
+def test_a_connector_s_fake_stream_waits_for_the_steps_queued_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would read blocks that the device has yet to compute."""
+    queued: list[str] = []
+
+    @contextmanager
+    def active(stream: FakeCudaStream) -> Iterator[None]:
+        queued.append("own")
+        yield
+        queued.append("the model's")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeCudaStream(device, queued))
+    monkeypatch.setattr(torch.cuda, "stream", active)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the steps of {device}")
+    own = channel.OwnStream(torch.device("cuda", 1))
+    with own.active():
+        queued.append("copy")
+    own.synchronize()
+    waits = "wait for the steps of cuda:1"
+    assert queued == ["own", waits, "copy", "the model's", "synchronize"]

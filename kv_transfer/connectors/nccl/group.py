@@ -29,8 +29,9 @@ from pdserve.kv_transfer.pipe import KVPipe
 
 DONE = ""  # the key that ends the exchange
 BREAK_TAG = 1  # of a receive to which the peer never sends
-# Between two looks at a part on its way: 64 MiB may take less than a millisecond.
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 10e-6, 1e-3
+# Pauses between two looks at a part on its way; 64 MiB may take a fraction of a millisecond. Each
+# is a share of the time so far: so late, relative to its own time, a part is noticed at most.
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_SHARE = 10e-6, 1e-3, 1 / 8
 
 _values = msgspec.msgpack.Decoder(tuple[str, bytes])
 
@@ -143,15 +144,13 @@ class NcclPair(PairGroup):
             self.recv(token)
 
     def _wait(self, work: dist.Work) -> None:
-        end = time.monotonic() + self._stall.total_seconds()
-        pause = SHORTEST_PAUSE_S
+        started, stall = time.monotonic(), self._stall.total_seconds()
         while not work.is_completed():
             if self._hangup.poll(0):
                 raise ConnectionError("the peer closed the connection")
-            if time.monotonic() > end:
-                raise ConnectionError(f"nothing came for {self._stall.total_seconds()} s")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            if (elapsed := time.monotonic() - started) > stall:
+                raise ConnectionError(f"nothing came for {stall} s")
+            time.sleep(min(max(PAUSE_SHARE * elapsed, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
         work.wait(self._stall)  # raises what NCCL found
 
     def interrupt(self) -> None:

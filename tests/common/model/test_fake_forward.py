@@ -15,7 +15,7 @@ from fake_cuda import check_launch
 from paths import MODELS
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.distributed.group import GroupCoordinator
-from pdserve.common.model import flashinfer_limits
+from pdserve.common.model import expert_weights, flashinfer_limits
 from pdserve.common.model.attention import AttentionBatch, AttentionShape
 from pdserve.common.model.attention_torch import TorchAttention
 from pdserve.common.model.decoder import CausalLM
@@ -25,10 +25,11 @@ from pdserve.common.model.sharding import Sharding
 NO_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DENSE = ("llama-gqa", "qwen2", "qwen3", "mistral")
-# Only a GPU computes all experts by one product, without the number of each expert's rows.
+# A GPU computes all experts by one product, without the number of rows of each; here fakes on a CPU
+# do, too.
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
 CASES = [
-    *((name, CPU) for name in DENSE),
+    *((name, CPU) for name in (*DENSE, *MIXTURES)),
     *(pytest.param(name, CUDA, marks=NO_CUDA) for name in (*DENSE, *MIXTURES)),
 ]
 BATCHES = [
@@ -59,6 +60,7 @@ def test_a_fake_forward_stays_on_its_device(
     monkeypatch.setattr(flashinfer_limits, "find_spec", lambda name: None)  # torch's attention
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "_run", check_launch)
+    monkeypatch.setattr(expert_weights, "_has_kernel", lambda weight: True)
     spec = ModelSpec.from_folder(MODELS / name)
     heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     context = TorchAttention(heads, CPU, torch.bfloat16).prepare(batch)

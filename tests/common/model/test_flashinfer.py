@@ -68,6 +68,21 @@ def test_it_equals_torch(backend: Any, shape: AttentionShape, batch: AttentionBa
     torch.testing.assert_close(attend(backend, batch), expected)
 
 
+@pytest.mark.parametrize("shape", [AttentionShape(64, 8, 128)], ids=["64 heads"])
+def test_large_graphs_get_a_workspace_of_their_plan(backend: Any, shape: AttentionShape) -> None:
+    """And they share it, the largest first; eager steps keep theirs."""
+    needed = workspace_bytes(shape, 0, 256)
+    assert needed > len(backend._workspace)
+    before = backend.fixed_bytes((256, 8), 4)
+    sizes = []
+    for size in (256, 8):
+        slots = SlotMapping(*torch.zeros(3, size, dtype=torch.int64))
+        (_, (workspace, _), _) = backend.fixed(size, slots, 4 * size).wrapper.calls[0]
+        sizes.append((len(workspace), workspace.data_ptr()))
+    assert sizes[0] == sizes[1] and sizes[0][0] == needed
+    assert before > needed
+
+
 def test_ninja_is_found_beside_python(
     backend: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from pdserve.common.config.engine import CacheConfig, EngineConfig, SchedulerCon
 from pdserve.common.config.node import WorkerNodeConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.model_spec import ModelSpec
+from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.node import engine_node
 from pdserve.common.worker import kv_cache, worker
 from pdserve.common.worker.gpu_memory import MAX_OUTSIDE_BYTES, GpuMemory, check_free
@@ -84,6 +85,24 @@ def test_a_cache_that_a_fake_card_cannot_hold_is_refused(card: FakeCard) -> None
     check_free(19 * GIB, CUDA)
     with pytest.raises(ConfigError, match=r"20\.00 GiB does not fit into the 19\.00 GiB"):
         check_free(20 * GIB, CUDA)
+
+
+def test_as_many_blocks_as_asked_for_must_fit_on_a_fake_card(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share was not checked, since the options state the number."""
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda data, device: tensor(data))
+    groups = ModelSpec.from_folder(MODELS / "qwen3").kv_groups
+
+    def choose(count: int) -> tuple[int, ...]:
+        engine = EngineConfig(cache=CacheConfig(num_gpu_blocks_override=count))
+        world = GroupCoordinator()
+        return kv_cache.choose_num_blocks(engine, groups, [GIB], 64, 0, world, CUDA)
+
+    assert choose(70) == (70,)
+    with pytest.raises(ConfigError, match=r"90\.00 GiB does not fit into the 80\.00 GiB"):
+        choose(90)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from paths import MODELS
-from pdserve.common.config.engine import EngineConfig, SchedulerConfig
+from pdserve.common.config.engine import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from pdserve.common.distributed.communicator import CommunicatorContext
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.distributed.parallel_state import ParallelState
@@ -120,6 +126,26 @@ def test_fake_nccl_waits_for_compilation_and_then_as_told(monkeypatch: pytest.Mo
     assert communicator._group.timeouts == [START_SECONDS]
     state.serve()
     assert set(communicator._group.timeouts[1:]) == {30.0}
+
+
+def test_time_outs_are_long_until_a_rank_has_compiled_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU compiles and captures at the start, which are fakes here."""
+    begun: list[str] = []
+
+    def records(name: str) -> Any:
+        return lambda *args: begun.append(name)
+
+    monkeypatch.setattr(worker, "_warm_up", records("warm-up"))
+    monkeypatch.setattr(worker, "build_graphs", records("graphs"))
+    monkeypatch.setattr(ParallelState, "serve", records("serve"))
+    cache = CacheConfig(num_gpu_blocks_override=20)
+    model = ModelConfig(model=str(MODELS / "llama-gqa"), max_model_len=64)
+    engine = EngineConfig(model=model, cache=cache, parallel=ParallelConfig(device="cpu"))
+    (spec,) = worker.worker_specs(worker.WorkerConfig(engine))
+    worker.build_worker(spec, lambda event: None).close()
+    assert begun == ["warm-up", "graphs", "serve"]
 
 
 def test_graphs_of_a_fake_gpu_end_before_its_communicators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -167,7 +168,6 @@ def test_windows_are_captured_each_with_its_blocks(model: CausalLM, tmp_path: Pa
     assert sum(kept.values()) == kept_bytes(windowed, sizes, [3, 2])
 
 
-@pytest.mark.slow
 def test_mixtures_are_captured_where_a_kernel_counts(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +201,29 @@ def test_the_memory_of_graphs_is_counted(model: CausalLM, stage: Stage | None) -
         graph.contexts[0].wrapper.forget_plan()
     kept = {each: size for each, size in storages(graphs).items() if each not in known}
     assert sum(kept.values()) == kept_bytes(part, (2, 4, 8), [3])
+
+
+def test_closed_graphs_are_gone(model: CausalLM) -> None:
+    """A graph with collectives must go before its communicator, so no cycle may keep it."""
+    captured: list[weakref.ref[Callable[[], object]]] = []
+
+    def capture(compute: Compute) -> Callable[[], object]:
+        compute()
+
+        def replay() -> None: ...
+
+        captured.append(weakref.ref(replay))
+        return replay
+
+    gc.disable()
+    try:
+        graphs = DecodeGraphs(model, new_cache(model), SIZES, [3], capture)
+        assert [each() is None for each in captured] == [False, False]
+        graphs.close()
+        assert [each() is None for each in captured] == [True, True]
+        assert not graphs.take(AttentionBatch([1], [0], [[1]], BLOCK_SIZE), 1)
+    finally:
+        gc.enable()
 
 
 def once(compute: Compute) -> Callable[[], object]:

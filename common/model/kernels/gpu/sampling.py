@@ -58,7 +58,7 @@ class Draw:
     @property
     def floats(self) -> tuple[float, float, float]:
         """Half the temperature, top-p, and the least logarithm of a probability ratio."""
-        half = min(max(self.temperature, COLDEST), HOTTEST) / 2
+        half = min(max(COLDEST, self.temperature), HOTTEST) / 2  # NaN: the coldest
         share = max(self.top_p, 0.0) if self.top_p < 1 else 1.0
         return half, share, math.log(min(self.min_p, 1.0)) if self.min_p > 0 else -math.inf
 
