@@ -119,13 +119,6 @@ def draw_tokens(scores: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     return tokens, allowed
 
 
-def temporary_bytes(rows: int, vocab: int) -> int:
-    """Bytes that `draw_tokens` allocates at most, with its results."""
-    steps, slices = 2 * DIGITS, triton.cdiv(vocab, min(BLOCK, triton.next_power_of_2(vocab)))
-    state = (steps + 1) * _STATE.value + _COLUMNS.value + slices + 1
-    return rows * (8 * (steps * BINS + state) + 4 + 1)
-
-
 def warm_up(vocab: int, device: torch.device) -> None:
     """Compiles all kernels that `draw_tokens` launches for a vocabulary. Only the filters that a
     batch has choose among them, since no kernel is passed an integer, and all tensors are aligned
