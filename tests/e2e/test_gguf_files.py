@@ -86,7 +86,10 @@ def test_plan_and_model_take_a_file(file: Path, capsys: pytest.CaptureFixture[st
     write_gguf(MODELS / "qwen2", file, q8_0)
     assert main(["plan", f"--model={file}", "--gpu-memory=1GiB", "--json"]) == 0
     decode = json.loads(capsys.readouterr().out)["roles"]["decode"]
-    assert (decode["quantization"], decode["stored"]) == ("int8", "GGUF Q4_1, Q8_0")
+    assert (decode["quantization"], decode["stored"]) == (
+        "int8",
+        "GGUF Q4_1, Q8_0, dequantized while loaded",
+    )
     assert main(["model", str(file)]) == 0
     folder = Path(capsys.readouterr().out.strip())
     assert (folder / "config.json").is_file()

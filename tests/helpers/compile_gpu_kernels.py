@@ -71,19 +71,24 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "stack": found["STACK"], "shared": found["SHARED"]}
 
 
-def compile_calls(capability: int) -> dict[str, dict[str, int]]:
+def compile_calls(capability: int, few: bool) -> dict[str, dict[str, int]]:
     """Makes all `CALLS`, then those `OF_ANY_COUNT`; compiles what they launch, each once. Raises
-    AssertionError if one of the latter needs another kernel for another number of tokens."""
+    AssertionError if one of the latter needs another kernel for another number of tokens. `few`:
+    compiles each kernel of `CALLS` for its first call only."""
     found: dict[str, dict[str, int]] = {}
     known: list[Any] = []
+    names: set[str] = set()
 
     def compile_only(
         kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
+        if few and kernel.fn.__name__ in names:
+            return
         compiled = kernel.warmup(*args, grid=grid, **constants)
         if any(compiled is each for each in known):
             return
         known.append(compiled)
+        names.add(kernel.fn.__name__)
         sizes = usage(compiled.asm["cubin"])
         dynamic = int(compiled.metadata.shared)
         name = f"{kernel.fn.__name__} {len(found)}"
@@ -93,6 +98,7 @@ def compile_calls(capability: int) -> dict[str, dict[str, int]]:
     launch._run = compile_only
     for call in CALLS:
         call()
+    few = False
     for several in OF_ANY_COUNT:
         several(17)
         count = len(known)
@@ -198,4 +204,4 @@ other numbers than those of the warm-up."""
 
 if __name__ == "__main__":
     triton.knobs.cache.dir = sys.argv[2]
-    print(json.dumps(compile_calls(int(sys.argv[1])), indent=1))
+    print(json.dumps(compile_calls(int(sys.argv[1]), sys.argv[3:] == ["--few"]), indent=1))

@@ -123,10 +123,12 @@ MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 @pytest.mark.parametrize(
-    "capability", [pytest.param(c, marks=[pytest.mark.slow] * (c != 90)) for c in MAX_SHARED]
+    ("capability", "options"),
+    [(90, ["--few"]), *(pytest.param(c, [], marks=pytest.mark.slow) for c in MAX_SHARED)],
 )
-def test_all_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    command = [sys.executable, HELPERS / "compile_gpu_kernels.py", str(capability), tmp_path]
+def test_all_kernels_compile_for_gpus(capability: int, options: list[str], tmp_path: Path) -> None:
+    script = HELPERS / "compile_gpu_kernels.py"
+    command = [sys.executable, script, str(capability), tmp_path, *options]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, timeout=300)
     kernels = json.loads(done.stdout)

@@ -34,7 +34,7 @@ def again(compute: Compute) -> Callable[[], object]:
     return compute
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_steps_on_triton_s_kernels_are_those_on_torch_s(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

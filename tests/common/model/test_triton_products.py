@@ -39,7 +39,12 @@ KINDS = {
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16)),
+    ],
+    ids=str,
 )
 models_on_cpu = pytest.mark.skipif(
     DEVICE.type == "cuda", reason="this test's models are on the CPU, and kernels on the GPU"
@@ -272,7 +277,7 @@ def test_few_programs_share_inputs_and_add_in_order() -> None:
 @models_on_cpu
 @pytest.mark.parametrize(
     "scheme",
-    ["int8", "desc_act", *(pytest.param(s, marks=pytest.mark.slow) for s in ("awq", "8 bits"))],
+    ["int8", *(pytest.param(s, marks=pytest.mark.slow) for s in ("desc_act", "awq", "8 bits"))],
 )
 def test_models_with_the_kernels_equal_models_without(scheme: str, tmp_path: Path) -> None:
     folder, rounds = MODELS / "llama-gqa", "int8" if scheme == "int8" else None

@@ -50,7 +50,12 @@ def test_every_e4m3_number_is_converted_exactly(dtype: torch.dtype) -> None:
 
 @models_on_cpu
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, "llama-gqa") for kind in SCALED), ("blocks", "mixtral")]
+    ("kind", "name"),
+    [
+        ("blocks", "llama-gqa"),
+        *(pytest.param(k, "llama-gqa", marks=pytest.mark.slow) for k in SCALED if k != "blocks"),
+        pytest.param("blocks", "mixtral", marks=pytest.mark.slow),
+    ],
 )
 def test_stored_8_bits_stay_in_linear_layers(kind: str, name: str, tmp_path: Path) -> None:
     """With the weights of the dequantized model, bit by bit. Experts are dequantized."""
