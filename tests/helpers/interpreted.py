@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import triton
 from triton.language import bfloat16, float32, standard
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 from pdserve.common.model.kernels.gpu import launch
@@ -50,6 +51,14 @@ def _mend() -> None:
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = exact_dot, rounding
     InterpreterBuilder.create_fp_to_fp = converting
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # Triton 3.6 gives NumPy's `int` an array of one number, which NumPy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
     for name, value in list(vars(standard).items()):
         if isinstance(value, triton.JITFunction):
             interpreted = InterpretedFunction(value.fn)

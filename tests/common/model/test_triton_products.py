@@ -50,7 +50,10 @@ models_on_cpu = pytest.mark.skipif(
     DEVICE.type == "cuda", reason="this test's models are on the CPU, and kernels on the GPU"
 )
 # Outputs, inputs, inputs of a group.
-SHAPES = [(8, 32, 16), (100, 96, 32), (72, 1536, 512), (130, 1024, 128), (16, 344, 344)]
+SHAPES = [
+    *((8, 32, 16), (100, 96, 32), (16, 344, 344)),
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ((72, 1536, 512), (130, 1024, 128))),
+]
 
 
 def kernels() -> TorchKernels:
