@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from paths import ROOT
+from pdserve.bench import main as bench_main
 from pdserve.bench import parts
+from pdserve.bench.step import Cell, engine_config
 from pdserve.cli.main import main
+from pdserve.common.config.bench import BenchStepConfig
 from windowed import make_windowed
 
 MODELS = ROOT / "tests" / "models"
@@ -123,3 +126,19 @@ def test_invalid_options_are_refused(
         code = int(str(stop.code))
     assert code == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--enforce-eager"]], ids=str)
+def test_a_step_has_graphs_unless_it_is_eager(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; here only the engine's options are made."""
+    made: list[bool] = []
+
+    async def measure(config: BenchStepConfig, cells: list[Cell]) -> None:
+        made.append(engine_config(config, cells).compilation.enforce_eager)
+
+    monkeypatch.setattr(bench_main, "measure_on_ranks", measure)
+    monkeypatch.setattr(bench_main, "_show", lambda *_: None)
+    assert run("llama-gqa", *options) == 0
+    assert made == [bool(options)]

@@ -16,7 +16,7 @@ import torch
 import fake_flashinfer
 from interpreted import DEVICE
 from pdserve.cli import doctor_gpu
-from pdserve.cli.finding import Verdict
+from pdserve.cli.finding import Finding, Verdict
 from pdserve.common.model import attention_check
 from pdserve.common.model.kernels.gpu import check as kernel_check
 
@@ -92,3 +92,31 @@ def test_without_flashinfer_the_program_says_why(capsys: pytest.CaptureFixture[s
 
 def test_the_kernel_of_the_triton_check_is_right() -> None:
     assert kernel_check.kernel_error(DEVICE) < doctor_gpu.KERNEL_TOLERANCE
+
+
+def test_fake_gpus_get_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them: a check of each, then those of the host, each in a process of its own."""
+    programs: list[str] = []
+
+    def computed(module: str) -> dict[str, float]:
+        programs.append(module)
+        return {"error": 0.0, "seconds": 1.0}
+
+    def finding(subject: str) -> Finding:
+        return Finding(subject, Verdict.OK, "")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor_gpu, "_torch", lambda: finding("torch for CUDA"))
+    monkeypatch.setattr(doctor_gpu, "_gpu", lambda device: iter([finding(str(device))]))
+    monkeypatch.setattr(doctor_gpu, "_computed", computed)
+    subjects = [each.subject for each in doctor_gpu.gpus()]
+    assert subjects[1:] == [
+        "torch for CUDA",
+        "cuda:0",
+        "cuda:1",
+        "topology",
+        "triton",
+        "flashinfer",
+    ]
+    assert programs == [doctor_gpu.TRITON, doctor_gpu.FLASHINFER]
