@@ -25,7 +25,8 @@ from pdserve.common.model.rotary import Angles
 from pdserve.common.model.sharding import Sharding
 
 BLOCK_SIZE, BLOCKS = 16, 12
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SLOW = pytest.mark.slow
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=SLOW)]
 # Blocks that begin, end and go on in a step, prompts and single queries.
 BATCHES = [
     AttentionBatch([1, 1, 1, 1], [5, 32, 0, 15], [[3], [1, 4, 7], [2], [9]], BLOCK_SIZE),
