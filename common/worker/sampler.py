@@ -8,8 +8,9 @@ in any batch, on any rank and any node.
 
 It is total: for any logits and parameters each row gives an allowed token of the vocabulary or a
 `FailedRow`; NaN and infinity do not spread to other rows. A CPU computes in float64, where no
-float32 parameter makes a float32 logit overflow. A GPU computes in float32 and draws with one
-kernel (`kernels/gpu/sampling.py`); its tokens are a CPU's, except where rounding moves a threshold.
+float32 parameter makes a float32 logit overflow. A GPU computes in float32 and draws with Triton
+kernels (`kernels/gpu/sampling.py`); its tokens are a CPU's, except where rounding moves a
+threshold.
 
 It runs on the logits' device, and the host of a GPU waits only once, for all results: nothing
 before depends on a value (no boolean indexing). The tokens are on the device before.
