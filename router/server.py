@@ -130,7 +130,7 @@ class RouterServer:
             keys=keys,
             chat=chat,
             priorities=routing.scheduling_policy == "priority",
-            tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
+            tool_parser=tool_parser(chat.calls) if chat.calls else None,
             workers=self._workers,
             event_keys=key.derive("event ids") if (key := self._credentials.key) else (),
         )
