@@ -187,6 +187,16 @@ class RequestState:
     def finished(self) -> bool:
         return not self._open
 
+    @property
+    def age(self) -> float:
+        """Seconds since its acceptance."""
+        return monotonic() - self._start
+
+    @property
+    def first_token(self) -> float | None:
+        """Seconds from its acceptance to its first token."""
+        return self._timeline.get("first_token")
+
     def mark(self, moment: str) -> None:
         """Notes that a moment of the timeline (one of its fields) is now, the first time. It is
         progress every time."""
