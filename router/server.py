@@ -157,7 +157,7 @@ class RouterServer:
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
         streams = max_streams(routing)
-        door = ClientDoor(state.keys, messages, state.metrics, streams)
+        door = ClientDoor(state.keys, messages, state.refused, streams)
         server = GrpcServer(
             door, limit, shares_port=self._shares_ports, max_streams=streams, patient=True
         )

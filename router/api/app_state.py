@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import InvalidRequest, Unavailable
+from pdserve.common.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
@@ -149,6 +149,13 @@ class AppState:
             return await workers.preprocess(
                 kind, raw, client, adapters, costly=True, window=self.window()
             )
+
+    def refused(self, error: PdserveError, client: str, http_status: int | None = None) -> None:
+        """Counts a request that fails, and lists it among the last requests, unless the pipeline
+        has done so."""
+        if not error.counted:
+            self.metrics.observe_error(error)
+            self.pipeline.timelines.refused(error, client, http_status)
 
     def response_model(self, name: str | None) -> str:
         """Returns the model's name in a response to a request for `name`: an adapter's own, or the

@@ -329,7 +329,7 @@ async def test_failed_and_aborted_requests_have_an_outcome(tmp_path: Path) -> No
         }
 
 
-async def test_who_waited_longer_than_the_limit_in_vain_was_not_served_in_time(
+async def test_a_request_that_waited_longer_than_the_limit_has_missed_it(
     tmp_path: Path,
 ) -> None:
     async with fake_cluster(tmp_path, ("p0", "d0"), slo_ttft=1e-6) as cluster:
