@@ -46,7 +46,7 @@ from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.status import STATUS
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
-from pdserve.router.api.schema import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.api.ignored import LEFT_OUT, UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.http.encoding import error_body
@@ -151,9 +151,13 @@ def _from_reference(text: str) -> str:
 
 
 def unsupported_fields() -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name in UNSUPPORTED)
-    accepted = ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT))
-    yield f"{names}. Accepted without effect: {accepted}."
+    refused, left_out, accepted = (
+        ", ".join(f"`{name}`" for name in names)
+        for names in (UNSUPPORTED, LEFT_OUT, sorted(WITHOUT_EFFECT))
+    )
+    yield f"Refused: {refused}.\n"
+    yield f"Left out: {left_out}.\n"
+    yield f"Accepted without effect: {accepted}."
 
 
 def _parameter_row(each: Parameter) -> tuple[str, ...]:
