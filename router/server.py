@@ -112,6 +112,7 @@ class RouterServer:
             RequestTraces(self._tracer, model.name),
             adapters,
             keys.weights,
+            server.stream_interval,
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
         if config.lora.enable_lora:
@@ -130,7 +131,7 @@ class RouterServer:
             keys=keys,
             chat=chat,
             priorities=routing.scheduling_policy == "priority",
-            tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
+            tool_parser=tool_parser(chat.calls) if chat.calls else None,
             workers=self._workers,
             event_keys=key.derive("event ids") if (key := self._credentials.key) else (),
         )
