@@ -50,6 +50,7 @@ from pdserve.router.api.ignored import LEFT_OUT, UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.http.encoding import error_body
+from pdserve.router.http.instrumentation import HTTPMetrics
 from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.server import PipelineCollector
 
@@ -254,6 +255,7 @@ def router_metrics() -> Iterator[str]:
     pipeline = Pipeline(RoutingConfig(), registry, None, Channels(), metrics)  # type: ignore[arg-type]
     metrics.registry.register(PipelineCollector(pipeline))
     metrics.registry.register(AdaptersCollector(ServedAdapters(), 1))
+    HTTPMetrics(metrics.registry)
     return _metric_table(metrics.registry, ROUTER_NAMES)
 
 
@@ -272,7 +274,7 @@ def _metric_table(registry: CollectorRegistry, vllm: Mapping[str, Any]) -> Itera
         (
             f"`{metric.name}{_suffix(metric)}`",
             metric.type,
-            f"`vllm:{bare}{_suffix(metric)}`" if (bare := _bare(metric)) in vllm else "",
+            ", ".join(f"`vllm:{each}{_suffix(metric)}`" for each in vllm.get(_bare(metric), ())),
             metric.documentation,
         )
         for metric in metrics

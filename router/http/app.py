@@ -40,6 +40,7 @@ from pdserve.router.http.encoding import (
     http_error_response,
 )
 from pdserve.router.http.info import ADAPTERS
+from pdserve.router.http.instrumentation import HTTP_METRICS, HTTPMetrics, measure
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
 from pdserve.router.http.request import (
     BODIES,
@@ -158,12 +159,14 @@ def make_app(
     app = web.Application(
         client_max_size=max_body_size,
         middlewares=[
-            *(_identify, _answer_errors, _check_origin, _track, _preflight, _authenticate)
+            *(measure, _identify, _answer_errors, _check_origin, _track, _preflight),
+            _authenticate,
         ],
     )
     app[STATE] = state
     app[BODIES] = bodies or Bodies(max_body_size)
     app[TOGETHER] = Together(state, registry, siblings)
+    app[HTTP_METRICS] = HTTPMetrics(state.metrics.registry)
     app[TRAFFIC] = Traffic()
     app[TURN] = Turn()
     app[ALLOWED] = cors or CORS()
