@@ -103,15 +103,23 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
 
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
     """Returns the config with the model's folder in place of its name. Downloads or unpacks the
-    model once, before any role starts."""
+    model once, before any role starts.
+
+    Raises:
+        ConfigError: a process could not start with these options.
+    """
     # Slow imports, which --help does not need.
     from pdserve.cli.model import unpack
+    from pdserve.cli.preflight import check_checkpoint, check_host
     from pdserve.demo_model.embedded import resolve_model
 
+    check_host(config)
     model = config.engine.model
     if model.model is None and model.revision is None and model.download_dir is None:
         unpack(console)
-    return replace(config, engine=replace(config.engine, model=resolve_model(model)))
+    config = replace(config, engine=replace(config.engine, model=resolve_model(model)))
+    check_checkpoint(config)
+    return config
 
 
 def model_name(config: ClusterConfig) -> str:
