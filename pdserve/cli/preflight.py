@@ -11,7 +11,6 @@ from pathlib import Path
 from pdserve.cli.host_share import role_sizes, visible_gpus
 from pdserve.cli.model import check as check_model
 from pdserve.common.config.cluster import ClusterConfig
-from pdserve.common.config.router import AUTO
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import bind
 from pdserve.common.core.lora import read_adapter
@@ -58,10 +57,9 @@ def check_checkpoint(config: ClusterConfig) -> None:
 
 
 def _check_names(config: ClusterConfig) -> None:
-    parser = config.chat.tool_call_parser
-    if parser not in (None, AUTO):
+    if config.chat.calls is not None:
         with _naming("--tool-call-parser"):
-            import_string(_TOOL_PARSER)(parser)
+            import_string(_TOOL_PARSER)(config.chat.calls)
     load_policy = import_string(_POLICY)
     load_policy(config.routing.prefill_policy, "--prefill-policy")
     load_policy(config.routing.decode_policy, "--decode-policy")

@@ -57,8 +57,7 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         with console.status("starting; loading weights"):
             started = await cluster.start()
         if started:
-            urls = ", ".join(f"{url}/v1" for url in cluster.urls)
-            console.print(f"cluster ready: {urls} (model {model_name(config)})")
+            console.print(ready_line(config, cluster.urls))
             await cluster.ended
         return 0
     except PdserveError as error:
@@ -66,6 +65,13 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()
+
+
+def ready_line(config: ClusterConfig, urls: Sequence[str]) -> str:
+    """Returns the line that says where clients, and people with a browser, find the cluster."""
+    apis = ", ".join(f"{url}/v1" for url in urls)
+    page = f"; the page: {urls[0]}/ui" if config.server.ui else ""
+    return f"cluster ready: {apis} (model {model_name(config)}){page}"
 
 
 class LogStream(io.TextIOBase):

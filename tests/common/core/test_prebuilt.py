@@ -161,7 +161,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As on a host whose C library is older than that of the build."""
+    """This happens on a host whose C library is older than that of the build."""
     brought()
     monkeypatch.setattr(prebuilt, "cpu_flags", lambda: HASWELL)
     assert native.load_library(toy, tmp_path).twice(21) % 100 == 42
