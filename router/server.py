@@ -114,6 +114,7 @@ class RouterServer:
             RequestTraces(self._tracer, model.name),
             adapters,
             keys.weights,
+            server.stream_interval,
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
         if config.lora.enable_lora:

@@ -74,6 +74,13 @@ class ServerConfig:
         "seconds after which the connection of a client that reads nothing is closed",
         minimum=0.1,
     )
+    stream_interval: int = option(
+        1,
+        "tokens of a choice between two events of a stream; the first token is sent at once, the "
+        "last ones when the choice ends",
+        minimum=1,
+        maximum=1024,
+    )
     max_body_size: int = option(32 * 2**20, "most bytes in an HTTP request body", minimum=1)
     api_key: str | None = option(
         None,
