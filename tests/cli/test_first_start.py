@@ -61,6 +61,7 @@ async def test_a_first_start_speaks_while_a_slow_compiler_runs(
     text = "\n".join(f"{name}: {line}" for _, name, line in said)
     nodes = "(prefill|decode)-0: .*"
     assert re.search(nodes + r"compiling kernels for this machine, once \(0 of \d+ files\)", text)
+    assert text.count("compiling kernels for this machine") > 4
     assert re.search(nodes + "waiting for another process that compiles kernels, 0 s so far", text)
     assert re.search(nodes + "using torch kernels, which are slower: .*out of patience", text)
     assert re.search(r"up: waiting for nodes \(.+\), \d+ s so far", text)
