@@ -295,6 +295,13 @@ class PipelineCollector(Collector):
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
+        reasons = GaugeMetricFamily(
+            "pdserve_num_requests_waiting_by_reason",
+            "Requests waiting, by reason: capacity (a slot)",
+            labels=("reason",),
+        )
+        reasons.add_metric(("capacity",), admission.waiting)
+        yield reasons
         known = GaugeMetricFamily(
             "pdserve_prefix_index_blocks",
             "Blocks that nodes have cached, by their KV events",

@@ -156,10 +156,15 @@ class ChatConfig:
     """Chat"""
 
     chat_template_content_format: str = option(
-        "string",
-        "how the template gets a message's content: as a string, or as a list of parts in OpenAI's "
-        "format",
-        choices=("string", "openai"),
+        "auto",
+        "how the template gets a message's content: as a string, as a list of parts in OpenAI's "
+        "format, or as the template takes what the client sent",
+        choices=("auto", "string", "openai"),
+    )
+    strict_parameters: bool = option(
+        False,
+        "answer 400 to requests with fields or tools that would be ignored (default: leave them "
+        "out and name them in the header X-Ignored-Parameters)",
     )
     trust_request_chat_template: bool = option(
         False, "accept `chat_template` in requests (a template can use much CPU)"
