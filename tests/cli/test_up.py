@@ -399,6 +399,9 @@ def test_every_rank_of_every_replica_has_its_gpu(monkeypatch: pytest.MonkeyPatch
 
 def test_place_shares_one_gpu() -> None:
     placed = share_host(EngineConfig(), nodes(1, 1), gpus=["7"], cores=8)
+    assert [each.engine.parallel.host_nodes for each in placed] == [1, 1]
+    on_cpus = share_host(EngineConfig(), nodes(1, 1), gpus=[], cores=8)
+    assert [each.engine.parallel.host_nodes for each in on_cpus] == [2, 2], "they share memory"
     assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in placed] == ["7", "7"]
     assert placed[0].engine.cache.gpu_memory_utilization == pytest.approx(0.45)
 
