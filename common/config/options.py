@@ -6,12 +6,14 @@ import argparse
 import difflib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from decimal import Decimal
 from functools import cache
+from itertools import pairwise
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -244,8 +246,25 @@ class CommandParser(argparse.ArgumentParser):
 
 def end_with(prog: str, message: str) -> NoReturn:
     """Prints a one-line error, without the long usage text, and exits with 2."""
-    print(f"{prog}: error: {message} (see {prog} --help)", file=sys.stderr)
+    print_error(prog, f"{message} (see {prog} --help)")
     raise SystemExit(2)
+
+
+def print_error(prog: str, message: str) -> None:
+    """Prints a command's error on stderr: as JSON if its log is asked to be JSON by the command
+    line or the environment, because it may come before the options are read."""
+    line = f"{prog}: error: {message}"
+    if _wants_json(sys.argv):
+        line = json.dumps({"level": "error", "process": prog.split()[-1], "message": line})
+    print(line, file=sys.stderr)
+
+
+def _wants_json(argv: Sequence[str]) -> bool:
+    return (
+        "--log-format=json" in argv
+        or ("--log-format", "json") in pairwise(argv)
+        or os.environ.get("PDSERVE_LOG_FORMAT") == "json"
+    )
 
 
 def unknown_option(parser: argparse.ArgumentParser, name: str) -> str:

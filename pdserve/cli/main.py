@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import pdserve
+from pdserve.common.config.options import print_error
 from pdserve.common.config.sources import CONFIG_EXIT_CODE
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors
@@ -149,7 +150,7 @@ def _run(argv: Sequence[str] | None) -> int:
         with host_errors_as_config_errors():
             return int(import_string(targets[command])(rest))
     except PdserveError as error:
-        print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
+        print_error(f"pdserve {command}", error.message)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
