@@ -57,7 +57,7 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         with console.status("starting; loading weights"):
             started = await cluster.start()
         if started:
-            console.print(ready_line(config, cluster.urls))
+            console.print(ready_line(config, cluster.urls), soft_wrap=True)
             await cluster.ended
         return 0
     except PdserveError as error:
