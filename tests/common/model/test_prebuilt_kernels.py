@@ -39,8 +39,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
         return NativeKernels(folder / "cache")
 
 
-def logits(name: str, kernels: NativeKernels, dtype: torch.dtype, **options: object) -> Tensor:
-    model = load(MODELS / name, kernels=kernels, dtype=dtype, **options)
+def logits(name: str, kernels: NativeKernels, dtype: torch.dtype) -> Tensor:
+    model = load(MODELS / name, kernels=kernels, dtype=dtype)
     return step(model, new_cache(model), [(some_tokens(40), 0, [4, 2, 6])])
 
 
