@@ -112,6 +112,9 @@ class CompletionChoiceWriter:
                 choice["prompt_token_ids"] = list(prompt)
         return choice
 
+    def usage(self) -> dict[str, Any]:
+        return {}
+
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """Returns None for a delta without text, unless its tokens were requested."""
         choice = self.choice(index, delta)

@@ -170,7 +170,12 @@ def test_ids_of_items_sort_as_they_come() -> None:
     """Clients that gather a stream by ids may sort them."""
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0)
     generation = SimpleNamespace(request_id="resp-1", sampling=sampling)
-    asked: Any = SimpleNamespace(echoed=(b"null", b"[]"), generation=generation)
+    asked: Any = SimpleNamespace(
+        echoed=(b"null", b"[]"),
+        generation=generation,
+        choices=None,
+        body=SimpleNamespace(reasoning_effort=None),
+    )
     shape = ResponsesFormat("tiny", asked, ResponsesBody(input="hi"))
     ids = [
         event["item"]["id"]
