@@ -20,6 +20,7 @@ from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
+from pdserve.common.text.detokenizer import whole_characters
 from pdserve.router.api.compat import CompatBody
 from pdserve.router.api.conversation import CostlyTemplate, Templates, render_bounded
 from pdserve.router.api.ignored import Ignored
@@ -280,12 +281,12 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocesse
     if not body.echo:
         return Preprocessed(body, prompts, structured=structured)
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if (
-        isinstance(given[0], str) and body.truncate_prompt_tokens is None
-    ):  # as the client wrote them
+    if isinstance(given[0], str) and body.truncate_prompt_tokens is None:  # as they were sent
         return Preprocessed(body, prompts, given, structured)
-    decode = preprocessor.model.tokenizer.decode
-    texts = [decode(ids, skip_special_tokens=False) for ids in prompts]
+    tokenizer = preprocessor.model.tokenizer
+    # The answer, if there is one, begins with the rest of the last character.
+    shown = [whole_characters(tokenizer, ids) if body.max_tokens != 0 else ids for ids in prompts]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in shown]
     return Preprocessed(body, prompts, texts, structured)
 
 

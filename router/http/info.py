@@ -60,7 +60,8 @@ def _as_anthropic(card: dict[str, Any]) -> dict[str, Any]:
     """Returns a model in the form of Anthropic's API."""
     created = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
     named = {"id": card["id"], "display_name": card["id"]}
-    return {"type": "model", **named, "created_at": created}
+    more = {"max_input_tokens": card["max_model_len"], "lifecycle": "active"}
+    return {"type": "model", **named, "created_at": created, **more}
 
 
 async def get_timelines(request: web.Request) -> web.Response:

@@ -59,9 +59,9 @@ def test_a4_no_route_is_said_to_be_absent() -> None:
 
 async def test_a4_models_have_anthropics_form_for_its_clients(site: Site) -> None:
     headers = {"anthropic-version": "2023-06-01"}
-    created = {"created_at": "2023-11-14T22:13:20Z"}
+    more = {"created_at": "2023-11-14T22:13:20Z", "max_input_tokens": 100, "lifecycle": "active"}
     cards = [
-        {"type": "model", "id": name, "display_name": name, **created}
+        {"type": "model", "id": name, "display_name": name, **more}
         for name in ("tiny/model", "alias")
     ]
     async with site.session.get(site.url + "/v1/models", headers=headers) as response:

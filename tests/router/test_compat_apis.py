@@ -406,7 +406,8 @@ def test_calls_and_their_results() -> None:
     assert body.parameters(Ignored())["tool_choice"] == "required"
     assert body.parameters(Ignored())["parallel_tool_calls"] is False
     # A call becomes a block.
-    shape = MessagesFormat("msg-1", "m", 7)
+    counts: Any = SimpleNamespace(reasoning_tokens=0)
+    shape = MessagesFormat("msg-1", "m", 7, counts)
     parsed: list[Event] = [Content("a"), CallStart(0, "t1", "f"), CallArguments(0, "{}")]
     found = [event for each in parsed for event in shape.event(each)]
     found += shape.finish("tool_calls", None)

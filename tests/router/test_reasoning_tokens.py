@@ -97,6 +97,12 @@ async def test_a1_usage_has_the_reasoning_tokens(thinking_site: Site) -> None:
     streamed = await thinking_site.post("/v1/responses", {"input": "hi", "stream": True})
     last = json.loads((await streamed.text()).rpartition("data: ")[2])
     assert details(last["response"]["usage"]) == 3
+    message = {"messages": CHAT, "max_tokens": 90}
+    whole = await (await thinking_site.post("/v1/messages", message)).json()
+    assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
+    streamed = await thinking_site.post("/v1/messages", message | {"stream": True})
+    delta = json.loads((await streamed.text()).split("data: ")[-2].partition("\n")[0])
+    assert delta["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
     thinking_site.generator.text = "hello"
     assert details((await thinking_site.chat())["usage"]) == 0
     assert "completion_tokens_details" not in (await thinking_site.complete())["usage"]
