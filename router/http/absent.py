@@ -1,5 +1,5 @@
-"""What clients of other servers may ask for, and this one does not do: for the errors that say so,
-and the table in docs/clients.md."""
+"""Endpoints of other servers that this one lacks: for the errors that say so, and for the table in
+docs/clients.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is absent says so, and points to the table of what is there."""
+"""Absent endpoints say so, and point to the table of what is there."""
 
 from __future__ import annotations
 
