@@ -81,6 +81,7 @@ class ModelConfig:
         "which code computes the model: native, transformers (any decoder that uses its attention "
         "interface), or auto: native where it is supported",
         choices=("auto", "native", "transformers"),
+        aliases={"vllm": "native"},
     )
     load_format: str = option(
         "auto",
@@ -105,6 +106,7 @@ class ModelConfig:
         "option)",
         short="-q",
         choices=("int8",),
+        needless=("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "gguf"),
     )
     seed: int = option(0, "seed of dummy weights", minimum=0)
     chat_template: str | None = option(
@@ -244,7 +246,9 @@ class CacheConfig:
         0.9, "share of each GPU this node may use", minimum=0.01, maximum=1.0
     )
     kv_cache_memory: str | None = option(
-        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on a CPU a share of RAM)"
+        None,
+        "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on a CPU a share of RAM)",
+        short="--kv-cache-memory-bytes",
     )
     num_gpu_blocks_override: int | None = option(
         None,
@@ -258,6 +262,7 @@ class CacheConfig:
         "bits with a scale per token and head, on CPUs; prefill and decode nodes need the same "
         "value",
         choices=KV_CACHE_DTYPES,
+        aliases={"fp8": "fp8_e4m3"},
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
 

@@ -86,11 +86,18 @@ async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> s
     return None
 
 
+def log_error(error: PdserveError, level: int = logging.ERROR) -> None:
+    """Logs an error that ends a process as its sentence; a JSON line has its code and its blame
+    too."""
+    fields = {"code": error.code, "blame": str(error.blame)}
+    logger.log(level, "%s", error.message, extra={"error": fields})
+
+
 def _report(failed: asyncio.Future[None]) -> int:
     """Logs one line for a typed error, a traceback for others; returns the exit code."""
     error = failed.exception()
     if isinstance(error, PdserveError):
-        logger.error("%s", error)
+        log_error(error)
     else:
         logger.error("a part of this process failed", exc_info=error)
     return 1

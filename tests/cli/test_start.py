@@ -209,12 +209,17 @@ def test_c15_a_path_that_is_not_there_names_the_nearest(
     (tmp_path / "models" / "SmolLM2" / "config.json").touch()
     models = tmp_path / "models"
     missing = f"the folder {models}"
-    assert says(models / "qwen3-8b") == f"{missing}/qwen3-8b does not exist; {models} has: Qwen3-8B"
-    assert says(models / "other") == f"{missing}/other does not exist; {models} has: SmolLM2"
+    assert (
+        says(models / "qwen3-8b")
+        == f"{missing}/qwen3-8b does not exist; did you mean {models}/Qwen3-8B?"
+    )
+    assert says(models / "other") == f"{missing}/other does not exist; there is {models}/SmolLM2"
     wrong = tmp_path / "modles" / "Qwen3-8B"
-    near = f"{tmp_path} lacks modles; {tmp_path} has: models"
-    assert says(wrong) == f"the folder {wrong} does not exist; {near}"
-    assert says("/nowhere/at/all") == "the folder /nowhere/at/all does not exist; / lacks nowhere"
+    near = f"there is no {tmp_path}/modles; did you mean {models}?"
+    assert says(wrong) == f"the folder {wrong} does not exist: {near}"
+    assert says("/nowhere/at/all") == (
+        "the folder /nowhere/at/all does not exist: there is no /nowhere"
+    )
 
 
 def test_a_model_that_this_user_may_not_read(
