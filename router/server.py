@@ -130,7 +130,7 @@ class RouterServer:
             keys=keys,
             chat=chat,
             priorities=routing.scheduling_policy == "priority",
-            tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
+            tool_parser=tool_parser(chat.calls) if chat.calls else None,
             workers=self._workers,
             event_keys=key.derive("event ids") if (key := self._credentials.key) else (),
         )
@@ -157,7 +157,7 @@ class RouterServer:
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
         streams = max_streams(routing)
-        door = ClientDoor(state.keys, messages, state.metrics, streams)
+        door = ClientDoor(state.keys, messages, state.refused, streams)
         server = GrpcServer(
             door, limit, shares_port=self._shares_ports, max_streams=streams, patient=True
         )

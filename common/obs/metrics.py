@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -44,6 +44,8 @@ WATCHED_REQUESTS = (
     "SLO_ITL", "SLO_TTFT",
 )  # fmt: skip
 WATCHED_TRANSFERS = ("OK", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR", "PEER_LOST")
+SLO_OUTCOMES = ("met", "missed", "unmeasured")
+SLO_PROMISES = {"ttft": ("limit", "extended", "none"), "itl": ("limit",)}
 WATCHED_EVENT = "stopped/DIGEST_MISMATCH"
 BALANCEDNESS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
@@ -133,9 +135,10 @@ class RouterMetrics(_Metrics):
         )
         self.slo_requests = self._counter(
             "slo_requests_total",
-            "Requests finished that had an SLO, by which (ttft, itl) and outcome (met, missed); "
-            "refused ones are in requests_total",
-            "slo", "outcome",
+            "Requests that got a slot, by SLO (ttft, itl), outcome (met, missed: by the limit of "
+            "the request's header or of --slo-…; unmeasured) and promise (that limit; extended: "
+            "longer, for a long prompt; none); refused ones are in requests_total",
+            "slo", "outcome", "promise",
         )  # fmt: skip
         self.migrations = self._counter(
             "request_migrations_total",
@@ -176,9 +179,9 @@ class RouterMetrics(_Metrics):
         )
         for reason in ("gap", "unknown_block"):
             self.kv_event_resyncs.labels(reason)
-        for slo in ("ttft", "itl"):
-            for outcome in ("met", "missed"):
-                self.slo_requests.labels(slo, outcome)
+        for slo, promises in SLO_PROMISES.items():
+            for labels in product((slo,), SLO_OUTCOMES, promises):
+                self.slo_requests.labels(*labels)
         for path in PromptPath:
             self.prompts.labels(path.value)
         for code in WATCHED_REQUESTS:
@@ -213,21 +216,16 @@ class RouterMetrics(_Metrics):
         self.choices.observe(len(generated))
         self._observe_times(timeline, sum(generated), len(generated))
 
-    def observe_slo(
-        self,
-        predicted: float | None,
-        ttft: float | None,
-        deadline: float,
-        itl: float | None,
-        slo_itl: float | None,
-    ) -> None:
-        """Records the SLOs and latencies of a finished request; all in seconds."""
+    def observe_prediction(self, predicted: float | None, ttft: float | None) -> None:
+        """Records a request's TTFT beside the one that admission predicted; both in seconds."""
         if predicted and ttft is not None:
             self.predicted_ttft.observe(predicted)
             self.ttft_over_predicted.observe(ttft / predicted)
-        for slo, seconds, bound in (("ttft", ttft, deadline), ("itl", itl, slo_itl or math.inf)):
-            if seconds is not None and bound < math.inf:
-                self.slo_requests.labels(slo, "met" if seconds <= bound else "missed").inc()
+
+    def observe_slo(self, outcomes: Iterable[tuple[str, str, str]]) -> None:
+        """Counts a request's (limit, outcome, promise)."""
+        for labels in outcomes:
+            self.slo_requests.labels(*labels).inc()
 
     def _observe_times(self, line: Timeline, num_tokens: int, num_choices: int) -> None:
         queue = None if line.queued is None else line.queued + line.prefill_queue_seconds

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import InvalidRequest, Unavailable
+from pdserve.common.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
+from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.text.opening import opened
 from pdserve.router.api.auth import APIKeys
@@ -37,6 +38,7 @@ INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
 SMALL = 64 * 1024  # bytes of a body that a thread may take
 THREADS = 4  # that take bodies at the same time
 MAX_WAITING = 4096  # bodies that wait for a thread
+_UNREAD_PERIOD = 60.0  # seconds between two warnings that calls are not read
 # Clients choose the names: bounds of the names that the log remembers, and of their characters.
 _MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
 
@@ -94,6 +96,7 @@ class AppState:
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     cache_epoch: CacheEpoch = field(default_factory=CacheEpoch)
     event_keys: tuple[bytes, ...] = ()  # for the ids of events; none: no stream can be resumed
+    unread_calls: LogThrottle = field(default_factory=lambda: LogThrottle(logger, _UNREAD_PERIOD))
     grammar: GrammarCompiler = field(init=False)
     threads: FairExecutor = field(
         init=False, default_factory=lambda: FairExecutor(THREADS, MAX_WAITING)
@@ -120,6 +123,11 @@ class AppState:
         """
         result = await self._preprocess(kind, raw, client)
         self.unknown_fields.note(set(result.unknown))
+        if result.answer.unread:
+            self.unread_calls.warning(
+                "a request has tools, but calls stay text: no --tool-call-parser is known for "
+                "this model's chat template, or it is none"
+            )
         if result.structured is None:
             return result
         grammar = await self.grammar(result.structured, client)
@@ -141,6 +149,13 @@ class AppState:
             return await workers.preprocess(
                 kind, raw, client, adapters, costly=True, window=self.window()
             )
+
+    def refused(self, error: PdserveError, client: str, http_status: int | None = None) -> None:
+        """Counts a request that fails, and lists it among the last requests, unless the pipeline
+        has done so."""
+        if not error.counted:
+            self.metrics.observe_error(error)
+            self.pipeline.timelines.refused(error, client, http_status)
 
     def response_model(self, name: str | None) -> str:
         """Returns the model's name in a response to a request for `name`: an adapter's own, or the

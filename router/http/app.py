@@ -38,7 +38,7 @@ from pdserve.router.http.encoding import (
 )
 from pdserve.router.http.info import ADAPTERS
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
-from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of
+from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of, client_of
 from pdserve.router.http.response import TURN
 from pdserve.router.http.together import TOGETHER, Together
 from pdserve.router.requests.generation import Turn
@@ -183,15 +183,17 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    refused: PdserveError
     try:
         check_expected(request)
         return await handler(request)
     except web.HTTPException as error:
         response = http_error_response(error)
-        _count(request, PdserveError(response.reason, code=code_of(error)))
+        refused = PdserveError(response.reason, code=code_of(error))
+        _count(request, refused, response.status)
         return _in_api_format(request, response)
     except web.RequestPayloadError as error:  # broken chunks or compression
-        refused: PdserveError = InvalidRequest(f"the body cannot be read: {error}")
+        refused = InvalidRequest(f"the body cannot be read: {error}")
     except ConnectionError:  # the client is gone and will not read this
         return web.Response(status=499)
     except asyncio.CancelledError:
@@ -219,10 +221,10 @@ def _is_anthropic(request: web.Request) -> bool:
     return _path(request).startswith("/v1/messages")
 
 
-def _count(request: web.Request, error: PdserveError) -> None:
+def _count(request: web.Request, error: PdserveError, status: int | None = None) -> None:
     """Counts a POST that failed, perhaps before its body was read."""
     if request.method == hdrs.METH_POST and _path(request).startswith("/v1/"):
-        request.app[STATE].metrics.observe_error(error)
+        request.app[STATE].refused(error, client_of(request), status)
 
 
 @web.middleware

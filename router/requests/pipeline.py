@@ -184,8 +184,15 @@ class Pipeline:
                     await self._attempts(state, claim)
             finally:
                 ask.generated = sum(state.generated)
-            ask.itl = fmean(state.token_gaps) if state.token_gaps else None
-            self.metrics.observe_slo(ask.predicted, ask.ttft, ask.deadline, ask.itl, ask.slo.itl)
+                if state.finished and state.token_gaps:
+                    ask.itl = fmean(state.token_gaps)
+                self._judge(state, ask)
+
+    def _judge(self, state: RequestState, ask: Ask) -> None:
+        """Counts whether the request, which may have failed, kept its limits."""
+        self.metrics.observe_prediction(ask.predicted, ask.ttft)
+        first, waited = state.first_token, state.age
+        self.metrics.observe_slo(ask.slo.outcomes(ask.promise, first, waited, ask.itl))
 
     def _first_token(self, ask: Ask, state: RequestState) -> None:
         self.admission.first_token(ask, learn=not state.retries.failures)

@@ -49,9 +49,7 @@ from warm import slowness
 
 MODEL = MODELS / "llama-gqa"
 CONFIG = ModelConfig(model=str(MODEL))
-CHATS = ChatConfig(
-    enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
-)
+CHATS = ChatConfig(tool_call_parser="hermes", reasoning_parser="qwen3")
 
 
 @pytest.fixture(scope="module")
