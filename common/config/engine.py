@@ -173,9 +173,9 @@ class ParallelConfig:
     )
     all2all_backend: str = option(
         "replicated",
-        "how tokens reach the ranks of their experts: replicated (tensor-parallel ranks have every "
-        "token already, so nothing moves), allgather_reducescatter, alltoallv, an entry point or "
-        "module:Class",
+        "how tokens reach the ranks of their experts; replicated: tensor-parallel ranks have every "
+        "token already, so nothing moves; also an entry point or module:Class",
+        known=("replicated", "allgather_reducescatter", "alltoallv"),
     )
     data_parallel_size: int = option(
         1,
@@ -221,9 +221,10 @@ class ParallelConfig:
     )
     device_communicator: str = option(
         "auto",
-        "transport of tensors between a node's ranks: shm, hierarchical, gloo, nccl, symm_mem, an "
-        "entry point or module:Class; auto: nccl for CUDA, shm for CPU ranks on one host, "
-        "hierarchical for several hosts of which one has several ranks, else gloo",
+        "transport of tensors between a node's ranks; also an entry point or module:Class; auto: "
+        "nccl for CUDA, shm for CPU ranks on one host, hierarchical for several hosts of which one "
+        "has several ranks, else gloo",
+        known=("auto", "shm", "hierarchical", "gloo", "nccl", "symm_mem"),
     )
 
     @property

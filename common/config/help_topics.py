@@ -34,7 +34,7 @@ def about(parser: argparse.ArgumentParser, found: Sequence[Option], topic: str) 
     if chosen:
         return _sections(parser, {each.name for each in chosen})
     if (flag := vllm.find(word)) is not None:
-        return f"{vllm.Given('--' + word, '', flag[0]).note}\n"
+        return f"{vllm.Given('--' + word, '', flag[0]).about}\n"
     near = nearest(topic, [*titles, *titles.values(), *(each.key for each in found)])
     raise ConfigError(
         f"no option and no group is called {topic}; {near or f'--help={GROUPS} lists the groups'}"

@@ -239,11 +239,13 @@ def _add(group: Any, option: Option) -> None:
 def _metavar(option: Option) -> str:
     if choices := option.metadata.get("choices"):
         return "{" + ",".join(choices) + "}"
+    if known := option.metadata.get("known"):
+        return "{" + ",".join((*known, "NAME")) + "}"
     return {int: "N", float: "X", dict: "JSON"}.get(option.kind, "TEXT")
 
 
 def _help(option: Option) -> str:
-    default = "" if option.default in (None, []) else f"default: {_show(option)}; "
+    default = "" if option.default in (None, [], {}) else f"default: {_show(option)}; "
     return f"{option.metadata['help']} [{default}{option.env}]".replace("%", "%%")
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from pdserve.common.config.vllm_flags import RULES, WITHOUT_EFFECT, Rule
 
-WORDS = {"true": "true", "false": "false"}
+WORDS = ("true", "false")
+_NO, _YES = ("false", "no", "off", "0"), ("true", "yes", "on", "1")  # as in files and variables
 PREFIX = "VLLM_"
 # Kubernetes sets these in every pod beside a Service that is called vllm.
 _OF_A_SERVICE = re.compile(r"VLLM_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
@@ -37,6 +38,11 @@ class Given:
     @property
     def fine(self) -> bool:
         return self.flag.rule.fine(self.value)
+
+    @property
+    def about(self) -> str:
+        """The table's sentence, whatever the value."""
+        return self.note if self.flag.rule in WITHOUT_EFFECT else self.refusal
 
     @property
     def note(self) -> str:
@@ -140,10 +146,10 @@ def switches(words: Iterable[str], known: Iterable[str]) -> list[str]:
             continue
         if not equals and rest and rest[0].lower() in WORDS:
             value = rest.pop(0)
-        elif equals and value.lower() not in WORDS:
+        elif equals and value.lower() not in _NO + _YES:
             found.append(name + equals + value)
             continue
-        found.append(f"--no-{key}" if value.lower() == "false" else name)
+        found.append(f"--no-{key}" if value.lower() in _NO else name)
     return found
 
 

@@ -65,7 +65,7 @@ def backend(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is true of some flags. `why` is a clause; `here`: the option that does the same."""
+    """A sentence about some flags. `why` is a clause; `here` the option that does the same."""
 
     names: str
     why: str = ""
@@ -89,6 +89,8 @@ SAME = """
 """.split()  # noqa: SIM905
 
 NOTES = {
+    "model": "or the word after `serve`: a folder, a GGUF file, or [a name of the "
+    "Hub](operate.md#serve-a-model-by-name)",
     "host": "127.0.0.1 unless given: vLLM listens on all addresses",
     "api-key": "several with commas between, in one word; then adapters and `/reset_prefix_cache` "
     "need [`--admin-api-key`](reference/security.md#operators-and-clients)",
@@ -100,9 +102,11 @@ NOTES = {
     "rope-scaling": "a short form of `--hf-overrides`; `longrope` and `dynamic` end at the "
     "[original context](operate.md#change-the-context)",
     "chat-template-content-format": "`string` unless given: not found by looking at the template",
-    "tool-call-parser": "the same names for [these](clients.md#tools), `auto`, or a class; "
-    "arguments that no schema types are JSON if they can be",
-    "reasoning-parser": "the same names for [these](clients.md#reasoning), or `auto`",
+    "tool-call-parser": "`auto` unless given, and no `--enable-auto-tool-choice` is needed; the "
+    "same names for [these](clients.md#tools), or a class; arguments that no schema types are JSON "
+    "if they can be",
+    "reasoning-parser": "`auto` unless given; the same names for [these](clients.md#reasoning); "
+    "`none` leaves the thought in `content`",
     "tokenizer-mode": "`auto` takes `tokenizer.json` where there is one, `mistral` needs "
     "`tekken.json` ([which](reference/model-files.md#tokenizers)); there is no `slow`",
     "lora-modules": "`name=path`, or JSON; `base_model_name` there has no effect",
@@ -122,7 +126,7 @@ CALLED = (
     Rule("h11-max-incomplete-event-size=", "it bounds bodies, unpacked", never, "max-body-size"),
     Rule("tool-parser-plugin=", "give module:Class", off, "tool-call-parser"),
     Rule("override-generation-config=", "name a folder with yours", off, "generation-config"),
-    Rule("enable-expert-parallel|-ep", "it takes a number of ranks", off, "expert-parallel-size"),
+    Rule("enable-expert-parallel", "it takes a number of ranks", off, "expert-parallel-size"),
     Rule(
         "distributed-timeout-seconds= cpu-distributed-timeout-seconds=",
         "", off, "distributed-timeout",
@@ -183,7 +187,7 @@ WITHOUT_EFFECT = (
         "tokenizer-pool-type= tokenizer-pool-extra-config=",
         "the router prepares large bodies in processes of its own",
     ),
-    Rule("enable-ssl-refresh", "a renewed certificate needs a restart of the router"),
+    Rule("enable-ssl-refresh", "renewed certificates are always used without a restart"),
     Rule(
         "guided-decoding-backend= structured-outputs-config= guided-decoding-disable-fallback",
         "llguidance computes every grammar; other settings are in a request's `structured_outputs`",
@@ -294,7 +298,11 @@ ABSENT = (
         off,
     ),
     Rule("response-role=", "answers have the role `assistant`", only("assistant")),
-    Rule("logprobs-mode=", "logprobs are those of the model", only("raw_logprobs")),
+    Rule(
+        "logprobs-mode=",
+        "logprobs are those before temperature, top-k and top-p",
+        only("raw_logprobs"),
+    ),
     Rule("use-fp64-gumbel", "sampling has one precision", off),
     Rule("fingerprint-mode= fingerprint-value=", "answers have no `system_fingerprint`", off),
     Rule("tool-server=", "no tool is run here", off),

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
 
-from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.errors import ConfigError, PdserveError
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,11 @@ async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> s
 
 
 def log_error(error: PdserveError, level: int = logging.ERROR) -> None:
-    """Logs an error that ends a process as its sentence; a JSON line has its code and its blame
-    too."""
+    """Logs an error that ends a process; a wrong configuration as its sentence alone. A JSON line
+    has code and blame as fields."""
     fields = {"code": error.code, "blame": str(error.blame)}
-    logger.log(level, "%s", error.message, extra={"error": fields})
+    text = error.message if isinstance(error, ConfigError) else str(error)
+    logger.log(level, "%s", text, extra={"error": fields})
 
 
 def _report(failed: asyncio.Future[None]) -> int:

@@ -37,7 +37,7 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a default that says something and that the help does not name itself."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default is None or action.default is False or action.default == {}
+        silent = action.default is None or action.default is False or action.default in ({}, [])
         if silent or "default:" in (action.help or ""):
             return action.help
         return super()._get_help_string(action)
