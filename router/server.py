@@ -112,6 +112,7 @@ class RouterServer:
             RequestTraces(self._tracer, model.name),
             adapters,
             keys.weights,
+            server.stream_interval,
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
         if config.lora.enable_lora:
@@ -292,6 +293,13 @@ class PipelineCollector(Collector):
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
+        reasons = GaugeMetricFamily(
+            "pdserve_num_requests_waiting_by_reason",
+            "Requests waiting, by reason: capacity (a slot)",
+            labels=("reason",),
+        )
+        reasons.add_metric(("capacity",), admission.waiting)
+        yield reasons
         known = GaugeMetricFamily(
             "pdserve_prefix_index_blocks",
             "Blocks that nodes have cached, by their KV events",

@@ -74,6 +74,13 @@ class ServerConfig:
         "seconds after which the connection of a client that reads nothing is closed",
         minimum=0.1,
     )
+    stream_interval: int = option(
+        1,
+        "tokens of a choice between two events of a stream; the first token is sent at once, the "
+        "last ones when the choice ends",
+        minimum=1,
+        maximum=1024,
+    )
     max_body_size: int = option(32 * 2**20, "most bytes in an HTTP request body", minimum=1)
     api_key: str | None = option(
         None,
@@ -149,10 +156,15 @@ class ChatConfig:
     """Chat"""
 
     chat_template_content_format: str = option(
-        "string",
-        "how the template gets a message's content: as a string, or as a list of parts in OpenAI's "
-        "format",
-        choices=("string", "openai"),
+        "auto",
+        "how the template gets a message's content: as a string, as a list of parts in OpenAI's "
+        "format, or as the template takes what the client sent",
+        choices=("auto", "string", "openai"),
+    )
+    strict_parameters: bool = option(
+        False,
+        "answer 400 to requests with fields or tools that would be ignored (default: leave them "
+        "out and name them in the header X-Ignored-Parameters)",
     )
     trust_request_chat_template: bool = option(
         False, "accept `chat_template` in requests (a template can use much CPU)"

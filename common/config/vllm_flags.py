@@ -85,7 +85,7 @@ SAME = """
     all2all-backend block-size gpu-memory-utilization kv-cache-memory-bytes kv-cache-dtype
     num-gpu-blocks-override enable-prefix-caching max-num-seqs max-num-batched-tokens
     scheduling-policy async-scheduling cuda-graph-sizes otlp-traces-endpoint speculative-config
-    kv-events-config
+    kv-events-config stream-interval
 """.split()  # noqa: SIM905
 
 NOTES = {
@@ -101,7 +101,6 @@ NOTES = {
     "quantization": "AWQ and GPTQ are found in the checkpoint; `int8` quantizes an unquantized one",
     "rope-scaling": "a short form of `--hf-overrides`; `longrope` and `dynamic` end at the "
     "[original context](operate.md#change-the-context)",
-    "chat-template-content-format": "`string` unless given: not found by looking at the template",
     "tool-call-parser": "`auto` unless given, and no `--enable-auto-tool-choice` is needed; the "
     "same names for [these](clients.md#tools), or a class; arguments that no schema types are JSON "
     "if they can be",
