@@ -179,10 +179,9 @@ class AppState:
         batch: Batch,
         model: str | None = None,
         prompt_only: bool = False,
-        before: Sequence[int] = (),
     ) -> GenerationRequest:
         """Builds a generation. `given` are the client's parameters by name; None means absent.
-        `model` is the name that the client asked for. `before`: as `GenerationRequest` has it.
+        `model` is the name that the client asked for.
 
         Raises:
             InvalidRequest: a value is out of range.
@@ -205,7 +204,6 @@ class AppState:
             adapter=adapter,
             batch=batch,
             prompt_only=prompt_only,
-            before=before,
         )
 
     def _priority(self, given: int) -> int:

@@ -192,9 +192,6 @@ class ChoiceWriter(Protocol):
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """Returns the choices of the chunks for one delta, one for each chunk."""
 
-    def usage(self) -> dict[str, Any]:
-        """Returns what the usage of an answer has beside the counts of its tokens."""
-
 
 @dataclass
 class OpenAIWriter:
@@ -251,8 +248,7 @@ class OpenAIWriter:
         # Each choice as JSON at once: their objects are much larger.
         choices = [msgspec.Raw(encode(choice(i, join(deltas.pop(i))))) for i in sorted(deltas)]
         body = self._envelope(self.choices.object_name) | {"choices": choices}
-        usage = _usage(answer.stats) | self.choices.usage()
-        return body | {"usage": usage} | self.choices.beside
+        return body | {"usage": _usage(answer.stats)} | self.choices.beside
 
     def _best(self, deltas: dict[int, list[TextDelta]], n: int) -> dict[int, list[TextDelta]]:
         """Returns the `n` choices of each prompt with the most likely tokens, the best first."""
@@ -314,8 +310,7 @@ class OpenAIWriter:
         if not (self.include_usage or more):
             return b""
         last = self._envelope(self.choices.chunk_object_name)
-        usage = _usage(self.stats) | self.choices.usage()
-        return _event(encode(last | {"choices": [], "usage": usage} | more))
+        return _event(encode(last | {"choices": [], "usage": _usage(self.stats)} | more))
 
     def error(self, error: PdserveError) -> bytes:
         return _event(encode(error_body(error)))

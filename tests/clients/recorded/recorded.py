@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 
 @dataclass
 class Answer:
-    """The content of one stream."""
+    """What one stream said."""
 
     text: str = ""
     calls: list[Fields] = field(default_factory=list)  # id, name and arguments, as JSON
