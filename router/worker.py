@@ -18,8 +18,9 @@ from pdserve.common.core.host import (
     leave,
     loading,
 )
+from pdserve.common.core.waits import saying
 from pdserve.common.obs.logging import setup_logging
-from pdserve.common.obs.process import exit_within
+from pdserve.common.obs.process import exit_within, log_error
 from pdserve.router.workers.siblings import SERVING, Siblings
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,12 @@ def main(argv: Sequence[str]) -> int:
         with host_errors_as_config_errors():
             return asyncio.run(_serve(config, siblings, end))
     except PdserveError as error:
-        logger.error("%s", error)
+        log_error(error)
         return 2 if isinstance(error, ConfigError) else 1
 
 
 async def _serve(config: RouterConfig, siblings: Siblings, end: socket.socket) -> int:
-    with loading():
+    with saying("importing libraries"), loading():
         from pdserve.router.server import RouterServer
     router = RouterServer(config, siblings)
     await router.start()

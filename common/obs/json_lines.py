@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 from pdserve.common.core.printable import cut, json_printable
@@ -30,26 +32,37 @@ def event(process: str, message: str, level: str = "info", **more: Any) -> dict[
     return {"time": time, "level": level, "process": process, "message": message, **more}
 
 
-def in_log(process: str, line: str) -> str:
+def in_log(process: str, line: str, named: bool = False) -> str:
     """Returns a line that a process has written as an object that names it: its own object with
-    `process`, or one with the line as `message`."""
+    `process`, or one with the line as `message`. `named`: an object may name another process."""
     if line.startswith("{"):
         try:
             found = json.loads(line)
-            return json_line({**found, "process": process})
+            name = found.get("process", process) if named else process
+            return json_line({**found, "process": name})
         except (ValueError, RecursionError):
             pass  # cut off, or another program's text
-    return json_line(event(process, cut(line, MAX_CHARS), logger="stderr"))
+    return json_line(event(process, cut(line, MAX_CHARS), "warning", logger="stderr"))
+
+
+def wants_json(argv: Sequence[str]) -> bool:
+    """Returns whether the command line or the environment asks for a JSON log, before options are
+    read."""
+    return (
+        "--log-format=json" in argv
+        or ("--log-format", "json") in pairwise(argv)
+        or os.environ.get("PDSERVE_LOG_FORMAT") == "json"
+    )
 
 
 class JSONStream(io.TextIOBase):
     """Stands for standard error: each line becomes an object, unless it is one."""
 
-    def __init__(self, process: str, put: Callable[[str], None], fd: int) -> None:
-        """`put` takes whole lines with their ends and may not block. `fd`: for what needs one."""
+    def __init__(self, process: str, put: Callable[[str], Any], fileno: Callable[[], int]) -> None:
+        """`put` takes whole lines with their ends. `fileno`: for what needs a descriptor."""
         self._process = process
         self._put = put
-        self._fd = fd
+        self._fileno = fileno
         self._rest = ""
 
     def write(self, text: str) -> int:
@@ -58,11 +71,11 @@ class JSONStream(io.TextIOBase):
             lines, self._rest = [*lines, self._rest], ""
         for line in lines:
             if line.strip():
-                self._put(in_log(self._process, line) + "\n")
+                self._put(in_log(self._process, line, named=True) + "\n")
         return len(text)
 
     def fileno(self) -> int:
-        return self._fd
+        return self._fileno()
 
     def isatty(self) -> bool:
         return False

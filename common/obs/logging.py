@@ -12,6 +12,7 @@ import select
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -22,6 +23,8 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.printable import cut, printable
 from pdserve.common.obs.json_lines import JSONStream, json_line
 from pdserve.common.obs.process import dump_stacks_on_signal
+
+logger = logging.getLogger(__name__)
 
 _STDERR = 2
 MAX_MESSAGE_LENGTH = 8192  # characters of a message, or of a line of a traceback
@@ -65,8 +68,7 @@ def _log_everything(name: str, writer: LogWriter) -> None:
     """Has warnings, uncaught exceptions and what is printed to stderr become objects of the log;
     only crashes within native code still write text."""
     logging.captureWarnings(True)
-    sys.stderr = JSONStream(name, writer.put, _STDERR)
-    logger = logging.getLogger(__name__)
+    sys.stderr = JSONStream(name, writer.put, lambda: _STDERR)
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -80,6 +82,12 @@ def _log_everything(name: str, writer: LogWriter) -> None:
 
     sys.excepthook = uncaught
     threading.excepthook = uncaught_in_thread
+
+
+def log_notes(notes: Iterable[str]) -> None:
+    """Logs what `parse` has to say about the options."""
+    for note in notes:
+        logger.warning("%s", note)
 
 
 def write_log(text: str) -> None:
@@ -115,8 +123,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """Keys: time (UTC), level, process, role, logger, message; request_id and exception if present.
-    `process` is the role here; `pdserve up` has its own names."""
+    """Keys: time (UTC), level, process, role, logger, message; request_id, exception, and an
+    error's code and blame if present. `process` is the role here; `pdserve up` has its own
+    names."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -133,6 +142,7 @@ class JSONFormatter(logging.Formatter):
         }
         if (request_id := request_id_var.get()) is not None:
             event["request_id"] = request_id
+        event |= getattr(record, "error", {})
         if trace := _trace(self, record):
             event["exception"] = "\n".join(trace)
         return json_line(event)

@@ -6,18 +6,18 @@ torch.
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import sys
 from collections.abc import Sequence
 
 import pdserve
-from pdserve.common.config.options import print_error
 from pdserve.common.config.sources import CONFIG_EXIT_CODE
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors
-from pdserve.common.core.plugins import import_string
+from pdserve.common.core.plugins import import_string, nearest
+from pdserve.common.core.waits import saying
+from pdserve.common.obs.json_lines import JSONStream, wants_json
 
 COMMANDS = {
     "Whole clusters": {
@@ -86,8 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong. PDSERVE_CONFIG_EXIT_CODE replaces the 2, for supervisors that restart on any failure:
     a restart does not fix a configuration."""
     _repair_streams()
+    given, stderr = list(sys.argv[1:] if argv is None else argv), sys.stderr
+    if wants_json(given):  # also of errors before the log is set up
+        sys.stderr = JSONStream(given[0] if given else "pdserve", stderr.write, stderr.fileno)
     try:
-        code = _run(argv)
+        code = _run(given)
         return 1 if not _written() else _exit_code(code)
     except BrokenPipeError:  # as with `| head`
         _drop_output()
@@ -96,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stop.code == 2:
             raise SystemExit(_exit_code(2)) from stop
         raise
+    finally:
+        if argv is not None:  # a call within another program
+            sys.stderr = stderr
 
 
 def _repair_streams() -> None:
@@ -135,8 +141,8 @@ def _exit_code(code: int) -> int:
     return int(os.environ.get(CONFIG_EXIT_CODE) or code) if code == 2 else code
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+def _run(argv: Sequence[str]) -> int:
+    command, *rest = argv or [""]
     if command in ("-h", "--help"):
         print(help_text())
         return 0
@@ -148,9 +154,11 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     try:
         with host_errors_as_config_errors():
-            return int(import_string(targets[command])(rest))
+            with saying("importing libraries"):
+                program = import_string(targets[command])
+            return int(program(rest))
     except PdserveError as error:
-        print_error(f"pdserve {command}", error.message)
+        print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
@@ -193,17 +201,12 @@ def bench(argv: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print("\n".join(lines))
         return 0
-    hint = _nearest(name, list(BENCHES)) or "see pdserve bench --help"
+    hint = nearest(name, list(BENCHES)) or "see pdserve bench --help"
     raise ConfigError(f"takes one of {', '.join(BENCHES)}; {hint}")
 
 
 def _unknown(command: str, known: list[str]) -> str:
     if not command:
         return help_text()
-    hint = _nearest(command, known) or "see pdserve --help"
+    hint = nearest(command, known) or "see pdserve --help"
     return f"pdserve: error: unknown command {command}; {hint}"
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""

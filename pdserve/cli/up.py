@@ -22,6 +22,7 @@ from pdserve.client.terminal import console_of
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.waits import saying
 from pdserve.common.obs.json_lines import JSONStream, in_log
 from pdserve.common.obs.logging import LogWriter
 from pdserve.common.obs.process import dump_stacks_on_signal
@@ -40,6 +41,7 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
+    notes: list[str] = []
     config = parse(
         ClusterConfig,
         prog=prog,
@@ -47,8 +49,11 @@ def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
         "that do both.",
         argv=argv,
         word=word,
+        say=notes.append,
     )
     console = console_of(file=cast(IO[str], log_stream(config)))
+    for note in notes:
+        log_writer(config, console)("up", note)
     return asyncio.run(serve(with_model(config, console), console, prog))
 
 
@@ -60,11 +65,11 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         with console.status("starting; loading weights"):
             started = await cluster.start()
         if started:
-            console.print(ready_line(config, cluster.urls))
+            console.print(ready_line(config, cluster.urls), soft_wrap=True)
             await cluster.ended
         return 0
     except PdserveError as error:
-        console.print(f"{prog}: {error.message}", style="red")
+        console.print(f"{prog}: error: {error.message}", style="red")
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()
@@ -84,7 +89,7 @@ def log_stream(config: ClusterConfig) -> io.TextIOBase:
     if config.log.log_format != "json":
         return stream
     logging.captureWarnings(True)
-    sys.stderr = JSONStream("up", stream.write, STDERR)
+    sys.stderr = JSONStream("up", stream.write, stream.fileno)
     return sys.stderr
 
 
@@ -121,6 +126,7 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
     return cluster
 
 
+@saying("checking the options and the model")
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
     """Returns the config with the model's folder in place of its name. Downloads or unpacks the
     model once, before any role starts.

@@ -32,6 +32,7 @@ from pdserve.router.api.schema import (
 )
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.http import chat, completions, info, messages, openapi, responses
+from pdserve.router.http.absent import unsupported_endpoint
 from pdserve.router.http.cors import CORS, IGNORED_HEADER
 from pdserve.router.http.encoding import (
     as_typed,
@@ -85,10 +86,13 @@ ROUTES = (
           "Lists a client's last requests, newest first"),
     Route("GET", "/v1/cluster", info.cluster, "Shows nodes, their load, and which of them fit",
           operators=True),
+    Route("GET", "/v1/cluster/history", info.history,
+          "Shows the last two minutes, and the last events of nodes", operators=True),
     Route("GET", "/v1/cluster/targets", info.targets,
           "Lists the nodes' metrics addresses for Prometheus' http_sd", operators=True),
     Route("POST", "/reset_prefix_cache", info.reset_prefix_cache,
           "Makes prefix caches forget every prompt", answer="", operators=True),
+    Route("GET", "/", info.root, "Leads a browser to the page, and names this server", open=True),
     # Probes, scrapers and load balancers ask these without a key. Other paths need one, if any.
     Route("GET", "/health", info.health, "Answers while this process lives", answer="", open=True),
     Route("GET", "/ping", info.health, "The same as /health", answer="", open=True),
@@ -180,7 +184,9 @@ def make_app(
         for route in routes:
             path = prefix + route.path.replace("}", ":.+}")  # names of models have slashes
             add = app.router.add_get if route.method == "GET" else app.router.add_post
-            add(path, _for_operators(route.handler) if route.operators else route.handler)
+            handler = _for_operators(route.handler) if route.operators else route.handler
+            for each in {path, path.rstrip("/") or path}:  # the root path with or without a slash
+                add(each, handler)
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -203,8 +209,9 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         check_expected(request)
         return await handler(request)
     except web.HTTPException as error:
-        response = http_error_response(error)
-        refused = PdserveError(response.reason, code=code_of(error))
+        absent = unsupported_endpoint(_path(request)) if error.status == 404 else None
+        response = http_error_response(error) if absent is None else error_response(absent)
+        refused = absent or PdserveError(response.reason, code=code_of(error))
         _count(request, refused, response.status)
         return _in_api_format(request, response)
     except web.RequestPayloadError as error:  # broken chunks or compression
@@ -225,7 +232,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 def _path(request: web.Request) -> str:
     """Returns the path without --root-path."""
-    return request.path.removeprefix(request.app[ROOT_PATH])
+    return request.path.removeprefix(request.app[ROOT_PATH]) or "/"
 
 
 def _in_api_format(request: web.Request, refusal: web.Response) -> web.Response:
@@ -233,7 +240,9 @@ def _in_api_format(request: web.Request, refusal: web.Response) -> web.Response:
 
 
 def _is_anthropic(request: web.Request) -> bool:
-    return _path(request).startswith("/v1/messages")
+    path = _path(request)
+    is_models = path.startswith("/v1/models") and info.ANTHROPIC in request.headers
+    return is_models or path.startswith("/v1/messages")
 
 
 def _count(request: web.Request, error: PdserveError, status: int | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,10 +17,12 @@ from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http.encoding import error_response, json_response
+from pdserve.router.http.openapi import ROOT_PATH, ROUTES
 from pdserve.router.http.request import STATE, authorization_of, client_of, preprocess
 from pdserve.router.http.together import TOGETHER
 
 DEFAULT_LISTED, MAX_LISTED = 50, 1000  # requests
+ANTHROPIC = "anthropic-version"  # a header that all of Anthropic's clients send
 ADAPTERS = web.AppKey("adapters", AdapterSync)
 
 
@@ -40,15 +44,26 @@ async def list_models(request: web.Request) -> web.Response:
     model, adapters = request.app[STATE].model, request.app[STATE].adapters.served()
     cards = [_card(model, name) for name in model.names]
     cards += [adapter_card(model, each) for each in adapters]
-    return json_response({"object": "list", "data": cards})
+    if ANTHROPIC not in request.headers:
+        return json_response({"object": "list", "data": cards})
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+    return json_response({"data": [_as_anthropic(card) for card in cards], **ends})
 
 
 async def get_model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
     state.response_model(name)
-    if (adapter := state.adapters.find(name)) is not None:
-        return json_response(adapter_card(state.model, adapter))
-    return json_response(_card(state.model, name))
+    adapter = state.adapters.find(name)
+    card = _card(state.model, name) if adapter is None else adapter_card(state.model, adapter)
+    return json_response(_as_anthropic(card) if ANTHROPIC in request.headers else card)
+
+
+def _as_anthropic(card: dict[str, Any]) -> dict[str, Any]:
+    """Returns a model in the form of Anthropic's API."""
+    created = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
+    named = {"id": card["id"], "display_name": card["id"]}
+    more = {"max_input_tokens": card["max_model_len"], "lifecycle": "active"}
+    return {"type": "model", **named, "created_at": created, **more}
 
 
 async def get_timelines(request: web.Request) -> web.Response:
@@ -102,6 +117,18 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def cluster(request: web.Request) -> web.Response:
     return json_response(await request.app[TOGETHER].cluster())
+
+
+async def history(request: web.Request) -> web.Response:
+    """Answers with the samples and events of the last two minutes, or those after `?since=`, in
+    seconds since 1970."""
+    try:
+        since = float(request.query.get("since", "0"))
+    except ValueError:
+        since = nan
+    if not isfinite(since):
+        raise InvalidRequest("since must be a number of seconds since 1970", param="since")
+    return json_response(await request.app[TOGETHER].history(since))
 
 
 async def targets(request: web.Request) -> web.Response:
@@ -181,6 +208,20 @@ _UI_HEADERS = {
     "Cache-Control": "no-cache",  # another release has another page
 }
 _UI_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+
+async def root(request: web.Request) -> web.Response:
+    """Leads a browser to the page, or without one to the API's description; names both to other
+    programs."""
+    prefix, paths = request.app[ROOT_PATH], {route.path for route in request.app[ROUTES]}
+    links = {"api": "/v1", "page": "/ui", "docs": "/docs", "openapi": "/openapi.json"}
+    links = {name: prefix + path for name, path in links.items() if name == "api" or path in paths}
+    headers = {"Cache-Control": "no-store"}  # the answer depends on Accept
+    if "text/html" in request.headers.get("Accept", ""):
+        to = links.get("page", links["docs"])
+        return web.Response(status=302, headers={**headers, "Location": to})
+    server = {"name": "pdserve", "version": pdserve.__version__, **links}
+    return json_response(server, headers=headers)
 
 
 def path_of(name: str) -> str:
