@@ -190,17 +190,21 @@ async def test_a_process_that_has_lived_is_started_again_at_once(
 async def test_up_says_when_a_killed_router_serves_again(lines: Lines) -> None:
     """It is started at once, and serves when the nodes have registered again."""
     again = list[asyncio.StreamWriter]()
+
+    def told() -> list[str]:  # on a slow machine the start is announced, too
+        return [line for line in lines.of("up") if not line.startswith("waiting for ")]
+
     async with running(lines):
         os.kill(lines.pid("router"), signal.SIGKILL)
         await eventually(lambda: len(lines.starts("router")) == 2)
-        assert lines.of("up") == ["router: signal 9; restart now"]
+        assert told() == ["router: signal 9; restart now"]
         host, _, port = lines.flags("decode-0")["router"].rpartition(":")
         while len(again) < 2:  # the fake nodes do not register again themselves
             with suppress(ConnectionRefusedError):
                 again.append((await asyncio.open_connection(host, int(port)))[1])
             await asyncio.sleep(0.02)
-        await eventually(lambda: len(lines.of("up")) == 2)
-        assert re.fullmatch(r"router: serving again, \d+\.\d s after it ended", lines.of("up")[1])
+        await eventually(lambda: len(told()) == 2)
+        assert re.fullmatch(r"router: serving again, \d+\.\d s after it ended", told()[1])
         for writer in again:
             writer.close()
 
