@@ -25,6 +25,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+import vllm_tables
 from excerpts import excerpt
 from misdeployments import MISDEPLOYMENTS
 from pdserve.cli import chat, top, trace
@@ -48,7 +49,7 @@ from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.status import STATUS
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
-from pdserve.router.api.schema import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.api.ignored import LEFT_OUT, UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.http.encoding import error_body
@@ -123,7 +124,9 @@ def _option_row(found: Found) -> tuple[str, str, str]:
     short = f", `{option.metadata['short']}`" if "short" in option.metadata else ""
     negated = f", `--no-{option.key}`" if option.kind is bool else ""
     choices = option.metadata.get("choices")
+    known = option.metadata.get("known")
     meaning = option.metadata["help"] + (f" (one of: {', '.join(choices)})" if choices else "")
+    meaning += f" (built in: {', '.join(known)})" if known else ""
     return f"`{option.flag}`{short}{negated}", _defaults(found), meaning.replace("|", "\\|")
 
 
@@ -155,9 +158,13 @@ def _from_reference(text: str) -> str:
 
 
 def unsupported_fields() -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name in UNSUPPORTED)
-    accepted = ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT))
-    yield f"{names}. Accepted without effect: {accepted}."
+    refused, left_out, accepted = (
+        ", ".join(f"`{name}`" for name in names)
+        for names in (UNSUPPORTED, LEFT_OUT, sorted(WITHOUT_EFFECT))
+    )
+    yield f"Refused: {refused}.\n"
+    yield f"Left out: {left_out}.\n"
+    yield f"Accepted without effect: {accepted}."
 
 
 def _parameter_row(each: Parameter) -> tuple[str, ...]:
@@ -344,6 +351,13 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "models": model_table,
     "misdeployments": misdeployment_table,
     "options": option_tables,
+    "vllm-same": vllm_tables.same,
+    "vllm-differences": lambda: _table(*vllm_tables.differences()),
+    "vllm-called": lambda: _table(*vllm_tables.called()),
+    "vllm-without-effect": lambda: _table(*vllm_tables.without_effect()),
+    "vllm-absent": lambda: _table(*vllm_tables.absent()),
+    "vllm-variables": lambda: _table(*vllm_tables.variables()),
+    "sglang": vllm_tables.sglang,
     "errors": error_table,
     "commands": command_table,
     "chat": lambda: flag_table(chat.make_parser()),

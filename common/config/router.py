@@ -156,10 +156,15 @@ class ChatConfig:
     """Chat"""
 
     chat_template_content_format: str = option(
-        "string",
-        "how the template gets a message's content: as a string, or as a list of parts in OpenAI's "
-        "format",
-        choices=("string", "openai"),
+        "auto",
+        "how the template gets a message's content: as a string, as a list of parts in OpenAI's "
+        "format, or as the template takes what the client sent",
+        choices=("auto", "string", "openai"),
+    )
+    strict_parameters: bool = option(
+        False,
+        "answer 400 to requests with fields or tools that would be ignored (default: leave them "
+        "out and name them in the header X-Ignored-Parameters)",
     )
     trust_request_chat_template: bool = option(
         False, "accept `chat_template` in requests (a template can use much CPU)"
@@ -169,10 +174,9 @@ class ChatConfig:
     )
     tool_call_parser: str = option(
         AUTO,
-        f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}, auto (by the chat "
-        "template), none (calls stay text), an entry point in pdserve.tool_parsers, or "
-        "module:Class",
-        metavar="NAME",
+        "format of the model's tool calls; auto: by the chat template; none: calls stay text; or "
+        "an entry point in pdserve.tool_parsers, or module:Class",
+        known=(*TOOL_PARSERS, AUTO, NONE),
     )
     reasoning_parser: str = option(
         AUTO,
@@ -218,14 +222,14 @@ class RoutingConfig:
 
     prefill_policy: str = option(
         "cost",
-        f"how prefill nodes are chosen: {', '.join(POLICIES)}, an entry point in "
-        "pdserve.placement_policies, or module:Class",
-        metavar="NAME",
+        "how prefill nodes are chosen; also an entry point in pdserve.placement_policies, or "
+        "module:Class",
+        known=POLICIES,
     )
     decode_policy: str = option(
         "cost",
         "how decode nodes and nodes of both roles are chosen, as --prefill-policy",
-        metavar="NAME",
+        known=POLICIES,
     )
     local_prefill_threshold: int = option(
         0,

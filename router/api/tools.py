@@ -10,7 +10,7 @@ from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import ConstraintKind, Opening, StructuredOutput
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.api.conversation import text_of
+from pdserve.router.api.conversation import joined
 from pdserve.router.api.parsers import reasoning
 from pdserve.router.api.parsers.forced import BareCallParser, NamedParser, RequiredParser
 from pdserve.router.api.parsers.harmony import HarmonyParser
@@ -95,7 +95,7 @@ def with_thought(
     family = config.reasoning
     if family is None:
         return plan
-    continued = text_of(body.messages[-1]) if body.continue_final_message else None
+    continued = joined(body.messages[-1]) if body.continue_final_message else None
     thinking = reasoning.begins_thinking(family, prompt, continued)
     special = reasoning.has_special_marks(family, tokens)
     if held:

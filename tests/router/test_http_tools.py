@@ -354,7 +354,7 @@ def wrong(changed: dict[str, Any]) -> dict[str, Any]:
 BAD = [
     ({"tools": 1}, "tools"),
     ({"tools": [1]}, "tools[0]"),
-    (wrong({"type": "custom"}), "tools[1].type"),
+    (wrong({"type": ["custom"]}), "tools[1].type"),
     (wrong({"function": {}}), "tools[1].function.name"),
     (wrong({"function": {"name": ""}}), "tools[1].function.name"),
     (wrong({"function": {"name": "a b"}}), "tools[1].function.name"),
