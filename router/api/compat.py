@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, create_model
 from typing_extensions import TypeAliasType
 
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.router.api.schema import (
     FIELDS,
@@ -129,9 +129,7 @@ class ResponsesBody(CompatBody):
         return {name: value for name, value in fields.items() if value is not None}
 
     def echoed(self) -> tuple[str, ...]:
-        return tuple(
-            msgspec.json.encode(each).decode() for each in (self.instructions, self.tools or [])
-        )
+        return exact_json.dumps(self.instructions), exact_json.dumps(self.tools or [])
 
     def conversation(self) -> list[Fields]:
         given = self.input

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from pdserve.common.config.router import ChatConfig
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestTooLarge, is_defect
 from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
@@ -165,10 +166,17 @@ class Preprocessor:
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
+    """Raises InvalidRequest: the body does not fit the schema."""
     try:
-        return schema.model_validate_json(raw)
+        body = schema.model_validate_json(raw)
+        # pydantic's parser rounds numbers, of schemas too.
+        if exact_json.may_round(raw) and exact_json.has_exact(exact := exact_json.loads(raw)):
+            return schema.model_validate(exact)
+        return body
     except ValidationError as error:
         raise _invalid(error) from error
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="INVALID_JSON") from error
 
 
 def as_chat(body: CompatBody, messages: bool = True) -> ChatBody:
