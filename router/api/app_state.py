@@ -189,6 +189,7 @@ class AppState:
             adapter=adapter,
             batch=batch,
             prompt_only=prompt_only,
+            constraint=given.get("constraint") or "",
         )
 
     def _priority(self, given: int) -> int:

@@ -63,6 +63,7 @@ class GenerationRequest:
     # The client wants no token, only the prompt's log-probabilities, which come with the first one.
     prompt_only: bool = False
     past: tuple[Past, ...] = ()  # what the client has already, in order
+    constraint: str = ""  # the client's field with its grammar, for errors
     key: AnswerKey | None = None  # of an answer that is made once, through whichever routers
 
 

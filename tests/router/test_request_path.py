@@ -150,6 +150,17 @@ async def test_a_node_that_does_not_answer_a_router_that_stood_still_is_asked_ag
 # ---- every path ends ----
 
 
+@pytest.mark.parametrize("name", ["p0", "d0"])
+async def test_an_error_of_a_grammar_names_the_client_s_field(
+    tmp_path: Path, name: str
+) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        cluster[name].on_run = fails(InvalidRequest("its grammar has failed: too complex"))
+        with pytest.raises(InvalidRequest, match="too complex") as caught:
+            await finish(cluster, replace(cluster.request(), constraint="guided_json"))
+        assert caught.value.param == "guided_json"
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_node_without_the_adapter_is_sound(four: FakeCluster, role: str) -> None:
     """It was told by another router to drop it, and gets no such request until it is told again."""
