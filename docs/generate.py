@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+import vllm_tables
 from excerpts import excerpt
 from misdeployments import MISDEPLOYMENTS
 from pdserve.cli import chat, top, trace
@@ -120,7 +121,9 @@ def _option_row(found: Found) -> tuple[str, str, str]:
     short = f", `{option.metadata['short']}`" if "short" in option.metadata else ""
     negated = f", `--no-{option.key}`" if option.kind is bool else ""
     choices = option.metadata.get("choices")
+    known = option.metadata.get("known")
     meaning = option.metadata["help"] + (f" (one of: {', '.join(choices)})" if choices else "")
+    meaning += f" (built in: {', '.join(known)})" if known else ""
     return f"`{option.flag}`{short}{negated}", _defaults(found), meaning.replace("|", "\\|")
 
 
@@ -330,6 +333,13 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "models": model_table,
     "misdeployments": misdeployment_table,
     "options": option_tables,
+    "vllm-same": vllm_tables.same,
+    "vllm-differences": lambda: _table(*vllm_tables.differences()),
+    "vllm-called": lambda: _table(*vllm_tables.called()),
+    "vllm-without-effect": lambda: _table(*vllm_tables.without_effect()),
+    "vllm-absent": lambda: _table(*vllm_tables.absent()),
+    "vllm-variables": lambda: _table(*vllm_tables.variables()),
+    "sglang": vllm_tables.sglang,
     "errors": error_table,
     "commands": command_table,
     "chat": lambda: flag_table(chat.make_parser()),
