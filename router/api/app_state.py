@@ -179,9 +179,10 @@ class AppState:
         batch: Batch,
         model: str | None = None,
         prompt_only: bool = False,
+        before: Sequence[int] = (),
     ) -> GenerationRequest:
         """Builds a generation. `given` are the client's parameters by name; None means absent.
-        `model` is the name that the client asked for.
+        `model` is the name that the client asked for. `before`: as `GenerationRequest` has it.
 
         Raises:
             InvalidRequest: a value is out of range.
@@ -205,6 +206,7 @@ class AppState:
             batch=batch,
             prompt_only=prompt_only,
             constraint=given.get("constraint") or "",
+            before=before,
         )
 
     def _priority(self, given: int) -> int:
