@@ -86,6 +86,8 @@ ROUTES = (
           "Lists a client's last requests, newest first"),
     Route("GET", "/v1/cluster", info.cluster, "Shows nodes, their load, and which of them fit",
           operators=True),
+    Route("GET", "/v1/cluster/history", info.history,
+          "Shows the last two minutes, and the last events of nodes", operators=True),
     Route("GET", "/v1/cluster/targets", info.targets,
           "Lists the nodes' metrics addresses for Prometheus' http_sd", operators=True),
     Route("POST", "/reset_prefix_cache", info.reset_prefix_cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,6 +116,18 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def cluster(request: web.Request) -> web.Response:
     return json_response(await request.app[TOGETHER].cluster())
+
+
+async def history(request: web.Request) -> web.Response:
+    """Answers with the samples and events of the last two minutes, or those after `?since=`, in
+    seconds since 1970."""
+    try:
+        since = float(request.query.get("since", "0"))
+    except ValueError:
+        since = nan
+    if not isfinite(since):
+        raise InvalidRequest("since must be a number of seconds since 1970", param="since")
+    return json_response(await request.app[TOGETHER].history(since))
 
 
 async def targets(request: web.Request) -> web.Response:
