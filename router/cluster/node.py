@@ -8,13 +8,10 @@ from typing import Any
 
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.failures import Effect, has
 from pdserve.router.cluster.health import AwakeClock, CircuitBreaker
 from pdserve.router.cluster.policy import NOT_MEASURED, Rates
 
-# Errors of calls that a standstill of this router may cause.
-BY_STANDSTILL = frozenset(
-    {"PEER_LOST", "UNREACHABLE", "PEER_SILENT", "TOKEN_STREAM_LOST", "LEASE_EXPIRED"}
-)
 ROLE_NAMES: dict[int, str] = {
     pb.ROLE_PREFILL: "prefill",
     pb.ROLE_DECODE: "decode",
@@ -132,7 +129,8 @@ class Node:
         """Returns the error of a call to it, or another one if a standstill of this router explains
         it."""
         between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
-        if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
+        explained = has(error.code, Effect.STANDSTILL) and not between_nodes
+        if not explained or not self.clock.stood_still():
             return error
         return NodeError(
             f"this router stood still: {error.message}",
