@@ -56,6 +56,7 @@ class Node:
     skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
     unreachable: str = ""  # why it does not answer, though its heartbeats may come
     short: str = ""  # that it holds much less context than the router offers
+    impossible: str = ""  # what is wrong with the numbers of its last report
     last_answer: float = 0.0  # the time of its last answer
     # ---- when and whether it is asked for its health; `probe_nodes` writes these
     look_at: float = 0.0
@@ -77,12 +78,12 @@ class Node:
     @property
     def num_requests(self) -> int:
         """The requests on it: this router's now, and others' sequences by its last report."""
-        return self.in_flight + self.load.others
+        return self.in_flight + (0 if self.impossible else self.load.others)
 
     @property
     def num_prefill_tokens(self) -> int:
         """The tokens that it still has to prefill, as `num_requests`."""
-        return self.prefill_tokens + self.load.others_tokens
+        return self.prefill_tokens + (0 if self.impossible else self.load.others_tokens)
 
     @property
     def prompts(self) -> Collection[int]:
