@@ -10,7 +10,7 @@ from enum import Flag, auto
 
 
 class Effect(Flag):
-    """What an error of this code means, beside its blame."""
+    """The consequences of an error of this code, beside those of its blame."""
 
     NONE = 0
     DEATH = auto()  # the node has ended, or must: the request may be what kills it
