@@ -57,9 +57,10 @@ from pdserve.common.config.router import RoutingConfig  # noqa: E402
 from pdserve.common.obs.process import read_ports  # noqa: E402
 from pdserve.common.rpc.pb import cluster_pb2 as pb  # noqa: E402
 from pdserve.router.cluster.cluster_view import ClusterView  # noqa: E402
-from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies  # noqa: E402
+from pdserve.router.cluster.placement import NodeSelector, load_policies  # noqa: E402
 from pdserve.router.cluster.prefix_index import PromptBlocks  # noqa: E402
 from pdserve.router.cluster.registry import Registry  # noqa: E402
+from pdserve.router.cluster.role_policy import PlacementRequest  # noqa: E402
 
 MODEL = ROOT / "tests/models/llama-gqa"
 WARM_UP = 2.0  # seconds

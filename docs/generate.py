@@ -46,10 +46,11 @@ from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.status import STATUS
 from pdserve.kv_transfer.control.protocol import SINK, SOURCE
-from pdserve.router.api.schema import UNSUPPORTED, WITHOUT_EFFECT
+from pdserve.router.api.ignored import LEFT_OUT, UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
 from pdserve.router.http.encoding import error_body
+from pdserve.router.http.instrumentation import HTTPMetrics
 from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.server import PipelineCollector
 
@@ -151,9 +152,13 @@ def _from_reference(text: str) -> str:
 
 
 def unsupported_fields() -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name in UNSUPPORTED)
-    accepted = ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT))
-    yield f"{names}. Accepted without effect: {accepted}."
+    refused, left_out, accepted = (
+        ", ".join(f"`{name}`" for name in names)
+        for names in (UNSUPPORTED, LEFT_OUT, sorted(WITHOUT_EFFECT))
+    )
+    yield f"Refused: {refused}.\n"
+    yield f"Left out: {left_out}.\n"
+    yield f"Accepted without effect: {accepted}."
 
 
 def _parameter_row(each: Parameter) -> tuple[str, ...]:
@@ -250,6 +255,7 @@ def router_metrics() -> Iterator[str]:
     pipeline = Pipeline(RoutingConfig(), registry, None, Channels(), metrics)  # type: ignore[arg-type]
     metrics.registry.register(PipelineCollector(pipeline))
     metrics.registry.register(AdaptersCollector(ServedAdapters(), 1))
+    HTTPMetrics(metrics.registry)
     return _metric_table(metrics.registry, ROUTER_NAMES)
 
 
@@ -268,7 +274,7 @@ def _metric_table(registry: CollectorRegistry, vllm: Mapping[str, Any]) -> Itera
         (
             f"`{metric.name}{_suffix(metric)}`",
             metric.type,
-            f"`vllm:{bare}{_suffix(metric)}`" if (bare := _bare(metric)) in vllm else "",
+            ", ".join(f"`vllm:{each}{_suffix(metric)}`" for each in vllm.get(_bare(metric), ())),
             metric.documentation,
         )
         for metric in metrics

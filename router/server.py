@@ -112,6 +112,7 @@ class RouterServer:
             RequestTraces(self._tracer, model.name),
             adapters,
             keys.weights,
+            server.stream_interval,
         )
         metrics.registry.register(PipelineCollector(self._pipeline))
         if config.lora.enable_lora:
@@ -130,7 +131,7 @@ class RouterServer:
             keys=keys,
             chat=chat,
             priorities=routing.scheduling_policy == "priority",
-            tool_parser=tool_parser(chat.tool_call_parser) if chat.tool_call_parser else None,
+            tool_parser=tool_parser(chat.calls) if chat.calls else None,
             workers=self._workers,
             event_keys=key.derive("event ids") if (key := self._credentials.key) else (),
         )
@@ -157,7 +158,7 @@ class RouterServer:
         limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
         streams = max_streams(routing)
-        door = ClientDoor(state.keys, messages, state.metrics, streams)
+        door = ClientDoor(state.keys, messages, state.refused, streams)
         server = GrpcServer(
             door, limit, shares_port=self._shares_ports, max_streams=streams, patient=True
         )
@@ -292,6 +293,13 @@ class PipelineCollector(Collector):
             ("ready", "1 while a request could be served", float(self._pipeline.ready()[0])),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help, value)
+        reasons = GaugeMetricFamily(
+            "pdserve_num_requests_waiting_by_reason",
+            "Requests waiting, by reason: capacity (a slot)",
+            labels=("reason",),
+        )
+        reasons.add_metric(("capacity",), admission.waiting)
+        yield reasons
         known = GaugeMetricFamily(
             "pdserve_prefix_index_blocks",
             "Blocks that nodes have cached, by their KV events",

@@ -36,7 +36,7 @@ POLICIES = (
     "cost",
 )  # `router.cluster.policies`
 HARMONY, HARMONY_TOOLS = "openai_gptoss", "openai"  # the two names of one format
-AUTO = "auto"  # the parser that the chat template shows
+AUTO, NONE = "auto", "none"  # the parser that the chat template shows; no parser
 
 OPEN_FILES = 256  # files a router needs besides a connection per request
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
@@ -73,6 +73,13 @@ class ServerConfig:
         30.0,
         "seconds after which the connection of a client that reads nothing is closed",
         minimum=0.1,
+    )
+    stream_interval: int = option(
+        1,
+        "tokens of a choice between two events of a stream; the first token is sent at once, the "
+        "last ones when the choice ends",
+        minimum=1,
+        maximum=1024,
     )
     max_body_size: int = option(32 * 2**20, "most bytes in an HTTP request body", minimum=1)
     api_key: str | None = option(
@@ -149,50 +156,65 @@ class ChatConfig:
     """Chat"""
 
     chat_template_content_format: str = option(
-        "string",
-        "how the template gets a message's content: as a string, or as a list of parts in OpenAI's "
-        "format",
-        choices=("string", "openai"),
+        "auto",
+        "how the template gets a message's content: as a string, as a list of parts in OpenAI's "
+        "format, or as the template takes what the client sent",
+        choices=("auto", "string", "openai"),
+    )
+    strict_parameters: bool = option(
+        False,
+        "answer 400 to requests with fields or tools that would be ignored (default: leave them "
+        "out and name them in the header X-Ignored-Parameters)",
     )
     trust_request_chat_template: bool = option(
         False, "accept `chat_template` in requests (a template can use much CPU)"
     )
     enable_auto_tool_choice: bool = option(
-        False, "let the model decide whether to call a tool; needs --tool-call-parser"
+        True, "let the model decide whether to call a tool; off: `tool_choice: auto` is refused"
     )
-    tool_call_parser: str | None = option(
-        None,
+    tool_call_parser: str = option(
+        AUTO,
         f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}, auto (by the chat "
-        "template), an entry point in pdserve.tool_parsers, or module:Class",
+        "template), none (calls stay text), an entry point in pdserve.tool_parsers, or "
+        "module:Class",
         metavar="NAME",
     )
-    reasoning_parser: str | None = option(
-        None,
+    reasoning_parser: str = option(
+        AUTO,
         "how the model marks its reasoning, which is then returned as `reasoning_content`; auto: "
-        "by the chat template",
-        choices=(*REASONING_PARSERS, AUTO),
+        "by the chat template; none: it stays in `content`",
+        choices=(*REASONING_PARSERS, AUTO, NONE),
     )
 
     def __post_init__(self) -> None:
-        if self.enable_auto_tool_choice and not self.tool_call_parser:
-            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
-        reads_both = (HARMONY_TOOLS, AUTO, None)
-        if self.reasoning_parser == HARMONY and self.tool_call_parser not in reads_both:
+        if self.reasoning_parser == HARMONY and self.tool_call_parser not in _BESIDE_HARMONY:
             raise ConfigError(
                 f"--reasoning-parser {HARMONY} goes with --tool-call-parser {HARMONY_TOOLS}: one "
                 "format has both"
             )
-        if self.tool_call_parser == HARMONY_TOOLS and self.reasoning not in (HARMONY, AUTO):
+        if self.tool_call_parser == HARMONY_TOOLS and self.reasoning_parser not in (HARMONY, AUTO):
             raise ConfigError(
                 f"--tool-call-parser {HARMONY_TOOLS} goes with --reasoning-parser {HARMONY}: one "
                 "format has both"
             )
 
     @property
+    def calls(self) -> str | None:
+        """The tool parser's name; None: calls stay text."""
+        return _named(self.tool_call_parser)
+
+    @property
     def reasoning(self) -> str | None:
         """The reasoning parser's name; for Harmony's tool calls it is Harmony's."""
-        harmony = HARMONY if self.tool_call_parser == HARMONY_TOOLS else None
-        return self.reasoning_parser or harmony
+        return HARMONY if self.calls == HARMONY_TOOLS else _named(self.reasoning_parser)
+
+
+_BESIDE_HARMONY = (HARMONY_TOOLS, AUTO, NONE)
+
+
+def _named(parser: str) -> str | None:
+    """Returns None for no parser, and for `auto` before `detect.resolved` has found one."""
+    return None if parser in (AUTO, NONE) else parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,7 @@ class Scheduler:
         self.num_failed = 0  # sequences without a result in a step
         self.prompt_tokens = 0  # computed here, recomputed ones included
         self.generation_tokens = 0  # generated here
+        self.step_sizes = Counter[int]()  # steps by their number of tokens
         self.cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.cache_hits = 0  # prompt tokens found there
         windows = [group.window for group in pool.groups if group.window]
@@ -166,7 +167,9 @@ class Scheduler:
         chunks = [self._steps.entry(sequence, count) for sequence, count in shares]
         if not decodes and not chunks:
             return None
-        self.prompt_tokens += sum(len(entry.token_ids) for entry in chunks)
+        chunked = sum(len(entry.token_ids) for entry in chunks)
+        self.prompt_tokens += chunked
+        self.step_sizes[taken + chunked] += 1
         drafting = self.speculator.drafting() if self.speculator else ()
         return self._steps.build(decodes, chunks, drafting)
 

@@ -6,7 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from pdserve.common.engine.rates import mean_rates
@@ -14,6 +19,7 @@ from pdserve.common.engine.scheduler import Scheduler
 from pdserve.common.node.balance import decodes
 from pdserve.common.node.replica import Replica
 from pdserve.common.node.utilisation import LentCoresCollector, UtilisationCollector
+from pdserve.common.obs.histograms import STEP_TOKENS, add_tally
 from pdserve.common.obs.metrics import NodeMetrics
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 
@@ -120,6 +126,8 @@ ACCEPTED_PER_POS = (
     "Drafted tokens that were accepted, by their position in the draft",
 )
 
+STEPS = ("iteration_tokens_total", "Tokens of a step, prompt tokens and drafts included")
+
 
 class SchedulerCollector(Collector):
     """Reads the schedulers when it is scraped. The label `engine`, as in vLLM, is the replica."""
@@ -135,6 +143,7 @@ class SchedulerCollector(Collector):
                     metric.add_metric((str(engine),), read(scheduler))
                 yield metric
         yield self._accepted()
+        yield self._step_tokens()
         yield self._config()
 
     def _accepted(self) -> Metric:
@@ -145,6 +154,13 @@ class SchedulerCollector(Collector):
             for position, count in enumerate(counts):
                 accepted.add_metric((str(engine), str(position)), count)
         return accepted
+
+    def _step_tokens(self) -> Metric:
+        name, help = STEPS
+        steps = HistogramMetricFamily(f"pdserve_{name}", help, labels=("engine",))
+        for engine, scheduler in enumerate(self._schedulers):
+            add_tally(steps, (str(engine),), scheduler.step_sizes, STEP_TOKENS)
+        return steps
 
     def _config(self) -> Metric:
         labels = ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching")

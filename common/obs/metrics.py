@@ -8,51 +8,46 @@ bounded: node ids and request ids are only in the log.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from pdserve.common.core.errors import PdserveError, TransferError
 from pdserve.common.core.request import FinishReason, PromptPath, Timeline
+from pdserve.common.obs.histograms import (
+    BALANCEDNESS,
+    CHOICES,
+    FIRST_TOKEN_SECONDS,
+    RATIOS,
+    REQUEST_SECONDS,
+    TOKEN_SECONDS,
+    TRANSFER_SECONDS,
+    BulkHistogram,
+    one_two_five,
+)
 
-# vLLM's buckets.
-FIRST_TOKEN_SECONDS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640, 2560,
-)  # fmt: skip
-TOKEN_SECONDS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
-)  # fmt: skip
-REQUEST_SECONDS = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
-RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
-CHOICES = (1, 2, 5, 10, 20)
-TRANSFER_SECONDS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
-)  # fmt: skip
 # Alerts look for increases of these, so the counters must exist from the start.
 WATCHED_REQUESTS = (
     "OK", "CANCELLED", "NO_NODE", "OVERLOADED", "POISON_REQUEST", "QUEUE_TIMEOUT",
     "SLO_ITL", "SLO_TTFT",
 )  # fmt: skip
 WATCHED_TRANSFERS = ("OK", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR", "PEER_LOST")
+SLO_OUTCOMES = ("met", "missed", "unmeasured")
+SLO_PROMISES = {"ttft": ("limit", "extended", "none"), "itl": ("limit",)}
 WATCHED_EVENT = "stopped/DIGEST_MISMATCH"
-BALANCEDNESS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
 class _Metrics:
-    """A registry with short constructors of metrics. `Exposition` exposes it."""
+    """A registry with short constructors of metrics, and with this process's `process_…`.
+    `Exposition` exposes it."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"pdserve_{name}", help, labels, registry=self.registry)
@@ -69,6 +64,22 @@ class RouterMetrics(_Metrics):
         super().__init__()
         tokens = one_two_five(max_model_len)
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests")
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached_total", "Prompt tokens found in a prefix cache"
+        )
+        self.tokens_by_source = self._counter(
+            "prompt_tokens_by_source_total",
+            "Prompt tokens by source: local_compute, local_cache_hit (a prefix cache)",
+            "source",
+        )
+        self.handed_queries = self._counter(
+            "external_prefix_cache_queries_total",
+            "Prompt tokens that a decode node lacked and wanted from a prefill node",
+        )
+        self.handed_hits = self._counter(
+            "external_prefix_cache_hits_total",
+            "Prompt tokens of these that a prefill node handed over",
+        )
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Acceptance to first token", FIRST_TOKEN_SECONDS
@@ -99,6 +110,9 @@ class RouterMetrics(_Metrics):
         )
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request", tokens
+        )
+        self.computed_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request not cached", tokens
         )
         self.request_generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens generated for a choice", tokens
@@ -133,9 +147,10 @@ class RouterMetrics(_Metrics):
         )
         self.slo_requests = self._counter(
             "slo_requests_total",
-            "Requests finished that had an SLO, by which (ttft, itl) and outcome (met, missed); "
-            "refused ones are in requests_total",
-            "slo", "outcome",
+            "Requests that got a slot, by SLO (ttft, itl), outcome (met, missed: by the limit of "
+            "the request's header or of --slo-…; unmeasured) and promise (that limit; extended: "
+            "longer, for a long prompt; none); refused ones are in requests_total",
+            "slo", "outcome", "promise",
         )  # fmt: skip
         self.migrations = self._counter(
             "request_migrations_total",
@@ -176,9 +191,11 @@ class RouterMetrics(_Metrics):
         )
         for reason in ("gap", "unknown_block"):
             self.kv_event_resyncs.labels(reason)
-        for slo in ("ttft", "itl"):
-            for outcome in ("met", "missed"):
-                self.slo_requests.labels(slo, outcome)
+        for slo, promises in SLO_PROMISES.items():
+            for labels in product((slo,), SLO_OUTCOMES, promises):
+                self.slo_requests.labels(*labels)
+        for source in ("local_compute", "local_cache_hit"):
+            self.tokens_by_source.labels(source)
         for path in PromptPath:
             self.prompts.labels(path.value)
         for code in WATCHED_REQUESTS:
@@ -198,10 +215,7 @@ class RouterMetrics(_Metrics):
     ) -> None:
         """Records a finished request; `generated`: tokens of each choice."""
         self.requests.labels("OK").inc()
-        self.prompt_tokens.inc(prompt_tokens)
-        if timeline.path:
-            self.prompts.labels(timeline.path).inc()
-        self.recomputed_tokens.inc(timeline.recomputed_tokens)
+        self._observe_prompt(timeline, prompt_tokens)
         self.generation_tokens.inc(sum(generated))
         for reason in finish_reasons:
             self.finished.labels(reason.value).inc()
@@ -213,21 +227,33 @@ class RouterMetrics(_Metrics):
         self.choices.observe(len(generated))
         self._observe_times(timeline, sum(generated), len(generated))
 
-    def observe_slo(
-        self,
-        predicted: float | None,
-        ttft: float | None,
-        deadline: float,
-        itl: float | None,
-        slo_itl: float | None,
-    ) -> None:
-        """Records the SLOs and latencies of a finished request; all in seconds."""
+    def _observe_prompt(self, timeline: Timeline, tokens: int) -> None:
+        cached = min(timeline.cached_tokens, tokens)
+        self.prompt_tokens.inc(tokens)
+        self.cached_tokens.inc(cached)
+        self.computed_tokens.observe(tokens - cached)
+        self.tokens_by_source.labels("local_cache_hit").inc(cached)
+        self.tokens_by_source.labels("local_compute").inc(tokens - cached)
+        self.recomputed_tokens.inc(timeline.recomputed_tokens)
+        if timeline.path == PromptPath.TRANSFERRED:
+            lacking = max(0, tokens - timeline.decode_cached_tokens)
+            self.handed_queries.inc(lacking)
+            self.handed_hits.inc(lacking)
+        elif timeline.path == PromptPath.STAND_IN:
+            self.handed_queries.inc(tokens - cached)
+        if timeline.path:
+            self.prompts.labels(timeline.path).inc()
+
+    def observe_prediction(self, predicted: float | None, ttft: float | None) -> None:
+        """Records a request's TTFT beside the one that admission predicted; both in seconds."""
         if predicted and ttft is not None:
             self.predicted_ttft.observe(predicted)
             self.ttft_over_predicted.observe(ttft / predicted)
-        for slo, seconds, bound in (("ttft", ttft, deadline), ("itl", itl, slo_itl or math.inf)):
-            if seconds is not None and bound < math.inf:
-                self.slo_requests.labels(slo, "met" if seconds <= bound else "missed").inc()
+
+    def observe_slo(self, outcomes: Iterable[tuple[str, str, str]]) -> None:
+        """Counts a request's (limit, outcome, promise)."""
+        for labels in outcomes:
+            self.slo_requests.labels(*labels).inc()
 
     def _observe_times(self, line: Timeline, num_tokens: int, num_choices: int) -> None:
         queue = None if line.queued is None else line.queued + line.prefill_queue_seconds
@@ -321,30 +347,6 @@ class NodeMetrics(_Metrics):
             raise
 
 
-class BulkHistogram(Collector):
-    """A histogram that observes many values at once: a long answer has tens of thousands, and
-    prometheus_client's histogram takes microseconds per value. Not thread-safe."""
-
-    def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
-        self._name = name
-        self._help = help
-        self._bounds = (*buckets, math.inf)
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
-
-    def observe_all(self, values: Sequence[float]) -> None:
-        counts, bounds = self._counts, self._bounds
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-        self._sum += sum(values)
-
-    def collect(self) -> Iterator[Metric]:
-        below = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
-        metric = HistogramMetricFamily(self._name, self._help)
-        metric.add_metric((), list(below), self._sum)
-        yield metric
-
-
 class TransferEvents(Collector):
     """Counters of the KV transfer's control plane, read at a scrape."""
 
@@ -364,12 +366,6 @@ class TransferEvents(Collector):
             if event != "bytes":
                 events.add_metric((event,), count)
         yield events
-
-
-def one_two_five(highest: int) -> tuple[int, ...]:
-    """Returns 1, 2, 5, 10, 20 … up to `highest`, vLLM's buckets of token counts."""
-    steps = (digit * 10**power for power in range(len(str(highest))) for digit in (1, 2, 5))
-    return tuple(step for step in steps if step <= highest)
 
 
 def time_per_output_token(

@@ -5,7 +5,8 @@
     tokenizer.model   sentencepiece's
 
 Detokenizing and grammars know one kind of tokenizer only. transformers does both conversions; the
-one of a sentencepiece model is compared with sentencepiece itself on each load.
+one of a sentencepiece model is compared with sentencepiece itself on each load, before `legacy` of
+tokenizer_config.json applies.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def _of_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     original = SentencePieceProcessor(model_file=str(file))
-    # The option `legacy` of transformers is sentencepiece's own way with a text's first space.
+    # The option `legacy` of transformers is sentencepiece's own way: a space before each part of a
+    # text between special tokens, not before its first part alone.
     hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, legacy=True)
     for probe in _PROBES:
         converted = hf.backend_tokenizer.encode(probe, add_special_tokens=False).ids
@@ -147,7 +149,15 @@ def _of_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
                 f"{file} cannot be converted exactly: {probe!r} has other tokens; name a folder "
                 "with a tokenizer.json by --tokenizer"
             )
-    return hf
+    if _is_legacy(folder):
+        return hf
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, legacy=False)
+
+
+def _is_legacy(folder: Path) -> bool:
+    """Returns `legacy` of tokenizer_config.json, by default true as in sentencepiece."""
+    config = folder / "tokenizer_config.json"
+    return not config.is_file() or json.loads(config.read_bytes()).get("legacy") is not False
 
 
 def _need(package: str, extra: str, file: Path) -> None:

@@ -33,6 +33,7 @@ class StreamedAnswer:
     last: float | None = None
     tokens: int = 0  # from the usage in the last event
     interrupted: bool = False
+    thinking: bool = False  # the text shown last is the model's thought
 
     def figures(self) -> str:
         if self.first is None or self.last is None:
@@ -108,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve chat",
-        description="Chat with a server. When standard input is a pipe, all of it is one question, "
-        "and standard output is only the answer.",
+        description="Chat with a server. When standard input is a pipe, all of it is one question. "
+        "When standard output is no terminal, it is only the answer, without the model's thought.",
     )
     add_server_options(parser, 600.0)
     parser.add_argument("--model", "--model-name", help="default: the first model listed")
@@ -189,13 +190,21 @@ def _read(event: dict[str, Any], answer: StreamedAnswer) -> None:
             answer.tokens = usage["completion_tokens"]
         for choice in event["choices"]:
             delta = choice["delta"]
-            text = delta.get("content") or ""
-            shown = (delta.get("reasoning_content") or "") + text
-            if shown:
+            thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
+            if thought or text:
                 answer.last = perf_counter()
                 answer.first = answer.first or answer.last
                 answer.text += text
-                sys.stdout.write("".join(c if c in "\n\t" else printable(c) for c in shown))
-                sys.stdout.flush()
+                _show(answer, thought, text)
     except (LookupError, TypeError, AttributeError) as error:
         raise NodeError(f"the server sent an event that is no chat chunk: {error!r}") from error
+
+
+def _show(answer: StreamedAnswer, thought: str, text: str) -> None:
+    """Writes the text; in a terminal the thought before it, too, and an empty line between them."""
+    shown = text
+    if sys.stdout.isatty():
+        between = "\n\n" if text and (thought or answer.thinking) else ""
+        shown, answer.thinking = thought + between + text, bool(thought and not text)
+    sys.stdout.write("".join(c if c in "\n\t" else printable(c) for c in shown))
+    sys.stdout.flush()

@@ -38,7 +38,7 @@ _LLAMA3 = {
 }
 _CONTROL = 3  # type of tokens that are not text
 # Tokens that end an answer, even if the file names only one of them.
-_ENDS = frozenset(
+ENDS = frozenset(
     {
         "<|eot_id|>",
         "<|end_of_text|>",
@@ -214,6 +214,6 @@ def generation_config_of(file: GGUFFile) -> dict[str, Any]:
     found = {each for each in named if each is not None} | {
         index
         for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and token in _ENDS
+        if kind == _CONTROL and token in ENDS
     }
     return {"eos_token_id": sorted(found)} if found else {}

@@ -34,7 +34,7 @@ from pdserve.demo_model.gguf_config import (
 from pdserve.demo_model.gguf_file import GGUFFile, GGUFTensor
 from pdserve.demo_model.gguf_tokenizer import write_tokenizer
 
-FORMAT = 1  # part of the cache folder's name: raise it when the conversion changes
+FORMAT = 2  # part of the cache folder's name: raise it when the conversion changes
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {

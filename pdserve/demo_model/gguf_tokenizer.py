@@ -1,5 +1,5 @@
-"""Writes a GGUF file's tokenizer as a checkpoint's files. transformers converts most of it; this
-module adds what it leaves out."""
+"""Writes a GGUF file's tokenizer as a checkpoint's files. transformers converts byte-level
+vocabularies; this module adds what it leaves out."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.printable import printable
 from pdserve.demo_model.gguf_file import GGUFFile
+from pdserve.demo_model.gguf_sentencepiece import sentencepiece_backend
 
 _KEYS = {
     "model": "tokenizer_type",
     "pre": "pre_tokenizer_type",
     "tokens": "tokens",
-    "scores": "scores",
     "token_type": "token_type",
     "merges": "merges",
-    "add_space_prefix": "add_prefix_space",
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's, ours
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
@@ -35,14 +34,19 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> dict[str, Any]:
     """
     kind, pre = _kind_of(file)
     try:
-        backend = _converted(file, pre)
+        backend = sentencepiece_backend(file) if kind == _SENTENCEPIECE else _byte_level(file, pre)
+    except ConfigError:
+        raise
     except Exception as error:  # damaged vocabularies and merges raise errors of any type
         reason = printable(str(error) or type(error).__name__, 200)
         raise ConfigError(f"{file.path}: its tokenizer cannot be read: {reason}") from error
     special = _special_tokens(file)
     begins = kind == _SENTENCEPIECE or pre in _BEGINS
-    if file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in special:
-        _begin_with(backend, special["bos_token"])
+    _surround(
+        backend,
+        special.get("bos_token") if _flag(file, "add_bos_token", begins) else None,
+        special.get("eos_token") if _flag(file, "add_eos_token", False) else None,
+    )
     backend.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -83,7 +87,7 @@ def _splits() -> dict[str, str]:
     return GGUF_PRE_TOKENIZER_SPLITS
 
 
-def _converted(file: GGUFFile, pre: str) -> Any:
+def _byte_level(file: GGUFFile, pre: str) -> Any:
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf import convert_gguf_tokenizer
 
@@ -115,11 +119,23 @@ def _special_tokens(file: GGUFFile) -> dict[str, str]:
     return {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
 
 
-def _begin_with(backend: Any, token: str) -> None:
+def _flag(file: GGUFFile, name: str, default: bool) -> bool:
+    return bool(file.metadata.get(f"tokenizer.ggml.{name}", default))
+
+
+def _surround(backend: Any, first: str | None, last: str | None) -> None:
+    """Makes texts begin and end with these tokens."""
     from tokenizers import processors
 
+    given = [token for token in (first, last) if token is not None]
+    if not given:
+        return
+
+    def around(text: str) -> list[str]:
+        return [token for token in (first, text, last) if token is not None]
+
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A",
-        pair=f"{token} $A {token} $B",
-        special_tokens=[(token, backend.token_to_id(token))],
+        single=around("$A"),
+        pair=[*around("$A"), *around("$B")],
+        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(given)],
     )

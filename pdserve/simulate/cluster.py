@@ -32,10 +32,11 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import ROLE_NAMES, Node
-from pdserve.router.cluster.placement import NodeSelector, PlacementRequest
+from pdserve.router.cluster.placement import NodeSelector
 from pdserve.router.cluster.policy import Blocks, Policy
 from pdserve.router.cluster.prefix_index import PrefixIndex
 from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.role_policy import PlacementRequest
 from pdserve.router.requests.admission import Admission, Ask
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.slo import SLO

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import InvalidRequest, Unavailable
+from pdserve.common.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
+from pdserve.common.core.throttle import LogThrottle
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.text.opening import opened
 from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.conversation import CostlyTemplate, Templates
 from pdserve.router.api.grammar_compiler import Compiled, GrammarCompiler, compile_here
+from pdserve.router.api.ignored import MAX_NAME
 from pdserve.router.api.parsers.tool_parser import ToolParser
 from pdserve.router.api.preprocess import BodyBuffer, Preprocessed, Preprocessor
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
@@ -37,8 +39,8 @@ INLINE = 4 * 1024  # bytes of a body that takes less than a few milliseconds
 SMALL = 64 * 1024  # bytes of a body that a thread may take
 THREADS = 4  # that take bodies at the same time
 MAX_WAITING = 4096  # bodies that wait for a thread
-# Clients choose the names: bounds of the names that the log remembers, and of their characters.
-_MAX_NAMES, _MAX_NAME_LENGTH = 1000, 64
+_UNREAD_PERIOD = 60.0  # seconds between two warnings that calls are not read
+_MAX_NAMES = 1000  # that the log remembers; clients choose them
 
 
 def stopping() -> Unavailable:
@@ -46,18 +48,18 @@ def stopping() -> Unavailable:
     return Unavailable("the server is shutting down", code="SHUTTING_DOWN")
 
 
-class UnknownFields:
-    """Logs each field name that no schema knows once."""
+class IgnoredLog:
+    """Logs each name of what requests have in vain once."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, names: set[str]) -> None:
-        new = {name[:_MAX_NAME_LENGTH] for name in names} - self._seen
+    def note(self, names: Collection[str]) -> None:
+        new = {name[:MAX_NAME] for name in names} - self._seen
         logged = sorted(new)[: _MAX_NAMES - len(self._seen)]
         if logged:
             self._seen.update(logged)
-            logger.info("ignored request fields: %s", ", ".join(logged))
+            logger.info("ignored in requests: %s", ", ".join(logged))
 
 
 class CacheEpoch:
@@ -90,10 +92,11 @@ class AppState:
     tool_parser: type[ToolParser] | None = None  # --tool-call-parser
     # None: threads take large bodies and costly templates, too, without bounds.
     workers: PreprocessWorkers | None = None
-    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    ignored_log: IgnoredLog = field(default_factory=IgnoredLog)
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     cache_epoch: CacheEpoch = field(default_factory=CacheEpoch)
     event_keys: tuple[bytes, ...] = ()  # for the ids of events; none: no stream can be resumed
+    unread_calls: LogThrottle = field(default_factory=lambda: LogThrottle(logger, _UNREAD_PERIOD))
     grammar: GrammarCompiler = field(init=False)
     threads: FairExecutor = field(
         init=False, default_factory=lambda: FairExecutor(THREADS, MAX_WAITING)
@@ -119,7 +122,12 @@ class AppState:
             PdserveError: as `Preprocessor.preprocess`, or too many bodies wait.
         """
         result = await self._preprocess(kind, raw, client)
-        self.unknown_fields.note(set(result.unknown))
+        self.ignored_log.note(result.ignored)
+        if result.answer.unread:
+            self.unread_calls.warning(
+                "a request has tools, but calls stay text: no --tool-call-parser is known for "
+                "this model's chat template, or it is none"
+            )
         if result.structured is None:
             return result
         grammar = await self.grammar(result.structured, client)
@@ -141,6 +149,13 @@ class AppState:
             return await workers.preprocess(
                 kind, raw, client, adapters, costly=True, window=self.window()
             )
+
+    def refused(self, error: PdserveError, client: str, http_status: int | None = None) -> None:
+        """Counts a request that fails, and lists it among the last requests, unless the pipeline
+        has done so."""
+        if not error.counted:
+            self.metrics.observe_error(error)
+            self.pipeline.timelines.refused(error, client, http_status)
 
     def response_model(self, name: str | None) -> str:
         """Returns the model's name in a response to a request for `name`: an adapter's own, or the

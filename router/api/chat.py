@@ -13,6 +13,7 @@ from typing import Any
 from pdserve.common.core.request import FinishReason, new_request_id
 from pdserve.router.api.app_state import AppState
 from pdserve.router.api.compat import CompatBody
+from pdserve.router.api.ignored import Ignored
 from pdserve.router.api.parsers.parser import Event
 from pdserve.router.api.parsers.reasoning import AnswerParser
 from pdserve.router.api.parsers.tool_parser import ToolParser
@@ -44,7 +45,7 @@ def chat_from_body(
     """
     body, model = asked.body, asked.body.model
     if isinstance(body, CompatBody):
-        body = as_chat(body, messages=False)
+        body = as_chat(body, Ignored(), messages=False)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return make_chat(

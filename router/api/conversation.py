@@ -13,13 +13,19 @@ from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.apart import Bounds, run_apart
 from pdserve.router.api.parsers.harmony import MESSAGE
 from pdserve.router.api.parsers.reader import decode
-from pdserve.router.api.schema import ChatTemplateBody, Message, TextPart, Tool
+from pdserve.router.api.parts import text_of
+from pdserve.router.api.schema import ChatTemplateBody, Message, Tool
+from pdserve.router.api.template_probes import takes_late_systems, takes_parts, takes_texts
 
 # An honest conversation of 30 MB takes a fraction of these.
 BOUNDS = Bounds(cpu_seconds=2.0, memory=512 * 2**20)
 # A template cannot make much of values within these bounds: the size of a number, the characters of
 # a text, the values of a list or an object.
 _NUMBER, _LONG, _MANY = 2**16, 1024, 64
+
+# The variables by which families switch thinking off; a template reads its own.
+NO_THINKING = {"enable_thinking": False, "thinking": False, "thinking_budget": 0}
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 Templates = Literal["here", "elsewhere", "apart"]
 """Where to render a template that may take any time: here without bounds, in another process, or in
@@ -121,28 +127,99 @@ def render(
             "add_generation_prompt and continue_final_message exclude each other",
             param="continue_final_message",
         )
-    as_parts = config.chat_template_content_format == "openai"
     # Harmony's template refuses a message that has content, reasoning and calls: there the model is
     # shown what the user has seen.
     harmony = MESSAGE in (body.chat_template or tokenizer.chat_template)
+    contents = _Contents(tokenizer, body.chat_template, config.chat_template_content_format)
+    given = [
+        _as_template_message(message, contents.of(message, f"messages[{index}].content"), harmony)
+        for index, message in enumerate(messages)
+    ]
     return tokenizer.render_chat_template(
-        [_as_template_message(message, as_parts, harmony) for message in messages],
+        _systems_first(tokenizer, body.chat_template, given),
         add_generation_prompt=not body.continue_final_message
         and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         chat_template=body.chat_template,
         tools=[_as_template_tool(tool) for tool in body.tools or ()] or None,
         documents=body.documents or None,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=_effort(body, harmony) | (body.chat_template_kwargs or {}),
     )
 
 
-def text_of(message: Message) -> str:
-    content = message.content or ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _effort(body: ChatTemplateBody, harmony: bool) -> dict[str, Any]:
+    """Returns the template's variables for the effort. Harmony has three levels and always
+    reasons."""
+    if body.reasoning_effort is None:
+        return {}
+    effort: str = body.reasoning_effort
+    if harmony:
+        effort = _HARMONY_EFFORTS.get(effort, effort)
+    off = NO_THINKING if effort == "none" else {}
+    return {"reasoning_effort": effort, **off}
 
 
-def _as_template_message(message: Message, as_parts: bool, harmony: bool) -> dict[str, Any]:
+def joined(message: Message) -> str:
+    """Returns a message's text; there is a line break between its parts, as in vLLM.
+
+    Raises:
+        InvalidRequest: a part has no text.
+    """
+    return "\n".join(_texts(message, "messages"))
+
+
+def _texts(message: Message, param: str) -> list[str]:
+    content = message.refusal or "" if message.content is None else message.content
+    return [content] if isinstance(content, str) else [text_of(part, param) for part in content]
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Decides how the template gets contents: as strings or as parts."""
+
+    tokenizer: Tokenizer
+    template: str | None
+    format: str  # as --chat-template-content-format
+
+    def of(self, message: Message, param: str) -> Any:
+        """Raises InvalidRequest: a part has no text."""
+        texts = _texts(message, param)
+        if self._in_parts(message):
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+    def _in_parts(self, message: Message) -> bool:
+        if message.content is None or self.format != "auto":
+            return message.content is not None and self.format == "openai"
+        if not takes_texts(self.tokenizer, self.template):
+            return True
+        role = "system" if message.role == "developer" else message.role
+        is_list = isinstance(message.content, list)
+        return is_list and takes_parts(self.tokenizer, self.template, role)
+
+
+def _systems_first(
+    tokenizer: Tokenizer, template: str | None, messages: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns the messages, with those of the system joined into the first one if the template does
+    not take them elsewhere."""
+    systems = [each for each in messages if each["role"] == "system"]
+    if all(each is messages[0] for each in systems) or takes_late_systems(tokenizer, template):
+        return messages
+    contents = [each["content"] for each in systems]
+    if all(isinstance(content, str) for content in contents):
+        whole: Any = "\n".join(contents)
+    else:
+        whole = [part for content in contents for part in _parts(content)]
+    rest = [each for each in messages if each["role"] != "system"]
+    return [{"role": "system", "content": whole}, *rest]
+
+
+def _parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _as_template_message(message: Message, content: Any, harmony: bool) -> dict[str, Any]:
     """Returns the message as templates take it: `developer` becomes `system`, the arguments of
     calls are objects, and reasoning has one of its two names."""
     given = message.model_dump(exclude_none=True)
@@ -150,12 +227,7 @@ def _as_template_message(message: Message, as_parts: bool, harmony: bool) -> dic
         given.setdefault("reasoning_content", reasoning)
     if harmony and message.content and message.tool_calls:
         given.pop("reasoning_content", None)
-    given["content"] = text_of(message)
-    if as_parts and message.content is not None:
-        parts = message.content
-        if isinstance(parts, str):
-            parts = [TextPart(type="text", text=parts)]
-        given["content"] = [part.model_dump() for part in parts]
+    given["content"] = content
     if not given.get("tool_calls"):
         given.pop("tool_calls", None)
     for call in given.get("tool_calls", ()):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Generic, TypeVar, cast
@@ -20,8 +20,11 @@ from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
-from pdserve.router.api.compat import CompatBody, MessagesBody, ResponsesBody
+from pdserve.router.api.compat import CompatBody
 from pdserve.router.api.conversation import CostlyTemplate, Templates, render_bounded
+from pdserve.router.api.ignored import Ignored
+from pdserve.router.api.messages_body import MessagesBody
+from pdserve.router.api.responses_body import ResponsesBody
 from pdserve.router.api.sampling import make_choices
 from pdserve.router.api.schema import (
     SHAPES,
@@ -35,7 +38,6 @@ from pdserve.router.api.schema import (
     Message,
     TokenizeBody,
     UnloadLoRABody,
-    unknown_fields,
 )
 from pdserve.router.api.structured import structured_of
 from pdserve.router.api.tools import (
@@ -107,7 +109,7 @@ class Preprocessed(Generic[BodyT]):
     texts: Sequence[str] = ()
     structured: StructuredOutput | None = None  # the constraint on the answer
     answer: AnswerPlan = field(default_factory=AnswerPlan)
-    unknown: frozenset[str] = field(default_factory=frozenset)  # fields that no schema has
+    ignored: Sequence[str] = ()  # as `Ignored.names`
     grammar: str = ""  # the compiled constraint
 
 
@@ -153,41 +155,46 @@ class Preprocessor:
         schema, preprocess = KINDS[kind]
         if len(raw) > _SMALL:
             Structure("the body").check(raw)
-        body = parse(schema, raw)
+        ignored = Ignored(self.chat.strict_parameters)
+        body = parse(schema, raw, ignored)
         if body.model not in self.adapters:
             self.model.check_name(body.model)
         if not isinstance(body, CompatBody):
-            unknown = unknown_fields(body.model_extra or {})
-            return replace(preprocess(self, body), unknown=unknown)
-        unknown = unknown_fields(body.model_extra or {}, body.elsewhere())
-        made = preprocess(self, as_chat(body))
-        return replace(made, body=body, texts=body.echoed(), unknown=unknown)
+            ignored.fields(body.model_extra)
+            return replace(preprocess(self, body), ignored=ignored.names)
+        ignored.fields(body.model_extra, body.elsewhere())
+        made = preprocess(self, as_chat(body, ignored))
+        return replace(made, body=body, texts=body.echoed(), ignored=ignored.names)
 
 
-def parse(schema: type[BodyT], raw: bytes | bytearray) -> BodyT:
+def parse(schema: type[BodyT], raw: bytes | bytearray, ignored: Ignored | None = None) -> BodyT:
+    """`ignored` gets the tools that are left out."""
     try:
-        return schema.model_validate_json(raw)
+        return schema.model_validate_json(raw, context=ignored or Ignored())
     except ValidationError as error:
         raise _invalid(error) from error
 
 
-def as_chat(body: CompatBody, messages: bool = True) -> ChatBody:
-    """Chat's body for the same request; without its messages if `messages` is false.
+def as_chat(body: CompatBody, ignored: Ignored, messages: bool = True) -> ChatBody:
+    """Chat's body for the same request; without its messages if `messages` is false. `ignored` gets
+    what chat has no equivalent of.
 
     Raises:
-        InvalidRequest: chat has no equivalent.
+        InvalidRequest: such a part cannot be left out.
     """
-    fields = body.same() | body.parameters() | {"messages": body.conversation() if messages else []}
+    said = body.conversation(ignored) if messages else []
+    fields = body.same() | body.parameters(ignored) | {"messages": said}
     try:
-        chat = ChatBody.model_validate(fields)
+        chat = ChatBody.model_validate(fields, context=ignored)
     except ValidationError as error:
-        raise _invalid(error) from error
-    unknown_fields(chat.model_extra or {}, sent_as=body.sent_as)
+        raise _invalid(error, body.sent_as) from error
+    ignored.fields(chat.model_extra, sent_as=body.sent_as)
     return chat
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
-    """Returns the first of pydantic's errors; `param` is a path such as `messages[0].role`."""
+def _invalid(error: ValidationError, sent_as: Mapping[str, str] | None = None) -> InvalidRequest:
+    """Returns the first of pydantic's errors; `param` is a path such as `messages[0].role`.
+    `sent_as`: as `CompatBody.sent_as`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['msg']}", code="INVALID_JSON")
@@ -195,6 +202,7 @@ def _invalid(error: ValidationError) -> InvalidRequest:
         return InvalidRequest("the body must be a JSON object", code="INVALID_JSON")
     # Inside a field of several types pydantic's path goes on with its own name of the type.
     steps = list(takewhile(lambda step: not _is_shape(step), first["loc"]))
+    steps[0] = (sent_as or {}).get(str(steps[0]), steps[0])
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
     if len(steps) < len(first["loc"]) and steps[-1] in SHAPES:
         return InvalidRequest(f"{param}: must be {SHAPES[str(steps[-1])]}", param=param)

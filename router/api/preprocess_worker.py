@@ -88,7 +88,7 @@ class Reply:
     texts: tuple[bytes, ...] = ()
     structured: StructuredOutput | None = None
     answer: AnswerPlan = field(default_factory=AnswerPlan)
-    unknown: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     compiled: Compiled | None = None
     error: dict[str, Any] | None = None  # a PdserveError's class name and arguments
 
@@ -172,7 +172,7 @@ def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Rep
         texts=tuple(text.encode() for text in preprocessed.texts),
         structured=preprocessed.structured,
         answer=preprocessed.answer,
-        unknown=tuple(name[:64] for name in sorted(preprocessed.unknown)[:100]),
+        ignored=tuple(preprocessed.ignored),
     )
 
 

@@ -83,9 +83,9 @@ class PreprocessWorkers:
         ask = Ask(kind, adapters, request_id_var.get(), costly, window)
         answer = await self._ask_in_turn(ask, raw, client)
         reply = answer.reply
-        body, unknown = parse(KINDS[kind][0], reply.body), frozenset(reply.unknown)
+        body = parse(KINDS[kind][0], reply.body)
         return Preprocessed(
-            body, answer.prompts, answer.texts, reply.structured, reply.answer, unknown
+            body, answer.prompts, answer.texts, reply.structured, reply.answer, reply.ignored
         )
 
     async def compile(self, structured: StructuredOutput, client: str = "") -> Compiled:

@@ -6,8 +6,6 @@ be null, which means absent: clients send that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,12 +16,15 @@ from pydantic import (
     Field,
     Strict,
     StringConstraints,
+    ValidationInfo,
     create_model,
 )
 from typing_extensions import TypeAliasType
 
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.parameters import PARAMETERS, Parameter, ParamType
+from pdserve.router.api.ignored import Ignored
+from pdserve.router.api.parts import Part
 
 
 def _no_boolean(value: Any) -> Any:
@@ -46,7 +47,7 @@ TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 SHAPES = {
     "prompt": "a string, a list of strings, token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
-    "content": "a string or a list of parts of type text",
+    "content": "a string or a list of parts",
     "guided_json": "an object or a string",
     "input": "a string or a list of items",
     "system": "a string or a list of blocks of text",
@@ -56,7 +57,7 @@ SHAPES = {
 
 
 class Body(BaseModel):
-    """Fields that the schema lacks are in `model_extra`; see `unknown_fields`."""
+    """Fields that the schema lacks are in `model_extra`; see `Ignored.fields`."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=(), frozen=True
@@ -135,60 +136,89 @@ class CompletionBody(GenerationBody):
         return max(asked, default=None)
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    type: Literal["text"]
-    text: str
-
-
-class _Part(BaseModel):
-    """A part of a message or tool. Fields that it lacks go to the chat template as they are."""
+class _Open(BaseModel):
+    """A message, a tool or a part of one. The chat template gets fields that it lacks, too."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class Function(_Part):
+class Function(_Open):
     name: Annotated[str, StringConstraints(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(_Open):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Part):
+class NamedFunction(_Open):
     name: str
 
 
-class NamedTool(_Part):
+class NamedTool(_Open):
     type: Literal["function"]
     function: NamedFunction
 
 
-class FunctionCall(_Part):
+class FunctionCall(_Open):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(_Part):
+class ToolCall(_Open):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(_Part):
+class Message(_Open):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
+    refusal: str | None = None  # what the assistant said instead
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
+def _without_hosted(tools: Any, info: ValidationInfo) -> Any:
+    """Leaves out tools that are not functions: those that a provider runs itself, and those whose
+    input is no JSON. The names of such go to the validation's context."""
+    if not isinstance(tools, list) or not isinstance(info.context, Ignored):
+        return tools
+    functions = []
+    for index, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str) or kind == "function":
+            functions.append(tool)
+        else:
+            info.context.add_tool(tool, index)
+    return functions
+
+
+def _of_function(choice: Any, info: ValidationInfo) -> Any:
+    """Refuses a choice of a tool that was left out; where all were, there is none to choose."""
+    left_out = info.context.tools if isinstance(info.context, Ignored) else ()
+    if isinstance(choice, dict) and left_out:
+        named = choice.get(str(choice.get("type")), choice)
+        names = (named.get("name") if isinstance(named, dict) else None, choice.get("type"))
+        if found := left_out.intersection(name for name in names if isinstance(name, str)):
+            raise InvalidRequest(
+                f"tool_choice names {found.pop()}, which this server leaves out: it is no function",
+                param="tool_choice",
+            )
+    if choice == "auto" and left_out and not info.data.get("tools"):
+        return None
+    return choice
+
+
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
-Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), BeforeValidator(_without_hosted)])
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_of_function)
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatTemplateBody(Body):
@@ -199,6 +229,7 @@ class ChatTemplateBody(Body):
     add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     tools: Tools | None = None
     documents: list[dict[str, Any]] | None = None
 
@@ -208,7 +239,7 @@ class ChatBody(GenerationBody, ChatTemplateBody):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
 
@@ -229,86 +260,3 @@ class UnloadLoRABody(Body):
 
 class DetokenizeBody(Body):
     tokens: TokenIds
-
-
-# ---- fields that no schema has ---------------------------------------------------------------
-#
-# OpenAI, Anthropic or vLLM define these fields, and no schema has them. To ignore one would answer
-# another question than the client asked, so it is refused. A field that no API defines is ignored,
-# and logged.
-
-# By name, the values that ask for nothing, as null does.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "audio": (),
-    "background": (False,),
-    "conversation": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include": ([], ["reasoning.encrypted_content"]),
-    "max_tool_calls": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default", "standard_only"),
-    "store": (False,),
-    "top_logprobs": (0,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # Anthropic
-    "container": (),
-    "context_management": (),
-    "mcp_servers": ([],),
-    "output_config": ({},),
-    "output_format": (),
-    # vLLM
-    "early_stopping": (False,),
-    "echo": (False,),
-    "enable_response_messages": (False,),
-    "include_reasoning": (True,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "previous_input_messages": ([],),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "request_id": (),
-    "return_token_strs": (False,),
-    "structural_tag": (),
-    "thinking_token_budget": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-}
-# Fields that change no answer.
-WITHOUT_EFFECT = frozenset({
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "spaces_between_special_tokens",
-})  # fmt: skip
-ONE_CHOICE = (("n", 1), ("best_of", 1))
-
-
-def unknown_fields(
-    extra: Mapping[str, Any],
-    elsewhere: Collection[str] = frozenset(),
-    sent_as: Mapping[str, str] = MappingProxyType({}),
-) -> frozenset[str]:
-    """Returns a body's fields that no API defines. `elsewhere` are fields of other endpoints;
-    `sent_as` maps a field's name here to its path in the client's body.
-
-    Raises:
-        InvalidRequest: a field requests something that this server does not do.
-    """
-    for name, value in extra.items():
-        if value is None:
-            continue
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            sent = sent_as.get(name, name)
-            raise InvalidRequest(f"{sent} is not supported", param=sent)
-        if name in elsewhere and value is not False and (name, value) not in ONE_CHOICE:
-            raise InvalidRequest(f"{name} is not supported by this endpoint", param=name)
-    return frozenset(extra) - UNSUPPORTED.keys() - WITHOUT_EFFECT

@@ -10,7 +10,7 @@ from pdserve.common.config.router import ChatConfig
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import ConstraintKind, Opening, StructuredOutput
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.api.conversation import text_of
+from pdserve.router.api.conversation import joined
 from pdserve.router.api.parsers import reasoning
 from pdserve.router.api.parsers.forced import BareCallParser, NamedParser, RequiredParser
 from pdserve.router.api.parsers.harmony import HarmonyParser
@@ -35,6 +35,7 @@ class AnswerPlan:
     tool_choice: str = NONE
     tool_names: tuple[str, ...] = ()  # tools that may be called
     parallel: bool = True
+    unread: bool = False  # `auto` is `none`: there is no parser for the model's calls
     bare: bool = False  # under `auto`: one schema makes the answer a call or a text
     # Under `auto`: what the schemas say of arguments, by tool, then by name.
     kinds: dict[str, dict[str, ArgumentKind]] = field(default_factory=dict)
@@ -76,6 +77,8 @@ def plan_tools(body: ChatBody, config: ChatConfig) -> AnswerPlan:
     """Raises InvalidRequest: a tool is wrong, or `tool_choice` names an unknown tool."""
     tools = check_tools(body.tools or [])
     choice, names = _choice(body, config, tools)
+    if choice == AUTO and config.calls is None:
+        return AnswerPlan(unread=True)
     plan = AnswerPlan(choice, names, body.parallel_tool_calls is not False)
     earlier = sum(len(message.tool_calls or ()) for message in body.messages)
     if choice != AUTO:
@@ -92,7 +95,7 @@ def with_thought(
     family = config.reasoning
     if family is None:
         return plan
-    continued = text_of(body.messages[-1]) if body.continue_final_message else None
+    continued = joined(body.messages[-1]) if body.continue_final_message else None
     thinking = reasoning.begins_thinking(family, prompt, continued)
     special = reasoning.has_special_marks(family, tokens)
     if held:
@@ -125,15 +128,15 @@ def with_calls(
     """
     if plan.tool_choice != AUTO:
         return plan, structured
-    assert config.tool_call_parser is not None, "auto needs one"
-    parser = tool_parser(config.tool_call_parser)
+    assert config.calls is not None, "auto needs one"
+    parser = tool_parser(config.calls)
     if parser.bare_calls and structured.kind == ConstraintKind.JSON:
         return replace(plan, bare=True), _call_or(structured, _schemas(body, plan))
     call = None if parser.call_marker is None else tokens.marker(parser.call_marker)
     if call is None:
         raise InvalidRequest(
             f"{structured.param} beside tools needs calls that begin with a token of their own; "
-            f"there is none for {config.tool_call_parser} here: give tools without it, or a "
+            f"there is none for {config.calls} here: give tools without it, or a "
             "tool_choice other than auto",
             param=structured.param,
         )
@@ -325,8 +328,8 @@ def _choice(body: ChatBody, config: ChatConfig, tools: list[Tool]) -> tuple[str,
         return NAMED, (name,)
     if choice == AUTO and not config.enable_auto_tool_choice:
         raise InvalidRequest(
-            '"auto" tool choice needs a server with --enable-auto-tool-choice and '
-            "--tool-call-parser; without them tool_choice may be required, a tool, or none",
+            '"auto" tool choice is off here (--no-enable-auto-tool-choice): tool_choice may be '
+            "required, a tool, or none",
             param="tool_choice",
         )
     return choice, names

@@ -4,6 +4,7 @@ rates."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import nsmallest
 
 from pdserve.router.cluster.policy import (
     NOT_MEASURED,
@@ -52,17 +53,27 @@ class Cost(Policy):
         self._sessions = Sessions()
         self._rates = NodeRates()
         self._last = ""
+        self._seconds: list[float] = []  # the costs of the last choice
 
     def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
         found = some(request, nodes, self._last)
         if not found:
             return None
-        seconds = self._costs(request, found)
+        seconds = self._seconds = self._costs(request, found)
         least = min(seconds)
         equal = [node for node, each in zip(found, seconds, strict=True) if each == least]
         if len(equal) == 1:
             return equal[0]
         return min(equal, key=lambda node: (requests_on(node), -node.free_blocks, node.id))
+
+    def why(self, request: PolicyRequest, node: NodeState) -> str:
+        cached = request.cached.get(node, 0)
+        least, *others = nsmallest(2, self._seconds)
+        than = f"the next best node {1e3 * others[0]:.3g} ms" if others else "no other node fits"
+        return (
+            f"adds {1e3 * least:.3g} ms to all requests, {than}; {cached} of {request.num_tokens} "
+            "tokens cached"
+        )
 
     def _costs(self, request: PolicyRequest, found: Sequence[NodeState]) -> list[float]:
         """Returns the seconds that the request adds on each node."""

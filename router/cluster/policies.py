@@ -22,6 +22,7 @@ from pdserve.router.cluster.policy import (
     NodeState,
     Policy,
     PolicyRequest,
+    load_of,
     requests_on,
     some,
 )
@@ -38,6 +39,9 @@ class RoundRobin(Policy):
     def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
         return next(nodes.by_id(self._last), None)
 
+    def why(self, request: PolicyRequest, node: NodeState) -> str:
+        return "next in turn"
+
     def placed(self, request: PolicyRequest, node: NodeState) -> None:
         self._last = node.id
 
@@ -47,6 +51,9 @@ class LeastLoad(Policy):
 
     def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
         return next(nodes.by_load(), None)
+
+    def why(self, request: PolicyRequest, node: NodeState) -> str:
+        return f"least load: {load_of(node)}"
 
 
 class PowerOfTwo(Policy):
@@ -61,6 +68,9 @@ class PowerOfTwo(Policy):
         if len(ordered) < 2:
             return ordered[0] if ordered else None
         return ordered[min(self._rng.sample(range(len(ordered)), 2))]
+
+    def why(self, request: PolicyRequest, node: NodeState) -> str:
+        return f"less load of two: {load_of(node)}"
 
 
 class PrefixAware(Policy):
@@ -102,6 +112,10 @@ class PrefixAware(Policy):
             return request.missing(node) + others / node.replicas, requests_on(node), node.id
 
         return min(found, key=cost, default=None)
+
+    def why(self, request: PolicyRequest, node: NodeState) -> str:
+        cached = request.cached.get(node, 0)
+        return f"least work: {cached} of {request.num_tokens} tokens cached; {load_of(node)}"
 
     def placed(self, request: PolicyRequest, node: NodeState) -> None:
         self._given.add(node, request.missing(node), request.now)

@@ -122,6 +122,11 @@ class Policy(ABC):
     def choose(self, request: PolicyRequest, nodes: NodeSet) -> NodeState | None:
         """Returns one of the nodes, None if there is none."""
 
+    def why(self, request: PolicyRequest, node: NodeState) -> str:
+        """Returns in a few words why the last `choose` took the node, for people. Called before
+        `placed`."""
+        return type(self).__name__
+
     def placed(self, request: PolicyRequest, node: NodeState) -> None:  # noqa: B027
         """Called once the node has got the request. (A chosen node need not be taken.)"""
 
@@ -171,3 +176,8 @@ class FadingSums:
 
 def requests_on(node: NodeState) -> float:
     return node.num_requests / node.replicas
+
+
+def load_of(node: NodeState) -> str:
+    """Returns the node's load in words."""
+    return f"{node.num_requests} requests and {node.num_prefill_tokens} uncomputed tokens there"

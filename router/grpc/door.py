@@ -26,7 +26,6 @@ from pdserve.common.core.errors import (
 )
 from pdserve.common.core.printable import cut_bytes
 from pdserve.common.obs.logging import request_id_var
-from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.auth import REFLECTION
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.receive import Context, read_message, reading_first, refuse
@@ -138,15 +137,20 @@ class ClientDoor(Door):
     """Refuses calls without a key before their message is read, and admits the others."""
 
     def __init__(
-        self, keys: APIKeys, messages: Messages, metrics: RouterMetrics, max_calls: int = 2**31
+        self,
+        keys: APIKeys,
+        messages: Messages,
+        refused: Callable[[PdserveError, str], None],
+        max_calls: int = 2**31,
     ) -> None:
-        """`max_calls`: that a client may have at once, over all of its connections."""
+        """`refused`: as `AppState.refused`. `max_calls`: that a client may have at once, over all
+        of its connections."""
         self._max_calls = max_calls
         self._calls: Counter[str] = Counter()  # by client
         self._refusals = Refusals()
         self._keys = keys
         self._messages = messages
-        self._metrics = metrics
+        self._refused = refused
         self._reflection = Reflection()
 
     async def intercept_service(self, continuation: Any, call: Any) -> Any:
@@ -157,7 +161,7 @@ class ClientDoor(Door):
         try:
             self._keys.check(given if isinstance(given, str) else None)
         except Unauthenticated as error:
-            self._metrics.observe_error(error)
+            self._refused(error, "")
             return refuse(error, details, self._refusals.turn)
         if handler.request_streaming:
             return self._reflection.bounded(handler, lambda context: None)
@@ -176,7 +180,7 @@ class ClientDoor(Door):
                 async with self._messages.reading(client, context) as raw:
                     yield raw
         except PdserveError as error:
-            self._metrics.observe_error(error)
+            self._refused(error, client)
             raise
 
     @contextmanager

@@ -90,7 +90,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with (
             answering(context, details=partial(details, request=outline)),
             self._writing(context) as write,
-            self._counted(),
+            self._counted(context),
             self._drained(),
         ):
             if is_plain_id(request.request_id):
@@ -160,11 +160,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._cut_off.discard(task)
 
     @asynccontextmanager
-    async def _counted(self) -> AsyncIterator[None]:
+    async def _counted(self, context: Context) -> AsyncIterator[None]:
         try:
             yield
         except PdserveError as error:
-            self._state.metrics.observe_error(error)
+            self._state.refused(error, client_of(self._state.keys, context))
             raise
 
     @asynccontextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
@@ -18,7 +20,8 @@ from pdserve.common.http.server import check_expected
 from pdserve.common.obs.logging import request_id_var
 from pdserve.common.obs.tracing import PARENT, plain_parent
 from pdserve.router.api.app_state import AppState, stopping
-from pdserve.router.api.compat import MessagesBody, ResponsesBody
+from pdserve.router.api.messages_body import MessagesBody
+from pdserve.router.api.responses_body import ResponsesBody
 from pdserve.router.api.schema import (
     ChatBody,
     CompletionBody,
@@ -29,7 +32,7 @@ from pdserve.router.api.schema import (
 )
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.http import chat, completions, info, messages, openapi, responses
-from pdserve.router.http.cors import CORS
+from pdserve.router.http.cors import CORS, IGNORED_HEADER
 from pdserve.router.http.encoding import (
     as_typed,
     code_of,
@@ -37,8 +40,16 @@ from pdserve.router.http.encoding import (
     http_error_response,
 )
 from pdserve.router.http.info import ADAPTERS
+from pdserve.router.http.instrumentation import HTTP_METRICS, HTTPMetrics, measure
 from pdserve.router.http.openapi import ROOT_PATH, Handler, Route
-from pdserve.router.http.request import BODIES, STATE, Bodies, authorization_of
+from pdserve.router.http.request import (
+    BODIES,
+    IGNORED,
+    STATE,
+    Bodies,
+    authorization_of,
+    client_of,
+)
 from pdserve.router.http.response import TURN
 from pdserve.router.http.together import TOGETHER, Together
 from pdserve.router.requests.generation import Turn
@@ -99,6 +110,8 @@ LORA_ROUTES = (
     Route("POST", "/v1/unload_lora_adapter", info.unload_adapter, "Unloads an adapter",
           UnloadLoRABody, operators=True),
 )  # fmt: skip
+_NO_NAME = re.compile(r"[^\w.,:/ \[\]-]", re.ASCII)
+_MAX_SHOWN = 32  # names in a header
 _OPEN_PATHS = frozenset(route.path for route in ROUTES if route.open)
 
 
@@ -146,12 +159,14 @@ def make_app(
     app = web.Application(
         client_max_size=max_body_size,
         middlewares=[
-            *(_identify, _answer_errors, _check_origin, _track, _preflight, _authenticate)
+            *(measure, _identify, _answer_errors, _check_origin, _track, _preflight),
+            _authenticate,
         ],
     )
     app[STATE] = state
     app[BODIES] = bodies or Bodies(max_body_size)
     app[TOGETHER] = Together(state, registry, siblings)
+    app[HTTP_METRICS] = HTTPMetrics(state.metrics.registry)
     app[TRAFFIC] = Traffic()
     app[TURN] = Turn()
     app[ALLOWED] = cors or CORS()
@@ -183,15 +198,17 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    refused: PdserveError
     try:
         check_expected(request)
         return await handler(request)
     except web.HTTPException as error:
         response = http_error_response(error)
-        _count(request, PdserveError(response.reason, code=code_of(error)))
+        refused = PdserveError(response.reason, code=code_of(error))
+        _count(request, refused, response.status)
         return _in_api_format(request, response)
     except web.RequestPayloadError as error:  # broken chunks or compression
-        refused: PdserveError = InvalidRequest(f"the body cannot be read: {error}")
+        refused = InvalidRequest(f"the body cannot be read: {error}")
     except ConnectionError:  # the client is gone and will not read this
         return web.Response(status=499)
     except asyncio.CancelledError:
@@ -219,10 +236,10 @@ def _is_anthropic(request: web.Request) -> bool:
     return _path(request).startswith("/v1/messages")
 
 
-def _count(request: web.Request, error: PdserveError) -> None:
+def _count(request: web.Request, error: PdserveError, status: int | None = None) -> None:
     """Counts a POST that failed, perhaps before its body was read."""
     if request.method == hdrs.METH_POST and _path(request).startswith("/v1/"):
-        request.app[STATE].metrics.observe_error(error)
+        request.app[STATE].refused(error, client_of(request), status)
 
 
 @web.middleware
@@ -290,7 +307,14 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers[REQUEST_ID] = request_id_var.get() or "-"
     if _is_anthropic(request):
         response.headers[messages.REQUEST_ID] = response.headers[REQUEST_ID]
+    if ignored := request.get(IGNORED):
+        response.headers[IGNORED_HEADER] = _as_header(ignored)
     response.headers.update(request.app[ALLOWED].allowed(request.headers))
     if request.app[TRAFFIC].leaving:
         response.force_close()
         response.headers[hdrs.CONNECTION] = "close"
+
+
+def _as_header(names: Sequence[str]) -> str:
+    """Joins names that clients may have chosen; other characters than those of paths become `?`."""
+    return _NO_NAME.sub("?", ", ".join(names[:_MAX_SHOWN]))

@@ -22,7 +22,8 @@ from pdserve.common.core.printable import printable
 
 ALL = ("*",)
 _MAX_AGE = "86400"  # seconds a browser may remember the answer
-_EXPOSED = "X-Request-Id, Request-Id, Retry-After, X-PDServe-Path"
+IGNORED_HEADER = "X-Ignored-Parameters"  # names what an answer was made without
+_EXPOSED = f"X-Request-Id, Request-Id, Retry-After, X-PDServe-Path, {IGNORED_HEADER}"
 _MAX_NAMES = 4096  # characters of the headers that a page may ask for
 _MAX_SHOWN = 200  # characters of an origin that an error repeats
 _ORIGIN = re.compile(r"(https?)://([^/:@]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?", re.IGNORECASE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from time import monotonic
 from typing import Any
@@ -22,6 +22,7 @@ from pdserve.router.requests.fair_share import FairShare
 from pdserve.router.requests.slo import slo_of
 from pdserve.router.requests.stages import RequestArrival, arrival_var
 
+IGNORED = web.RequestKey("ignored", Sequence[str])  # what the answer is made without
 TIMELINE_HEADER = "X-PDServe-Timeline"
 MAX_WAITING = 256  # bodies; a connection that waits holds READ_AHEAD twice, and a read
 GRACE = 20.0  # seconds that any body may take
@@ -142,6 +143,7 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
         done = await request.app[STATE].preprocess(kind, raw, client)
     asked = request.headers.get(TIMELINE_HEADER, "").lower() in ("1", "true")
     arrival.operation = "text_completion" if kind == "completion" else "chat"
+    request[IGNORED] = done.ignored
     arrival.wants_timeline = asked or bool(getattr(done.body, "timeline", False))
     return done
 

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from pdserve.common.core.errors import PdserveError
 from pdserve.router.api.chat import ChatRequest, chat_from_body
-from pdserve.router.api.compat import ResponsesBody
 from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
+from pdserve.router.api.responses_body import ResponsesBody
 from pdserve.router.http.encoding import error_body
 from pdserve.router.http.events import ServerEvent, respond_as
 from pdserve.router.http.request import STATE, client_of, preprocess

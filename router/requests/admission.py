@@ -21,7 +21,7 @@ from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.router.requests.fair_share import Ahead, FairShare, Waiter, resolve
 from pdserve.router.requests.forecast import Forecast
 from pdserve.router.requests.queue_bounds import Batch, QueueBound
-from pdserve.router.requests.slo import NO_SLO, SLO
+from pdserve.router.requests.slo import NO_SLO, SLO, Promise
 from pdserve.router.requests.virtual_time import VirtualTime
 
 MIN_PATIENCE = 0.1  # shortest time in seconds between two checks of a body's progress
@@ -40,6 +40,7 @@ class Ask(Waiter):
     arrived: float = 0.0
     predicted: float | None = None  # TTFT in seconds, predicted on arrival
     deadline: float = math.inf  # promised TTFT in seconds
+    promise: Promise = Promise.NONE
     granted: float | None = None
     work: float = 0.0  # tokens to compute before its first one, when granted
     ttft: float | None = None  # measured TTFT in seconds
@@ -239,6 +240,7 @@ class Admission:
         ask.deadline = ask.slo.deadline(line.at(ask.tokens))
         idle = not (self.waiting or self.forecast.backlog or ask.slo.own)
         late = predicted * (1 + line.doubt)
+        ask.promise = ask.slo.promise(late, ask.deadline)
         if late > ask.deadline and not idle and not self._may_try(ask):
             raise ask.slo.ttft_error(late, ask.deadline, self._until_outdated(ask))
 

@@ -19,6 +19,7 @@ from pdserve.common.core.request import FinishReason, Timeline
 from pdserve.common.core.sampling import SampledToken, SamplingParams
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.claims import AnswerKey
+from pdserve.router.cluster.role_policy import Chosen
 from pdserve.router.requests.queue_bounds import Batch
 from pdserve.router.requests.stages import Stages
 from pdserve.router.requests.unread import Unread
@@ -93,6 +94,9 @@ class GenerationStats:
     cached_tokens: int
     timeline: Timeline
     stages: Stages = field(default_factory=Stages, compare=False)
+    finish_reasons: tuple[FinishReason, ...] = ()  # of the choices that have ended
+    num_choices: int = 1
+    chosen: tuple[Chosen, ...] = ()  # its last nodes
 
     def receipt(self, end: float | None = None) -> Timeline:
         """Returns the timeline with all stages until `end` (monotonic), or until now, when it is

@@ -58,6 +58,7 @@ from pdserve.router.requests.generation import (
 )
 from pdserve.router.requests.request_state import RequestState
 from pdserve.router.requests.slo import NO_SLO, SLO
+from pdserve.router.requests.spacing import spaced
 from pdserve.router.requests.timelines import Timelines
 from pdserve.router.requests.trace import RequestTraces
 from pdserve.router.requests.unread import Unread
@@ -81,8 +82,11 @@ class Pipeline:
         traces: RequestTraces | None = None,
         adapters: ServedAdapters | None = None,
         weights: Mapping[str, float] | None = None,
+        stream_interval: int = 1,
     ) -> None:
-        """`vocab_size`: rows of the model's embedding. `weights`: as `APIKeys.weights`."""
+        """`vocab_size`: rows of the model's embedding. `weights`: as `APIKeys.weights`.
+        `stream_interval`: tokens."""
+        self._stream_interval = stream_interval
         self._adapters = adapters or ServedAdapters()
         self._traces = traces or RequestTraces(Tracer())
         self._config = config
@@ -126,7 +130,12 @@ class Pipeline:
             PdserveError: a request cannot be served or failed for good. Other exceptions are
                 defects.
         """
-        return generate(requests, self._serve, outlet, self.unread)
+        serve = self._serve if self._stream_interval == 1 else self._serve_spaced
+        return generate(requests, serve, outlet, self.unread)
+
+    async def _serve_spaced(self, request: GenerationRequest, put: Put) -> GenerationStats:
+        with spaced(put, self._stream_interval) as held:
+            return await self._serve(request, held)
 
     async def _serve(self, request: GenerationRequest, put: Put) -> GenerationStats:
         """Serves a prompt: puts its deltas into its client's queue; counts and logs its outcome
@@ -184,8 +193,15 @@ class Pipeline:
                     await self._attempts(state, claim)
             finally:
                 ask.generated = sum(state.generated)
-            ask.itl = fmean(state.token_gaps) if state.token_gaps else None
-            self.metrics.observe_slo(ask.predicted, ask.ttft, ask.deadline, ask.itl, ask.slo.itl)
+                if state.finished and state.token_gaps:
+                    ask.itl = fmean(state.token_gaps)
+                self._judge(state, ask)
+
+    def _judge(self, state: RequestState, ask: Ask) -> None:
+        """Counts whether the request, which may have failed, kept its limits."""
+        self.metrics.observe_prediction(ask.predicted, ask.ttft)
+        first, waited = state.first_token, state.age
+        self.metrics.observe_slo(ask.slo.outcomes(ask.promise, first, waited, ask.itl))
 
     def _first_token(self, ask: Ask, state: RequestState) -> None:
         self.admission.first_token(ask, learn=not state.retries.failures)

@@ -26,8 +26,8 @@ from pdserve.common.text.stream import TextStream
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.cluster.claims import AnswerKey
 from pdserve.router.cluster.node_client import protocol_error
-from pdserve.router.cluster.placement import PlacementRequest
 from pdserve.router.cluster.prefix_index import PromptBlocks
+from pdserve.router.cluster.role_policy import Chosen, PlacementRequest
 from pdserve.router.requests.generation import (
     GenerationRequest,
     GenerationStats,
@@ -38,6 +38,8 @@ from pdserve.router.requests.generation import (
 from pdserve.router.requests.retry import Deadline, Retries
 from pdserve.router.requests.stages import Phase, Stages, arrival_var
 from pdserve.router.requests.trace import RequestTrace
+
+MAX_CHOSEN = 8  # of a request's nodes whose reasons are kept: the last ones
 
 
 class RequestState:
@@ -72,6 +74,7 @@ class RequestState:
         self.stages = Stages(arrival)
         self.trace: RequestTrace | None = None
         self._timeline: dict[str, Any] = {}  # its fields
+        self._chosen: deque[Chosen] = deque(maxlen=MAX_CHOSEN)
         self._prompt_computed = False
         self._prompt_blocks: dict[int, PromptBlocks] = {}  # by block size
         self.generated = [0] * request.n  # tokens of each choice
@@ -149,6 +152,7 @@ class RequestState:
             waiting=self.deadline.waiting,
             blocks=self._blocks,
             session=self._session,
+            chosen=self._chosen,
         )
 
     def _blocks(self, block_size: int) -> PromptBlocks:
@@ -182,6 +186,16 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return not self._open
+
+    @property
+    def age(self) -> float:
+        """Seconds since its acceptance."""
+        return monotonic() - self._start
+
+    @property
+    def first_token(self) -> float | None:
+        """Seconds from its acceptance to its first token."""
+        return self._timeline.get("first_token")
 
     def mark(self, moment: str) -> None:
         """Notes that a moment of the timeline (one of its fields) is now, the first time. It is
@@ -348,6 +362,9 @@ class RequestState:
             cached_tokens=timeline.cached_tokens,
             timeline=timeline,
             stages=self.stages,
+            finish_reasons=tuple(self.finish_reasons),
+            num_choices=self.request.n,
+            chosen=tuple(self._chosen),
         )
 
     def _count(self, choice: int, num_tokens: int, now: float) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pdserve.common.core.errors import InvalidRequest, Overloaded
 
 TTFT_HEADER, TPOT_HEADER = "X-SLO-TTFT-Ms", "X-SLO-TPOT-Ms"  # llm-d's names
 MOST_MS = 1e9
 STRETCH = 2.0  # times that a prompt takes alone: the least that --slo-ttft promises
+
+
+class Promise(StrEnum):
+    """How far an admitted request was promised its TTFT limit."""
+
+    LIMIT = "limit"
+    EXTENDED = "extended"  # a longer time, as the prompt alone takes about as long as the limit
+    NONE = "none"  # nothing was measured, the body's first prompt has the promise, or it is a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,23 @@ class SLO:
             return math.inf
         return self.ttft if self.own else max(self.ttft, STRETCH * alone)
 
+    def promise(self, predicted: float, deadline: float) -> Promise:
+        """Returns what a request has that is admitted with this prediction and deadline (s)."""
+        if self.ttft is None or predicted > deadline:
+            return Promise.NONE
+        return Promise.LIMIT if deadline <= self.ttft else Promise.EXTENDED
+
+    def outcomes(
+        self, promise: Promise, first: float | None, waited: float, itl: float | None
+    ) -> Iterator[tuple[str, str, Promise]]:
+        """Yields (slo, outcome, promise) for each limit, whatever was promised instead. `first`:
+        seconds to the first token; None: the request ended after `waited` seconds without one."""
+        if self.ttft is not None:
+            late = waited if waited > self.ttft else None
+            yield "ttft", _outcome(late if first is None else first, self.ttft), promise
+        if self.itl is not None:
+            yield "itl", _outcome(itl, self.itl), Promise.LIMIT
+
     def ttft_error(
         self, predicted: float, deadline: float, retry_after: float | None = None
     ) -> Overloaded:
@@ -58,6 +84,12 @@ class SLO:
 
 
 NO_SLO = SLO()
+
+
+def _outcome(seconds: float | None, limit: float) -> str:
+    if seconds is None:
+        return "unmeasured"
+    return "met" if seconds <= limit else "missed"
 
 
 def slo_of(header: Callable[[str], str | None]) -> SLO:

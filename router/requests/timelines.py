@@ -10,12 +10,14 @@ from itertools import count, islice
 from time import monotonic, time
 from typing import Any
 
-from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.errors import Cancelled, PdserveError, Unauthenticated
 from pdserve.common.core.printable import printable
+from pdserve.common.core.request import Timeline, new_request_id
 from pdserve.common.obs.logging import request_id_var
+from pdserve.common.obs.metrics import time_per_output_token
 from pdserve.router.requests.generation import GenerationStats
 from pdserve.router.requests.request_state import RequestState
-from pdserve.router.requests.stages import ROUTER
+from pdserve.router.requests.stages import ROUTER, Stages, arrival_var
 from pdserve.router.requests.standing import Look, Standing, standing_of
 
 MAX_FOUND = 100  # of the prompts of one request, or of those that share its id: the newest
@@ -32,6 +34,7 @@ class Ended:
     stats: GenerationStats
     end: float  # monotonic
     error: dict[str, str] | None = None
+    http_status: int | None = None  # of its error
     standing: Standing | None = None  # None: it is over
 
 
@@ -57,7 +60,18 @@ class Timelines:
         ids = self._served.pop(state)
         if self._kept:
             client, why = state.request.batch.client, _described(error)
-            self._keep(Ended(ids, client, state.stats(), monotonic(), why))
+            status = error.http_status if error is not None else None
+            self._keep(Ended(ids, client, state.stats(), monotonic(), why, status))
+
+    def refused(self, error: PdserveError, client: str, http_status: int | None = None) -> None:
+        """Keeps a request that did not get as far as `begun`. Those without a valid key are left
+        out: anyone can send them, each as another client."""
+        if self._kept and not isinstance(error, Unauthenticated):
+            own, header = new_request_id("refused"), request_id_var.get()
+            ids = (own, header) if header else (own,)
+            stats = GenerationStats(0, 0, 0, Timeline(), Stages(arrival_var.get()))
+            status = http_status or error.http_status
+            self._keep(Ended(ids, client, stats, monotonic(), _described(error), status))
 
     def find(self, name: str, client: str | None = None) -> list[dict[str, Any]]:
         """Finds the request with this id: JSON for each of its prompts; with `client` only that
@@ -130,24 +144,43 @@ def _told(found: Ended) -> dict[str, Any]:
 
 
 def _summary(found: Ended) -> dict[str, Any]:
-    stages = found.stats.stages
+    stages, line = found.stats.stages, found.stats.timeline
     return {
         **_state(found),
         "created": round(time() - (monotonic() - stages.start), 3),  # seconds since 1970
-        "first_token": found.stats.timeline.first_token,
+        "first_token": line.first_token,
         "seconds": round(found.end - stages.start, 6),
         "nodes": sorted({span.node for span in stages.spans} - {ROUTER}),
+        "path": line.path,
+        "prefill_node": line.prefill_node,
+        "decode_node": line.decode_node,
+        "migrations": line.migrations,
     }
 
 
 def _state(found: Ended) -> dict[str, Any]:
-    running = found.stats.timeline.finished is None and found.error is None
+    stats = found.stats
+    tpot = time_per_output_token(stats.timeline, stats.completion_tokens, stats.num_choices)
     return {
         "id": found.ids[0],
         "request_id": found.ids[-1],
-        "status": "failed" if found.error else "running" if running else "finished",
+        "status": _status(found),
         "error": found.error,
-        "prompt_tokens": found.stats.prompt_tokens,
-        "completion_tokens": found.stats.completion_tokens,
+        "http_status": found.http_status,
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "tpot": tpot,  # seconds; None: no choice has a second token, or it has not finished
+        "finish_reasons": stats.finish_reasons,
+        "chosen": [each._asdict() for each in stats.chosen],
         "standing": None if found.standing is None else asdict(found.standing),
     }
+
+
+def _status(found: Ended) -> str:
+    """Returns "refused" for a request that was not placed on any node."""
+    line, error = found.stats.timeline, found.error
+    if error is None:
+        return "running" if line.finished is None else "finished"
+    placed = line.queued is not None or error["code"] == Cancelled.default_code
+    return "failed" if placed else "refused"

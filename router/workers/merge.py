@@ -15,8 +15,11 @@ _NODES = "pdserve_nodes"
 _DEATHS = "pdserve_router_worker_deaths"
 _COUNTS = ("counter", "histogram", "summary")
 # Gauges that are summed over the workers; other gauges are equal in all workers.
-_SHARED_OUT = ("num_requests_running", "num_requests_waiting")
-_WORST = ("ready", "_created")  # the least counts: one worker cannot serve; the first one's birth
+_SHARED_OUT = (
+    "num_requests_running", "num_requests_waiting", "waiting_by_reason", "_memory_bytes", "_fds",
+)  # fmt: skip
+# The least counts: one worker cannot serve; the first one's birth.
+_WORST = ("ready", "_created", "_start_time_seconds")
 
 
 # ---- /metrics ----

@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -115,6 +116,23 @@ def test_an_interrupted_answer_to_a_pipe_is_no_success(
     monkeypatch.setattr(Chat, "_stream", stream)
     assert main(["chat", "--model", "m", "-q", "Tell me"]) == 130
     assert capsys.readouterr().out == "Once\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_thought_is_shown_apart_and_only_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "Hm"},
+              {"reasoning_content": "."}, {"content": "Yes"}, {"content": "."}]  # fmt: skip
+
+    async def stream(*_: object) -> AsyncIterator[dict[str, Any]]:
+        for delta in deltas:
+            yield {"choices": [{"delta": delta}]}
+
+    monkeypatch.setattr(Server, "stream", stream)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    assert main(["chat", "--model", "m", "-q", "Well?"]) == 0
+    assert capsys.readouterr().out == ("Hm.\n\nYes.\n" if terminal else "Yes.\n")
 
 
 def test_a_page_is_no_answer_of_a_batch(

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import reference
+import sentencepiece_vocab
 from cluster import MODELS
 from gguf_files import write_gguf
+from paths import ROOT
 from pdserve import LLM, SamplingParams
 from pdserve.cli.main import main
 from pdserve.common.config.engine import ModelConfig
@@ -68,6 +70,15 @@ def test_stages_and_python(file: Path, tmp_path: Path) -> None:
         prompts = [{"prompt_token_ids": list(each)} for each in PROMPTS]
         said = [each.outputs[0].text for each in llm.generate(prompts, sampling)]
     assert said == right(tmp_path / "dense")
+
+
+def test_a_sentencepiece_vocabulary_has_llama_cpp_s_ids(file: Path) -> None:
+    recorded = json.loads((ROOT / "tests" / "demo_model" / "llama_cpp_ids.json").read_text())
+    write_gguf(MODELS / "qwen2", file, q8_0, metadata=sentencepiece_vocab.metadata())
+    with WarmCluster(file, 0, 0) as cluster:
+        cluster.wait_for(lambda: cluster.get("/health"))
+        for text, ids in zip(recorded["texts"], recorded["default"], strict=True):
+            assert cluster.post("/tokenize", prompt=text).json()["tokens"] == ids
 
 
 def test_every_role_refuses_a_file_that_is_cut(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def test_promtool_finds_no_fault(cluster: WarmCluster) -> None:
 def test_vllm_s_names_are_there_once(cluster: WarmCluster) -> None:
     names = {
         role: {
-            name.removesuffix("_total") for name in re.findall(r"^# TYPE pdserve_(\w+)", page, re.M)
+            name if kind == "histogram" else name.removesuffix("_total")
+            for name, kind in re.findall(r"^# TYPE pdserve_(\w+) (\w+)", page, re.M)
         }
         for role, page in pages(cluster).items()
     }
@@ -82,10 +83,23 @@ def test_vllm_s_names_are_there_once(cluster: WarmCluster) -> None:
         assert NODE_NAMES.keys() <= names[role]
 
 
+def test_every_process_shows_its_memory_and_cpu(cluster: WarmCluster) -> None:
+    for page in pages(cluster).values():
+        for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds"):
+            (found,) = re.findall(rf"^process_{name}{{.*}} (\S+)$", page, re.M)
+            assert float(found) > 0
+
+
 def test_refused_requests_are_counted(cluster: WarmCluster) -> None:
     def count(code: str) -> float:
         page = requests.get(f"{cluster.url}/metrics", timeout=60).text
         found = re.search(rf'^pdserve_requests_total{{code="{code}",.*}} (\S+)', page, re.M)
+        return float(found[1]) if found else 0.0
+
+    def http_count(status: str) -> float:
+        page = requests.get(f"{cluster.url}/metrics", timeout=60).text
+        labels = f'handler="/v1/completions",method="POST",model_name=".*",status="{status}"'
+        found = re.search(rf"^http_requests_total{{{labels}}} (\S+)", page, re.M)
         return float(found[1]) if found else 0.0
 
     url = f"{cluster.url}/v1/completions"
@@ -94,9 +108,9 @@ def test_refused_requests_are_counted(cluster: WarmCluster) -> None:
         ("MODEL_NOT_FOUND", 404, '{"prompt": "a", "model": "other"}', {}),
         ("UNSUPPORTED_MEDIA_TYPE", 415, "a", {"Content-Type": "text/plain"}),
     ):
-        before = count(code)
+        before, answered = count(code), http_count("4xx")
         assert requests.post(url, data=body, headers=headers, timeout=30).status_code == status
-        assert count(code) == before + 1
+        assert (count(code), http_count("4xx")) == (before + 1, answered + 1)
 
 
 # ---- where the time went --------------------------------------------------------------------

@@ -133,6 +133,20 @@ def test_requests_that_would_be_late_are_refused_at_once(cluster: WarmCluster) -
     assert metric(cluster, "pdserve_time_to_first_token_over_predicted_count") > 0
 
 
+def test_answers_are_counted_by_the_limits_of_their_headers(cluster: WarmCluster) -> None:
+    def count(slo: str, outcome: str) -> float:
+        labels = f'outcome="{outcome}",promise="limit",slo="{slo}"'
+        return metric(cluster, "pdserve_slo_requests_total", labels)
+
+    cells = [("itl", "missed"), ("itl", "unmeasured"), ("ttft", "met")]
+    before = [count(*each) for each in cells]
+    limits = {"X_SLO_TTFT_Ms": "1000000", "X_SLO_TPOT_Ms": "0.001"}
+    for number, max_tokens in enumerate((4, 4, 1)):
+        assert ask(cluster, POLITE, prompt(20, 900 + number), max_tokens, **limits)[0] == 200
+    found = [count(*each) - earlier for each, earlier in zip(cells, before, strict=True)]
+    assert found == [2, 1, 3]
+
+
 @pytest.mark.parametrize("name", [TTFT, TPOT])
 @pytest.mark.parametrize("value", ["soon", "0", "-5", "nan", "1e99", "1\u00b2"])
 def test_headers_that_cannot_be(cluster: WarmCluster, name: str, value: str) -> None:

@@ -15,11 +15,6 @@ from pdserve.common.rpc.pb import inference_pb2_grpc as pb_grpc
 from warm import WarmCluster
 
 MODEL = "tool-caller"
-ROUTER = {
-    "enable_auto_tool_choice": "",
-    "tool_call_parser": "hermes",
-    "reasoning_parser": "qwen3",
-}
 WEATHER = {"Oslo": "snowy, 3 degrees", "Cairo": "sunny, 33 degrees"}
 ASK = {"role": "user", "content": "What is the weather in Oslo and in Cairo?"}
 ANSWER = "It is snowy, 3 degrees in Oslo and sunny, 33 degrees in Cairo."
@@ -42,7 +37,8 @@ ADD = tool("add", a="integer", b="integer")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[WarmCluster]:
-    with WarmCluster(MODEL, router=ROUTER) as cluster:
+    """Without flags: its template shows how the model writes calls and thoughts."""
+    with WarmCluster(MODEL) as cluster:
         yield cluster
         cluster.wait_idle()
 
@@ -186,8 +182,7 @@ def test_calls_without_a_token_of_their_own_are_told_from_a_text_by_their_schema
         "$defs": {"a": {"enum": ["nothing", "snow"]}},
     }  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
-    router = {"enable_auto_tool_choice": "", "tool_call_parser": "llama3_json"}
-    with WarmCluster(MODEL, router=router) as cluster:
+    with WarmCluster(MODEL, router={"tool_call_parser": "llama3_json"}) as cluster:
         url = f"{cluster.url}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             for stream in (False, True):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientResponse, ClientSession
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from fakes_pipeline import FakeGenerator, served_model
 from pdserve.common.text.tokenizer import Tokenizer
@@ -80,9 +80,9 @@ async def serve(
     generator = FakeGenerator(tokenizer)
     named = {"names": ("tiny/model", "alias"), "root": str(folder), "created": 1700000000}
     model = served_model(tokenizer, max_model_len=window, **named)
-    registry = CollectorRegistry()
-    Counter("pdserve_things", "Things", registry=registry).inc()
     serving = AppState(pipeline=generator, served=model, **options)  # type: ignore[arg-type]
+    registry = serving.metrics.registry
+    Counter("pdserve_things", "Things", registry=registry).inc()
     app = make_app(serving, registry, limit, root_path=root_path, with_ui=ui)
     server = await HTTPServer.start(app, "127.0.0.1", 0)
     try:

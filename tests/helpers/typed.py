@@ -33,7 +33,7 @@ from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.plugins import import_string
 from pdserve.common.rpc.pb import inference_pb2
-from pdserve.router.api.schema import unknown_fields
+from pdserve.router.api.ignored import Ignored
 from pdserve.router.http.app import LORA_ROUTES, ROUTES
 from pdserve.router.http.openapi import Route
 
@@ -290,12 +290,14 @@ def check_body(route: Route, text: str) -> None:
     """Raises Wrong if the route does not accept such a body."""
     if route.body is None:
         raise Wrong(f"{route.path} takes no body")
+    ignored = Ignored()
     try:
         body: Any = route.body.model_validate_json(text)
     except ValidationError as error:
         raise Wrong(str(error)) from error
-    if unknown := unknown_fields(body.model_extra or {}):
-        raise Wrong(f"no such fields: {sorted(unknown)}")
+    ignored.fields(body.model_extra)
+    if ignored.names:
+        raise Wrong(f"no such fields: {ignored.names}")
 
 
 def _helm(arguments: list[str], _: Mapping[str, str]) -> None:

@@ -67,7 +67,7 @@ def client_server(
 ) -> GrpcServer:
     parts = serving(generator, keys)
     most = streams or CALLS
-    door = ClientDoor(parts.keys, messages or Messages(LIMIT), parts.metrics, most)
+    door = ClientDoor(parts.keys, messages or Messages(LIMIT), parts.refused, most)
     server = GrpcServer(door, LIMIT, max_streams=streams)
     descriptor = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     add = inference_pb2_grpc.add_InferenceServicer_to_server

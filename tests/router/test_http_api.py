@@ -314,7 +314,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x" * 2 * WINDOW}]}, "messages"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": 3}, "logprobs"),
-    ({"verbosity": "low"}, "verbosity"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"echo": True}, "echo"),
     ({"stream_options": {}}, "stream_options"),

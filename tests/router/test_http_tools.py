@@ -13,7 +13,6 @@ import tokenizers
 from fakes_pipeline import byte_level_folder
 from http_site import Site, check_error, check_refused, serve
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.parsers.formats import HarmonyParser, HermesParser, Llama3JSONParser
 from pdserve.router.api.parsers.harmony import MARKERS
 from pdserve.router.api.parsers.tool_parser import ToolParser
@@ -37,9 +36,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    chat = ChatConfig(
-        enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
-    )
+    chat = ChatConfig(tool_call_parser="hermes", reasoning_parser="qwen3")
     folder = byte_level_folder(tmp_path)
     async with serve(folder, 2000, chat=chat, tool_parser=HermesParser) as site:
         yield site
@@ -72,7 +69,6 @@ def function(name: str, arguments: Any) -> dict[str, Any]:
 @pytest.fixture
 async def open_site(tmp_path: Path) -> AsyncIterator[Site]:
     chat = ChatConfig(
-        enable_auto_tool_choice=True,
         tool_call_parser="hermes",
         chat_template_content_format="openai",
     )
@@ -230,7 +226,7 @@ class Shouting(ToolParser):
 
 
 async def test_a_parser_of_ones_own(tmp_path: Path) -> None:
-    chat = ChatConfig(enable_auto_tool_choice=True, tool_call_parser="mine:Shouting")
+    chat = ChatConfig(tool_call_parser="mine:Shouting")
     async with serve(byte_level_folder(tmp_path), 400, chat=chat, tool_parser=Shouting) as site:
         choice = await ask(site, '!"f" it', tools=TOOLS)
     assert choice["message"]["tool_calls"] == [function("f", "{}")]
@@ -246,7 +242,7 @@ HARMONY_TEMPLATE = (
 
 async def test_harmony(tmp_path: Path) -> None:
     """One parser for reasoning, content and calls, whether or not there are tools."""
-    chat = ChatConfig(enable_auto_tool_choice=True, tool_call_parser="openai")
+    chat = ChatConfig(tool_call_parser="openai")
     file = str(byte_level_folder(tmp_path) / "tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(file)
     tokenizer.add_special_tokens(list(MARKERS))
@@ -358,7 +354,7 @@ def wrong(changed: dict[str, Any]) -> dict[str, Any]:
 BAD = [
     ({"tools": 1}, "tools"),
     ({"tools": [1]}, "tools[0]"),
-    (wrong({"type": "custom"}), "tools[1].type"),
+    (wrong({"type": ["custom"]}), "tools[1].type"),
     (wrong({"function": {}}), "tools[1].function.name"),
     (wrong({"function": {"name": ""}}), "tools[1].function.name"),
     (wrong({"function": {"name": "a b"}}), "tools[1].function.name"),
@@ -403,7 +399,7 @@ async def test_bad_tools(site: Site) -> None:
 
 async def test_constraints_that_tools_exclude_are_refused(tmp_path: Path) -> None:
     """The deep one as text: a body that is nested so deeply is refused before."""
-    chat = ChatConfig(enable_auto_tool_choice=True, tool_call_parser="llama3_json")
+    chat = ChatConfig(tool_call_parser="llama3_json")
     deep = '{"anyOf":[' * 900 + "{}" + "]}" * 900
     folder = byte_level_folder(tmp_path)
     async with serve(folder, chat=chat, tool_parser=Llama3JSONParser) as site:
@@ -412,10 +408,25 @@ async def test_constraints_that_tools_exclude_are_refused(tmp_path: Path) -> Non
             await check_error(await site.post("/v1/chat/completions", body), 400, "guided_json")
 
 
-async def test_auto_needs_its_flags(tmp_path: Path) -> None:
-    async with serve(byte_level_folder(tmp_path)) as site:
+async def test_auto_is_none_where_no_parser_reads_calls(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`required` and a named tool need no parser: a grammar enforces them."""
+    named = {"type": "function", "function": {"name": "f"}}
+    async with serve(byte_level_folder(tmp_path), 2000) as site:
+        for choice in ({}, {"tool_choice": "auto"}):
+            answer = await ask(site, CALL, tools=TOOLS, **choice)
+            assert answer["message"] == {"role": "assistant", "content": CALL}
+            assert answer["finish_reason"] == "stop"
+        (warning,) = [each for each in caplog.records if "--tool-call-parser" in each.message]
+        assert warning.levelname == "WARNING"
+        answer = await ask(site, '{"x": 1}', tools=TOOLS, tool_choice=named)
+        assert answer["message"]["tool_calls"] == [function("f", '{"x": 1}')]
+
+
+async def test_auto_can_be_switched_off(tmp_path: Path) -> None:
+    chat = ChatConfig(enable_auto_tool_choice=False, tool_call_parser="hermes")
+    async with serve(byte_level_folder(tmp_path), chat=chat, tool_parser=HermesParser) as site:
         body = {"messages": ASK, "tools": TOOLS}
         error = await check_error(await site.post("/v1/chat/completions", body), 400, "tool_choice")
-        assert "--enable-auto-tool-choice" in error["message"]
-    with pytest.raises(ConfigError, match="needs --tool-call-parser"):
-        ChatConfig(enable_auto_tool_choice=True)
+        assert "--no-enable-auto-tool-choice" in error["message"]

@@ -16,9 +16,10 @@ from pdserve.router.cluster.cluster_view import STAND_IN_AFTER, ClusterView
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.kinds import Candidates, rank
 from pdserve.router.cluster.node import Node
-from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies
+from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.prefix_index import PromptBlocks
 from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.role_policy import PlacementRequest
 
 P, D, B = pb.ROLE_PREFILL, pb.ROLE_DECODE, pb.ROLE_BOTH
 IDS = [f"{role}{number}" for role in "pdb" for number in range(5)]

@@ -49,9 +49,7 @@ from warm import slowness
 
 MODEL = MODELS / "llama-gqa"
 CONFIG = ModelConfig(model=str(MODEL))
-CHATS = ChatConfig(
-    enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
-)
+CHATS = ChatConfig(tool_call_parser="hermes", reasoning_parser="qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -309,9 +307,9 @@ async def test_a_process_prepares_as_the_router_does(
             await workers.preprocess(kind, BodyBuffer(encode(**body))),
         )
         assert [list(ids) for ids in there.prompts] == [list(ids) for ids in here.prompts]
-        assert (list(there.texts), there.unknown) == (list(here.texts), here.unknown)
+        assert (list(there.texts), there.ignored) == (list(here.texts), here.ignored)
         assert there.answer == here.answer
-        left_out = {"prompt", "tokens", "input", "messages", "instructions", "tools", *here.unknown}
+        left_out = {"prompt", "tokens", "input", "messages", "instructions", "tools", *here.ignored}
         assert there.body.model_dump(exclude=left_out) == here.body.model_dump(exclude=left_out)
     for kind, body in WRONG:
         with pytest.raises(InvalidRequest) as error:

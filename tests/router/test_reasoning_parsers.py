@@ -9,7 +9,7 @@ from test_tool_formats import said
 
 from pdserve.common.config.router import HARMONY, REASONING_PARSERS, ChatConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.router.api.parsers.detect import found_in, resolved
+from pdserve.router.api.parsers.detect import resolved
 from pdserve.router.api.parsers.reasoning import (
     FAMILIES,
     AnswerParser,
@@ -18,6 +18,8 @@ from pdserve.router.api.parsers.reasoning import (
     reasoning_parser,
 )
 from pdserve.router.api.tools import argument_kinds
+
+HARMONY_MARKS = "<|start|>assistant<|channel|>final<|message|>"
 
 
 def test_every_name_is_known_to_the_options_and_to_the_parsers() -> None:
@@ -112,31 +114,85 @@ def test_a_continued_final_message_of_harmony_has_no_header() -> None:
         ("<tool_call>\n{{ call }}</tool_call><think>", "hermes", "qwen3"),
         ("<tool_call>\n<function=f><parameter=a>", "qwen3_coder", None),
         ("<tool_call>f<arg_key><think>", "glm45", "glm45"),
-        ("<|start|>assistant<|channel|>final<|message|>", "openai", HARMONY),
-        ("<｜tool▁calls▁begin｜>function```json</think>", "deepseek_v3", "deepseek_r1"),
+        (HARMONY_MARKS, "openai", HARMONY),
+        ("<｜tool▁calls▁begin｜>function```json</think>", "deepseek_v3", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜>function```json", "deepseek_v3", None),
         ("<｜tool▁calls▁begin｜></think>", "deepseek_v31", "deepseek_v3"),
         ("<|python_tag|>", "llama3_json", None),
+        ('ipython {"name": function name, "parameters": dictionary', "llama3_json", None),
         ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
         ("{{ messages }}", None, None),
+        ("", None, None),
+        ("{# <think> and <tool_call>\n#}{{ messages }}", None, None),
+        ("{# {% {{ <think", None, None),
     ],
 )
-def test_auto_goes_by_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
-    assert found_in(template) == (tools, reasoning)
-    config = ChatConfig(tool_call_parser="auto", reasoning_parser="auto")
-    if tools is None:
-        with pytest.raises(ConfigError, match="finds no known format"):
-            resolved(config, template)
-    else:
-        found = resolved(config, template)
-        assert (found.tool_call_parser, found.reasoning_parser) == (tools, reasoning)
-    named = ChatConfig(tool_call_parser="hermes")
-    assert resolved(named, template) is named
+def test_auto_is_the_default_and_goes_by_the_template(
+    template: str, tools: str | None, reasoning: str | None
+) -> None:
+    found = resolved(ChatConfig(), template)
+    assert (found.calls, found.reasoning) == (tools, reasoning)
+    assert resolved(found, "<tool_call><think>") == found
+
+
+@pytest.mark.parametrize(
+    ("given", "template", "found"),
+    [
+        ({"tool_call_parser": "hermes"}, HARMONY_MARKS, ("hermes", None)),
+        ({"tool_call_parser": "none"}, HARMONY_MARKS, (None, HARMONY)),
+        ({"reasoning_parser": "qwen3"}, HARMONY_MARKS, (None, "qwen3")),
+        ({"reasoning_parser": "none"}, HARMONY_MARKS, (None, None)),
+        ({"reasoning_parser": HARMONY}, "<tool_call>", ("openai", HARMONY)),
+        ({"tool_call_parser": "openai"}, "<think>", ("openai", HARMONY)),
+        ({"tool_call_parser": "none"}, "<tool_call><think>", (None, "qwen3")),
+        ({"reasoning_parser": "none"}, "<tool_call><think>", ("hermes", None)),
+    ],
+)
+def test_a_given_parser_stays_beside_the_found_one(
+    given: dict[str, str], template: str, found: tuple[str | None, str | None]
+) -> None:
+    chat = resolved(ChatConfig(**given), template)
+    assert (chat.calls, chat.reasoning) == found
+
+
+def test_auto_warns_that_calls_stay_text(caplog: pytest.LogCaptureFixture) -> None:
+    for options in (
+        {"tool_call_parser": "none"},
+        {"tool_call_parser": "hermes"},
+        {"enable_auto_tool_choice": False},
+    ):
+        resolved(ChatConfig(**options), "{{ messages }}")
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    resolved(ChatConfig(), "{{ messages }}")
+    (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "--tool-call-parser" in warning.message
+
+
+@pytest.mark.parametrize(
+    "text", ["Plain text.", "About <think> tags </think> and more.", "</think>"]
+)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "Never write <think>. {{ messages }}",
+        "{% if '</think>' in content %}{{ content.split('</think>')[-1] }}{% endif %}",
+        "<｜tool▁calls▁begin｜>```json{{ content.split('</think>')[-1] }}",
+    ],
+)
+def test_auto_swallows_nothing_of_a_model_that_does_not_think(template: str, text: str) -> None:
+    """However its template speaks of thoughts: they begin with a mark, in the prompt or the
+    answer."""
+    family = resolved(ChatConfig(), template).reasoning
+    thinking = family is not None and begins_thinking(family, "<user>hi<assistant>")
+    answer = AnswerParser(reasoning_parser(family, thinking) if family else None, None)
+    assert said(answer.push(text) + answer.push("", final=True))[:2] == (text, "")
 
 
 def test_harmony_has_two_names_that_go_together() -> None:
     assert ChatConfig(tool_call_parser="openai").reasoning == HARMONY
     for options in (
         {"tool_call_parser": "openai", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "openai", "reasoning_parser": "none"},
         {"tool_call_parser": "hermes", "reasoning_parser": HARMONY},
     ):
         with pytest.raises(ConfigError, match="one format has both"):

@@ -3,21 +3,28 @@ still, and nodes that compute a prompt after the other."""
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from clock import Clock
-from pdserve.common.core.errors import InvalidRequest, Overloaded
+from fake_nodes import FakeCluster, fails, fake_cluster, hangs, once
+from pdserve.common.core.errors import InvalidRequest, Overloaded, PdserveError
 from pdserve.router.requests.admission import OUTDATED, Admission, Ask
 from pdserve.router.requests.forecast import LEAST, Line
 from pdserve.router.requests.queue_bounds import Batch
-from pdserve.router.requests.slo import NO_SLO, SLO, slo_of
+from pdserve.router.requests.slo import NO_SLO, SLO, Promise, slo_of
+from pdserve.router.requests.stages import RequestArrival, arrival_var
+from waiting import eventually
 
 TWO_SECONDS = SLO(ttft=2.0)
 RATE = 1000.0  # tokens a second
+REFUSAL = InvalidRequest("a node refuses it for good")
 
 
 class Prefill:
@@ -231,3 +238,102 @@ def test_headers_of_a_request_take_precedence() -> None:
     own = slo_of({"X-SLO-TTFT-Ms": "1500"}.get)
     assert SLO(ttft=2.0, itl=0.05).overridden(own) == SLO(1.5, 0.05, own=True)
     assert slo_of({}.get) == SLO()
+
+
+# ---- what is counted ----
+
+
+def test_outcomes_are_by_the_limit_whatever_was_promised() -> None:
+    both = SLO(ttft=1.0, itl=0.1)
+    for promise in Promise:
+        outcomes = list(both.outcomes(promise, 1.5, 9.0, 0.05))
+        assert outcomes == [("ttft", "missed", promise), ("itl", "met", "limit")]
+    assert list(NO_SLO.outcomes(Promise.NONE, 1.0, 1.0, 1.0)) == []
+
+    def ttft(first: float | None, waited: float) -> str:
+        ((_, outcome, _),) = SLO(ttft=1.0).outcomes(Promise.NONE, first, waited, None)
+        return outcome
+
+    assert [ttft(1.0, 9.0), ttft(None, 0.5), ttft(None, 1.5)] == ["met", "unmeasured", "missed"]
+    assert list(SLO(itl=0.1).outcomes(Promise.LIMIT, 1.0, 1.0, None)) == [
+        ("itl", "unmeasured", "limit")
+    ]
+
+
+def test_a_longer_promise_than_the_limit_is_called_extended() -> None:
+    node = Prefill(SLO(ttft=0.5))
+    first = node.ask(400)
+    node.run()
+    node.warm()
+    short, long = node.ask(100), node.ask(1000)  # the longer one takes a second alone
+    node.run()
+    own, trial = SLO(ttft=0.5, own=True), node.ask(5000, slo=SLO(ttft=0.5, own=True))
+    node.run()
+    asked = [first, short, long, trial, node.ask(100, slo=own)]
+    assert [each.promise for each in asked] == ["none", "limit", "extended", "none", "limit"]
+
+
+def counted(cluster: FakeCluster) -> dict[tuple[str, str, str], float]:
+    """Returns (slo, outcome, promise) → count, without zeros."""
+    (metric,) = cluster.metrics.slo_requests.collect()
+    return {
+        (each.labels["slo"], each.labels["outcome"], each.labels["promise"]): each.value
+        for each in metric.samples
+        if each.name.endswith("_total") and each.value
+    }
+
+
+async def test_answers_later_than_slo_ttft_count_as_missed(tmp_path: Path) -> None:
+    """Even if the router promised more, as for prompts that alone take longer than the limit."""
+    async with fake_cluster(tmp_path, ("p0", "d0"), slo_ttft=1e-6) as cluster:
+        for _ in range(2 * LEAST + 2):
+            await cluster.ask()
+        assert counted(cluster) == {
+            ("ttft", "missed", "none"): LEAST,
+            ("ttft", "missed", "extended"): LEAST + 2,
+        }
+
+
+async def test_a_request_is_counted_by_its_own_limits(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), slo_ttft=1e-6, slo_itl=1e-9) as cluster:
+        arrival_var.set(RequestArrival(slo=slo_of({"X-SLO-TTFT-Ms": "60000"}.get)))
+        await cluster.ask(max_tokens=1)
+        arrival_var.set(RequestArrival(slo=slo_of({"X-SLO-TPOT-Ms": "60000"}.get)))
+        await cluster.ask()
+        assert counted(cluster) == {
+            ("ttft", "met", "none"): 1,
+            ("ttft", "missed", "none"): 1,
+            ("itl", "unmeasured", "limit"): 1,  # an answer of one token
+            ("itl", "met", "limit"): 1,
+        }
+
+
+async def test_failed_and_aborted_requests_have_an_outcome(tmp_path: Path) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), slo_ttft=60, slo_itl=60) as cluster:
+        cluster["d0"].on_run = once(fails(REFUSAL))
+        with pytest.raises(PdserveError):
+            await cluster.ask()
+        unmeasured = {("ttft", "unmeasured", "none"): 1.0, ("itl", "unmeasured", "limit"): 1.0}
+        assert counted(cluster) == unmeasured
+        cluster["d0"].on_token[4] = hangs
+        asking = asyncio.create_task(cluster.ask())
+        await eventually(lambda: cluster.heard.total() >= 4)
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        # Its first token came in time; the pace of an answer that stood still is not known.
+        assert counted(cluster) == {
+            ("ttft", "met", "none"): 1,
+            ("ttft", "unmeasured", "none"): 1,
+            ("itl", "unmeasured", "limit"): 2,
+        }
+
+
+async def test_a_request_that_waited_longer_than_the_limit_has_missed_it(
+    tmp_path: Path,
+) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0"), slo_ttft=1e-6) as cluster:
+        cluster["d0"].on_run = once(fails(REFUSAL))
+        with pytest.raises(PdserveError):
+            await cluster.ask()
+        assert counted(cluster) == {("ttft", "missed", "none"): 1}

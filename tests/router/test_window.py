@@ -13,8 +13,9 @@ from pdserve.common.core.errors import Unavailable
 from pdserve.common.core.request import PromptPath
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
-from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies
+from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.role_policy import PlacementRequest
 
 ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE, "b": pb.ROLE_BOTH}
 

@@ -67,6 +67,38 @@ def test_counters_are_added_and_what_all_see_is_said_once() -> None:
     assert types["pdserve_request_success"] == "counter" and types["vllm:ttft"] == "histogram"
 
 
+def test_processes_are_added_up_and_the_first_start_counts() -> None:
+    text = """\
+# TYPE process_cpu_seconds_total counter
+process_cpu_seconds_total {0}.0
+# TYPE process_resident_memory_bytes gauge
+process_resident_memory_bytes {0}000.0
+# TYPE process_open_fds gauge
+process_open_fds {0}0.0
+# TYPE process_max_fds gauge
+process_max_fds 1024.0
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds {0}00.0
+# TYPE http_requests_total counter
+http_requests_total{{method="POST",status="2xx",handler="/v1/completions"}} {0}.0
+# TYPE http_request_size_bytes summary
+http_request_size_bytes_count{{handler="none"}} 1.0
+http_request_size_bytes_sum{{handler="none"}} {0}0.0
+"""
+    dead = counts_of_dead(text.format(4))
+    merged = merged_metrics((text.format(2), text.format(3), dead)).decode()
+    assert samples(merged) == {
+        ("process_cpu_seconds_total",): 9,
+        ("process_resident_memory_bytes",): 5000,
+        ("process_open_fds",): 50,
+        ("process_max_fds",): 2048,
+        ("process_start_time_seconds",): 200,
+        ("http_requests_total", "/v1/completions", "POST", "2xx"): 9,
+        ("http_request_size_bytes_count", "none"): 3,
+        ("http_request_size_bytes_sum", "none"): 90,
+    }
+
+
 def test_of_the_dead_only_what_they_counted_stays() -> None:
     kept = samples(counts_of_dead(TEXT.format(2, 1)))
     assert {name for name, *_ in kept} == {

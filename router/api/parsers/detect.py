@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, replace
 
-from pdserve.common.config.router import AUTO, HARMONY, HARMONY_TOOLS, ChatConfig
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.config.router import AUTO, HARMONY, HARMONY_TOOLS, NONE, ChatConfig
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,11 @@ _ROWS = (
     _Row(("<|tool_calls_section_begin|>", "<think>"), "kimi_k2", "kimi_k2"),
     _Row(("<|tool_calls_section_begin|>",), "kimi_k2"),
     _Row(("<｜DSML｜",), "deepseek_v32", "deepseek_v3"),
-    _Row(("<｜tool▁calls▁begin｜>", "```json", "</think>"), "deepseek_v3", "deepseek_r1"),
     _Row(("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
-    _Row(("<｜tool▁calls▁begin｜>", "</think>"), "deepseek_v31", "deepseek_v3"),
     _Row(("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    # Not deepseek_r1, for which all is a thought until a mark: V3 has such a template and does not
+    # think, and models that think write the mark, or their template does.
+    _Row(("<｜tool▁calls▁begin｜>", "</think>"), None, "deepseek_v3"),
     _Row(("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
     _Row(("<seed:tool_call>",), "seed_oss", "seed_oss"),
     _Row(("<arg_key>",), "glm45", "glm45"),
@@ -42,41 +43,53 @@ _ROWS = (
     _Row(("<|tool_call|>",), "granite"),
     _Row(("<|python_start|>",), "llama4_pythonic"),
     _Row(("<|python_tag|>",), "llama3_json"),
+    _Row(("ipython", '{"name": function name, "parameters":'), "llama3_json"),
     _Row(("<function=", "<parameter="), "qwen3_coder"),
     _Row(("<tool_call>",), "hermes"),
     _Row(("<think>",), None, "qwen3"),
 )
 
 
-def found_in(template: str) -> tuple[str | None, str | None]:
-    """Returns the names of the parsers for tool calls and for reasoning; None: the template has no
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+
+
+def found_in(template: str) -> tuple[str, str]:
+    """Returns the names of the parsers for tool calls and for reasoning; NONE: the template has no
     marks of any."""
-    rows = [row for row in _ROWS if all(mark in template for mark in row.marks)]
-    tools = next((row.tools for row in rows if row.tools), None)
-    return tools, next((row.reasoning for row in rows if row.reasoning), None)
+    written = _COMMENT.sub("", template)
+    rows = [row for row in _ROWS if all(mark in written for mark in row.marks)]
+    tools = next((row.tools for row in rows if row.tools), NONE)
+    return tools, next((row.reasoning for row in rows if row.reasoning), NONE)
 
 
 def resolved(config: ChatConfig, template: str) -> ChatConfig:
-    """Returns the configuration with names in the place of `auto`.
-
-    Raises:
-        ConfigError: the template shows no format of tool calls, or two that exclude each other.
-    """
-    if AUTO not in (config.tool_call_parser, config.reasoning_parser):
-        return config
+    """Returns the configuration with names in the place of `auto`. A name that was given excludes
+    what goes only with another one. Logs what was found, or a warning that calls stay text."""
     tools, reasoning = found_in(template)
-    if config.tool_call_parser == AUTO:
-        if tools is None:
-            raise ConfigError(
-                "--tool-call-parser auto finds no known format of calls in the chat template: name "
-                "the parser"
-            )
-        config = replace(config, tool_call_parser=tools)
-    if config.reasoning_parser == AUTO:
-        config = replace(config, reasoning_parser=reasoning)
+    if config.tool_call_parser != AUTO:
+        tools = config.tool_call_parser
+    elif config.reasoning_parser == HARMONY:
+        tools = HARMONY_TOOLS
+    elif tools == HARMONY_TOOLS and config.reasoning_parser != AUTO:
+        tools = NONE
+    if config.reasoning_parser != AUTO:
+        reasoning = config.reasoning_parser
+    elif tools == HARMONY_TOOLS:
+        reasoning = HARMONY
+    elif reasoning == HARMONY and tools != NONE:
+        reasoning = NONE
+    found = replace(config, tool_call_parser=tools, reasoning_parser=reasoning)
+    _log(config, found)
+    return found
+
+
+def _log(config: ChatConfig, found: ChatConfig) -> None:
     logger.info(
         "tool calls are read as %s, reasoning as %s",
-        config.tool_call_parser or "text",
-        config.reasoning or "text",
-    )
-    return config
+        found.calls or "text", found.reasoning or "text",
+    )  # fmt: skip
+    if config.tool_call_parser == AUTO and found.calls is None and config.enable_auto_tool_choice:
+        logger.warning(
+            "the chat template shows no known format of tool calls: `tool_choice: auto` is "
+            "answered as `none` unless --tool-call-parser names one"
+        )

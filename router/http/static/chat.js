@@ -28,6 +28,7 @@ async function send(question) {
   const user = { role: "user", content: question };
   $("answers").append(element("li", {}, element("span", { className: "who" }, "You"),
     element("p", { className: "said" }, question)), answer);
+  let said = "";
   answering = new AbortController();
   $("send").disabled = !($("stop").disabled = false);
   try {
@@ -44,14 +45,17 @@ async function send(question) {
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       const delta = event.choices[0]?.delta;
-      text.append((delta?.reasoning_content ?? "") + (delta?.content ?? ""));
+      const content = delta?.content ?? "";
+      const between = content && !said && text.textContent ? "\n\n" : ""; // after the thought
+      text.append((delta?.reasoning_content ?? "") + between + content);
+      said += content;
       if (event.pdserve) answer.append(timeline(event.pdserve.timeline, event.usage));
     }
   } catch (error) {
     const why = error.name === "AbortError" ? "stopped" : error.message;
     answer.append(element("p", { className: "bad", role: "alert" }, why));
   } finally {
-    if (text.textContent) conversation.push(user, { role: "assistant", content: text.textContent });
+    if (said) conversation.push(user, { role: "assistant", content: said });
     answer.ariaBusy = "false";
     answering = null;
     $("send").disabled = !($("stop").disabled = true);

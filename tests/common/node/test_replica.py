@@ -271,3 +271,21 @@ def test_metrics_name_the_replica() -> None:
     assert samples["pdserve_kv_blocks", "1"] == 8
     assert samples["pdserve_num_requests_waiting", "1"] == 1
     assert samples["pdserve_prompt_tokens_total", "0"] == 0
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    two = scheduler(), scheduler()
+    for each, tokens in zip(two, (1, 3), strict=True):
+        each.add(sequence(tokens))
+        each.admit()
+        assert each.schedule() is not None
+    two[0].step_sizes.update(two[1].step_sizes)
+    (found,) = (
+        each
+        for each in SchedulerCollector(two[:1]).collect()
+        if each.name == "pdserve_iteration_tokens_total"
+    )
+    values = {(each.name, each.labels.get("le")): each.value for each in found.samples}
+    assert values[f"{found.name}_bucket", "1.0"] == 1
+    assert values[f"{found.name}_bucket", "8.0"] == values[f"{found.name}_count", None] == 2
+    assert values[f"{found.name}_sum", None] == 1 + 3

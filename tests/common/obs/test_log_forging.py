@@ -22,7 +22,7 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
 from pdserve.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, serving
 from pdserve.kv_transfer.connectors.base.channel import as_transfer_error
-from pdserve.router.api.app_state import UnknownFields
+from pdserve.router.api.app_state import IgnoredLog
 from prefill_server import serving_prefill
 
 FORGED = "12:00:00.000 INFO    router - all is well"
@@ -154,7 +154,7 @@ def test_an_invalid_error_code_is_replaced() -> None:
 
 def test_names_of_unknown_fields_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    fields = UnknownFields()
+    fields = IgnoredLog()
     fields.note({f"{number}{'x' * 100_000}" for number in range(100)})
     fields.note({str(number) for number in range(5000)})
     fields.note({"one more"})

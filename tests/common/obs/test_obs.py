@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from benchmarks.fleet import free_port
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError, Overloaded, TransferError
-from pdserve.common.core.request import FinishReason, Timeline
+from pdserve.common.core.request import FinishReason, PromptPath, Timeline
+from pdserve.common.obs.histograms import TOKEN_SECONDS, BulkHistogram
 from pdserve.common.obs.http import bind_metrics, start_metrics_server
 from pdserve.common.obs.logging import (
     MAX_CHARS,
@@ -33,7 +34,7 @@ from pdserve.common.obs.logging import (
     request_id_var,
     setup_logging,
 )
-from pdserve.common.obs.metrics import TOKEN_SECONDS, BulkHistogram, NodeMetrics, RouterMetrics
+from pdserve.common.obs.metrics import NodeMetrics, RouterMetrics
 from pdserve.common.obs.process import read_ports, write_ports
 
 FINISHED = Timeline(
@@ -239,6 +240,27 @@ def test_a_request_is_counted_and_timed() -> None:
     )
     assert value(metrics.registry, "request_queue_time_seconds_count") == 0
     assert value(metrics.registry, "request_time_per_output_token_seconds_count") == 0
+
+
+def test_prompt_tokens_are_counted_by_where_their_kv_came_from() -> None:
+    metrics = RouterMetrics()
+    for path, decode_cached in (("transferred", 5), ("stand_in", 0), ("local", 0)):
+        metrics.observe_request(
+            Timeline(path=PromptPath(path), cached_tokens=4, decode_cached_tokens=decode_cached),
+            prompt_tokens=20,
+            generated=[1],
+            max_tokens=1,
+            finish_reasons=[],
+        )
+    found = metrics.registry
+    by_source = "prompt_tokens_by_source_total"
+    assert value(found, by_source, source="local_compute") == 3 * 16
+    assert value(found, by_source, source="local_cache_hit") == 3 * 4
+    assert value(found, "prompt_tokens_cached_total") == 3 * 4
+    assert value(found, "request_prefill_kv_computed_tokens_sum") == 3 * 16
+    # The decode node lacked 15 and got them, lacked 16 and computed them, and wanted none.
+    assert value(found, "external_prefix_cache_queries_total") == 15 + 16
+    assert value(found, "external_prefix_cache_hits_total") == 15
 
 
 def test_a_node_s_metrics() -> None:

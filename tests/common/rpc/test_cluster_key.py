@@ -30,7 +30,6 @@ from pdserve.common.core.errors import (
 )
 from pdserve.common.core.host import is_loopback
 from pdserve.common.node.registration import Registration
-from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc import auth, receive
 from pdserve.common.rpc.auth import CALLERS, TOKEN_KEY, ClusterKey
 from pdserve.common.rpc.channels import Channels, Credentials
@@ -668,7 +667,7 @@ async def test_a_node_says_why_it_cannot_register(
     async with prefill_server(AuthInterceptor()) as (_, address):
         text = await said(address, own.channels(), caplog, over_tls=True)
         assert "it does not use TLS, but this role does" in text
-    server = GrpcServer(ClientDoor(APIKeys(), Messages(2**18), RouterMetrics()))
+    server = GrpcServer(ClientDoor(APIKeys(), Messages(2**18), lambda *_: None))
     registry = Registry(RoutingConfig(), Clock())
     server.server.add_generic_rpc_handlers((ElsewhereRegistry(registry),))
     port = server.bind("127.0.0.1", 0)

@@ -332,7 +332,7 @@ async def test_by_option_each_key_has_cached_prompts_of_its_own(
 @contextlib.asynccontextmanager
 async def grpc_front(tokenizer: Tokenizer, keys: APIKeys) -> AsyncIterator[grpc.aio.Channel]:
     serving = AppState(pipeline=FakeGenerator(tokenizer), served=served_model(tokenizer), keys=keys)
-    server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.metrics))
+    server = GrpcServer(ClientDoor(keys, Messages(2**18), serving.refused))
     server.add(
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],
         inference_pb2_grpc.add_InferenceServicer_to_server,

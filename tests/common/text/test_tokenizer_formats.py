@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from fakes_pipeline import byte_level_folder
 from pdserve.common.core.errors import ConfigError
@@ -112,24 +113,46 @@ def test_a_missing_package_is_named(
 # ---- sentencepiece ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_sentencepiece_model_is_the_same(tmp_path: Path, kind: str) -> None:
+def sentencepiece_folder(folder: Path, kind: str, **config: Any) -> Any:
+    """Trains a model there and returns sentencepiece's own reader of it."""
     sentencepiece = pytest.importorskip("sentencepiece", reason="pdserve[sentencepiece]")
-    corpus = tmp_path / "corpus.txt"
+    corpus = folder / "corpus.txt"
     corpus.write_text("\n".join(text.replace("\n", " ") for text in texts(2000)))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=str(tmp_path / "tokenizer"), model_type=kind,
+        input=str(corpus), model_prefix=str(folder / "tokenizer"), model_type=kind,
         vocab_size=400, byte_fallback=True, normalization_rule_name="identity",
         remove_extra_whitespaces=False, split_digits=True, minloglevel=2,
     )  # fmt: skip
-    config = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>", "legacy": False}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    config = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model_is_the_same(tmp_path: Path, kind: str) -> None:
+    original = sentencepiece_folder(tmp_path, kind)
     tokenizer = Tokenizer.from_folder(tmp_path)
-    original = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert_same(tokenizer, original.encode)
     assert tokenizer.encode("a")[0] == original.bos_id()
     assert tokenizer.eos_token_ids == (original.eos_id(),)
     assert_grammars(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_the_space_after_special_tokens_is_transformers_with_either_legacy(
+    tmp_path: Path, kind: str, legacy: bool
+) -> None:
+    sentencepiece_folder(tmp_path, kind, legacy=legacy)
+    ours = Tokenizer.from_folder(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
+    rng = random.Random(1)
+    for text in texts():
+        text = "".join(rng.choice(("</s>", "<s>", "")) + part for part in (text, " b", "a", text))
+        assert list(ours.encode(text)) == theirs(text)["input_ids"]
+    ids = {prefix: ours.encode(f"a</s>{prefix}b") for prefix in ("", " ")}
+    assert (ids[""] == ids[" "]) is False
+    assert (ours.decode(ids[""]) == "a b") is legacy
 
 
 def test_a_model_that_is_none_is_a_config_error(tmp_path: Path) -> None:
