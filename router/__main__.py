@@ -16,6 +16,7 @@ from pdserve.common.core.host import (
     loading,
     raise_open_file_limit,
 )
+from pdserve.common.core.waits import saying
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 OPEN_FILES + requests, "--max-concurrent-requests, --max-queued-requests"
             )
             config = replace(config, model=resolve_model(config.model, weights=False))
-            with loading():
+            with saying("importing libraries"), loading():
                 if config.server.router_workers > 1:
                     from pdserve.router.supervisor import supervise as serve
                 else:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.common.config.router import OPEN_FILES, RouterConfig
 from pdserve.common.core.host import open_file_limit
+from pdserve.common.core.waits import saying
 from pdserve.common.http.connection import Limits
 from pdserve.common.obs.exposition import ROUTER_NAMES, Exposition
 from pdserve.common.obs.metrics import RouterMetrics
@@ -96,7 +97,8 @@ class RouterServer:
         self._https = https_context(server)
         self._https_files = https_renewals(server)
         self._channels = self._credentials.channels()
-        self._model = model = load_served_model(config.model)
+        with saying("loading the tokenizer"):
+            self._model = model = load_served_model(config.model)
         self._registry = Registry(routing, router_id=node_id)
         adapters = read_adapters(config.lora, model)
         metrics = RouterMetrics(model.max_model_len)

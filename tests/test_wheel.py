@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -19,6 +20,9 @@ import pytest
 import pdserve
 from cluster import Cluster
 from paths import EXAMPLE, ROOT
+from pdserve.common.core.prebuilt import FOLDER, MACHINE, VARIANTS, file_name, variants_of
+from pdserve.common.model.kernels import KERNELS
+from pdserve.kv_transfer.native import BLOCKS
 
 FOLDERS = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 FACE = ("bench", "cli", "client", "demo_model", "offline", "simulate")  # of `pdserve/` itself
@@ -28,9 +32,10 @@ SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-in
 OTHERS = sysconfig.get_path("purelib")
 
 
-def run(command: Sequence[str | Path], cwd: Path, *, fails: bool = False) -> str:
+def run(command: Sequence[str | Path], cwd: Path, *, fails: bool = False, **variables: str) -> str:
     """All that it prints. Whatever it imports is installed: `cwd` is no checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**environment, "PREBUILT": "none", **variables}  # compiling takes minutes
     ended = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -43,11 +48,11 @@ def run(command: Sequence[str | Path], cwd: Path, *, fails: bool = False) -> str
     return ended.stdout
 
 
-def build(kind: str, source: Path, out: Path, *, fails: bool = False) -> str:
+def build(kind: str, source: Path, out: Path, *, fails: bool = False, **variables: str) -> str:
     """Through the build backend, as `pip` and `build` do, with the setuptools that is here. In a
     process of its own, since a backend keeps what it has found."""
     code = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(out)!r})"
-    return run([sys.executable, "-c", code], source, fails=fails)
+    return run([sys.executable, "-c", code], source, fails=fails, **variables)
 
 
 def files_of(wheel: Path) -> dict[str, bytes]:
@@ -112,6 +117,41 @@ def test_the_wheel_is_one_name_with_all_that_is_in_the_source_folders(wheel: Pat
     info = f"pdserve-{pdserve.__version__}.dist-info/"
     assert {name for name in names if not name.startswith(info)} == expected(FOLDERS)
     assert f"{info}licenses/LICENSE" in names
+
+
+def test_a_wheel_brings_libraries_for_common_cpus(source: Path, tmp_path: Path) -> None:
+    """Nothing is compiled at a start. The compiler of this test makes empty files."""
+    compiler = tmp_path / "empty-g++"
+    loop = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done; : > "$out"'
+    compiler.write_text(f"#!/bin/sh\n{loop}\n")
+    compiler.chmod(0o755)
+    built = str(",".join(each.name for each in VARIANTS))
+    build("wheel", source, tmp_path, PREBUILT=built, CXX=str(compiler))
+    (wheel,) = tmp_path.glob("*.whl")
+    if platform.machine() != MACHINE:
+        assert wheel.name.endswith("-py3-none-any.whl")
+        return
+    assert wheel.name.endswith(f"-py3-none-linux_{MACHINE}.whl")
+    found = {name for name in files_of(wheel) if name.endswith(".so")}
+    assert found == {
+        f"pdserve/{folder}/{FOLDER}/{file_name(library, variant)}"
+        for folder, library in (("common/model/kernels", KERNELS), ("kv_transfer/native", BLOCKS))
+        for variant in variants_of(library)
+    }
+
+
+@pytest.mark.parametrize(("variables", "tag", "said"), [
+    ({"PREBUILT": "v3", "PATH": "/no/such", "CXX": ""}, "py3-none-any", "no C++ compiler found"),
+    ({"PREBUILT": "v5"}, None, "PREBUILT=v5: v5 is not among"),
+])  # fmt: skip
+def test_a_wheel_is_built_without_a_compiler_but_not_for_unknown_cpus(
+    source: Path, tmp_path: Path, variables: dict[str, str], tag: str | None, said: str
+) -> None:
+    output = build("wheel", source, tmp_path, fails=tag is None, **variables)
+    assert said in output
+    assert [path.name.split("-", 2)[2] for path in tmp_path.glob("*.whl")] == (
+        [f"{tag}.whl"] if tag else []
+    )
 
 
 @pytest.mark.slow

@@ -202,8 +202,8 @@ class ParallelConfig:
     cpu_kernels: str = option(
         "auto",
         "kernels on a CPU; native: C++ compiled for this machine at first use (needs g++); torch: "
-        "torch operators, which are slower, on a GPU too; auto: native if it can be compiled, on a "
-        "GPU Triton's",
+        "torch operators, which are slower, on a GPU too; auto: C++, prebuilt or compiled, if "
+        "there is either, on a GPU Triton's",
         choices=("auto", "native", "torch"),
     )
     share_cores: str | None = option(

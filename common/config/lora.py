@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,12 @@ class LoRAConfig:
         if len(set(names)) < len(names):
             raise ConfigError(f"--lora-modules has a name twice: {', '.join(sorted(names))}")
         return dict(pairs)
+
+    def check_names(self, models: Iterable[str]) -> None:
+        """Raises ConfigError if an adapter has one of the model's names."""
+        for name in models:
+            if name in self.modules:
+                raise ConfigError(f"--lora-modules {name}: the model itself has this name")
 
 
 def _parse(word: str) -> tuple[str, str]:

@@ -1,11 +1,10 @@
-"""Compiles C++ for this machine, once, and loads it.
+"""Loads C++ libraries: prebuilt ones, or compiled for this machine, once.
 
-A shared library has a C interface (`extern "C"`, pointers and integers), so it needs no Python
-headers and works with every Python. Its file name is a digest of the content of all that it depends
-on, so another checkout or virtual environment with the same sources finds it. Processes that start
-at the same time build it once, under a lock; a file with the final name is always complete. The
-cache folder is accessed only through a checked descriptor (`private_folder.py`), so that it cannot
-be exchanged between check and use.
+The file name of a compiled library is a digest of the content of all that it depends on, so another
+checkout or virtual environment with the same sources finds it. Processes that start at the same
+time build it once, under a lock; a file with the final name is always complete. The cache folder is
+accessed only through a checked descriptor (`private_folder.py`), so that it cannot be exchanged
+between check and use.
 """
 
 from __future__ import annotations
@@ -13,63 +12,60 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from pdserve.common.core.host import default_cache_dir, helper_environment, usable_cores
+from pdserve.common.core import prebuilt
+from pdserve.common.core.host import default_cache_dir
+from pdserve.common.core.native_library import BuildError, Library, build, find_compiler
 from pdserve.common.core.private_folder import has_private_file, open_private
+from pdserve.common.core.waits import saying
 
 logger = logging.getLogger(__name__)
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-BUILD_TIMEOUT = 300.0  # seconds per compiler run, which takes a few
-LOCK_TIMEOUT = 600.0  # seconds to wait for another process's build
+NATIVE = "-march=native"
+LOCK_TIMEOUT = 1200.0  # seconds to wait for another process's build
 ROOM_NBYTES = 16 << 20  # free bytes that a build needs; it uses less
 KEPT = 8  # libraries kept per folder: other versions, compilers or hosts may share it
 SCRATCH = ".build-"
-INSTALL = "install a C++ compiler (apt-get install g++), or name one in CXX"
 
 
-class BuildError(Exception):
-    """The library cannot be built; the message has the reason and, if known, the fix."""
-
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """The inputs of a shared library."""
-
-    name: str  # its folder in the cache
-    sources: Path  # a folder with .cpp and .h files
-    flags: tuple[str, ...] = ()
-    linked: tuple[str, ...] = ()  # libraries with a soname that are loaded already, by path
-
-    @property
-    def files(self) -> list[Path]:
-        return self.files_of(".cpp", ".h")
-
-    def files_of(self, *suffixes: str) -> list[Path]:
-        return sorted(path for path in self.sources.iterdir() if path.suffix in suffixes)
-
-
-def load_library(library: Library, cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Loads the library; builds it first if the cache lacks it.
+def load_library(
+    library: Library, cache_dir: Path | None = None, use_prebuilt: bool = True
+) -> ctypes.CDLL:
+    """Loads the prebuilt library if the installation has one with all code for this CPU. Otherwise,
+    and without `use_prebuilt`, loads the compiled one; builds it first if the cache lacks it.
 
     Raises:
-        BuildError: no compiler, a failed build, or a cache that is not writable or not private.
+        BuildError: no prebuilt library fits, and there is no compiler, a failed build, or a cache
+            that is not writable or not private.
     """
-    compiler = _find_compiler()
+    ready = prebuilt.find(library) if use_prebuilt else None
+    if ready is None:
+        return _compiled(library, cache_dir)
+    if not ready.lacks:
+        try:
+            return ready.load()
+        except OSError as error:
+            logger.warning("the prebuilt %s cannot be used: %s", library.name, error)
+            return _compiled(library, cache_dir)
+    try:
+        return _compiled(library, cache_dir)
+    except BuildError as error:
+        lacks = ", ".join(sorted(ready.lacks))
+        logger.warning("using the prebuilt %s, without %s: %s", library.name, lacks, error)
+        return ready.load()
+
+
+def _compiled(library: Library, cache_dir: Path | None) -> ctypes.CDLL:
+    compiler = find_compiler()
     folder = (cache_dir or default_cache_dir()) / library.name
     try:
         with _opened(folder) as fd:
@@ -93,30 +89,19 @@ def _load(library: Library, compiler: str, fd: int) -> ctypes.CDLL:
     name = f"{_digest(library, compiler)}.so"
     folder = Path(f"/proc/self/fd/{fd}")
     if not has_private_file(fd, name):
-        with _locked(folder / "lock"):
+        with _locked(folder / "lock", library.name):
             if not has_private_file(fd, name):
                 _build_atomically(library, compiler, folder / name, fd)
                 _forget_oldest(folder)
     return ctypes.CDLL(str(folder / name))
 
 
-def _find_compiler() -> str:
-    for name in filter(None, (os.environ.get("CXX"), "g++", "c++")):
-        if found := shutil.which(name):
-            return found
-    raise BuildError(f"no C++ compiler found: {INSTALL}")
-
-
 # ---- the name of a library ----
 
 
 def _digest(library: Library, compiler: str) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (compiler, _version(compiler), *FLAGS, *library.flags, _cpu()):
-        digest.update(f"{part}\0".encode())
-    for path in (*library.files, *map(Path, library.linked)):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    parts = (compiler, _version(compiler), NATIVE, _cpu())
+    return library.digest(parts, list(map(Path, library.linked)))
 
 
 def _version(compiler: str) -> str:
@@ -141,23 +126,22 @@ def _build_atomically(library: Library, compiler: str, result: Path, fd: int) ->
     folders belong to killed processes. The compiler inherits `fd`, through which `result` leads."""
     for left in result.parent.glob(f"{SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=SCRATCH, dir=result.parent) as scratch,
-        ThreadPoolExecutor(usable_cores()) as threads,
-    ):
+    files, done = len(library.files_of(".cpp")), 0
+
+    def compiled() -> None:
+        nonlocal done
+        done += 1
+
+    def what() -> str:
+        return f"compiling {library.name} for this machine, once ({done} of {files} files)"
+
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=result.parent) as scratch:
         _check_room(Path(scratch) / "room")
-        logger.info("compiling %s for this machine, once", library.name)
-        run = partial(_run, fd=fd, scratch=scratch)
-        flags = [compiler, *FLAGS, *library.flags]
-
-        def compiled(source: Path) -> str:
-            run([*flags, "-c", str(source), "-o", f"{scratch}/{source.stem}.o"])
-            return f"{scratch}/{source.stem}.o"
-
-        objects = list(threads.map(compiled, library.files_of(".cpp")))
         made = f"{scratch}/library.so"
         # -z defs: a missing symbol fails here, not during a step.
-        run([compiler, "-shared", "-Wl,-z,defs", "-o", made, *objects, *_links(library)])
+        links = ["-Wl,-z,defs", *_links(library)]
+        with saying(what, soon=True):
+            build(library, (compiler, NATIVE), links, made, scratch, fd, compiled)
         os.replace(made, result)
 
 
@@ -183,36 +167,16 @@ def _check_room(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _run(command: list[str], fd: int, scratch: str) -> str:
-    """Runs `command` and returns its output. `scratch`: a folder for temporary files, which may lie
-    below the open folder `fd`."""
-    environment = helper_environment({"TMPDIR": scratch})
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=BUILD_TIMEOUT,
-            env=environment,
-            pass_fds=(fd,),
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from error
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
-        raise BuildError(f"{command[0]} failed ({first.strip()}): {INSTALL}")
-    return done.stdout
-
-
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, name: str) -> Iterator[None]:
     """Holds a file lock; raises BuildError if another process keeps it for LOCK_TIMEOUT."""
     deadline = time.monotonic() + LOCK_TIMEOUT
     with path.open("w") as file:
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise BuildError(f"another process has held {path} for {LOCK_TIMEOUT:.0f} s")
-            time.sleep(0.05)
+        with saying(f"waiting for another process that compiles {name}", soon=True):
+            while not _try_lock(file.fileno()):
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process has held {path} for {LOCK_TIMEOUT:.0f} s")
+                time.sleep(0.05)
         yield
 
 

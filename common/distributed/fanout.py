@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.common.core.errors import NodeError, PdserveError
+from pdserve.common.core.waits import saying
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Executor, WorkerSpec
 from pdserve.common.distributed.wire import Link, RankMessage, decode_failure
@@ -29,7 +30,6 @@ from pdserve.common.obs.logging import write_log
 
 logger = logging.getLogger(__name__)
 
-_START_LOG_INTERVAL = 15.0  # seconds between two lines about ranks that are still starting
 _KILL_TIMEOUT = 5.0  # seconds for each part of a stop after ranks are killed
 MAX_BURST = 32  # messages from ranks handled before the event loop gets control
 
@@ -115,11 +115,8 @@ class FanOutExecutor(Executor):
         return asyncio.gather(*connected)
 
     async def _started(self, starting: asyncio.Future[list[bytes]]) -> list[bytes]:
-        seconds = 0.0
-        while not (await asyncio.wait([starting], timeout=_START_LOG_INTERVAL))[0]:
-            seconds += _START_LOG_INTERVAL
-            logger.info("waiting for %s to start, %.0f s so far", self._missing(), seconds)
-        return starting.result()[Link.OUT :: len(Link)]
+        with saying(lambda: f"waiting for {self._missing()} to start"):
+            return (await starting)[Link.OUT :: len(Link)]
 
     def _missing(self) -> str:
         """Describes the ranks that are not ready yet."""

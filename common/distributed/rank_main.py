@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pdserve.common.core.errors import NodeError
 from pdserve.common.core.host import die_with_parent, leave, loading
 from pdserve.common.core.plugins import import_string
+from pdserve.common.core.waits import saying
 from pdserve.common.distributed import wire
 from pdserve.common.distributed.executor import Worker, WorkerSpec
 from pdserve.common.distributed.wire import Link, NodeAddress, RankMessage, encode_failure
@@ -158,7 +159,7 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
     number = wire.start_number(spec.rank, Link.OUT)
     try:
         wire.check_version(spec.version)
-        with loading():
+        with saying("importing torch and its libraries"), loading():
             factory = import_string(spec.factory)
         worker: Worker = factory(spec, out.emit)
         out.send(RankMessage.RESULT, number, worker.ready())

@@ -9,7 +9,7 @@ import torch
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import cpu_flags
 from pdserve.common.core.kv_groups import KV_AUTO
-from pdserve.common.core.native import BuildError
+from pdserve.common.core.native_library import BuildError
 from pdserve.common.model import flashinfer_limits
 from pdserve.common.model.attention import AttentionBackend, AttentionShape
 from pdserve.common.model.attention_native import NativeAttention, can_attend
@@ -102,7 +102,7 @@ def choose_kernels(requested: str, device: torch.device, rank: int = 0) -> Kerne
 
         return TritonKernels()
     try:
-        return NativeKernels()
+        return NativeKernels(use_prebuilt=requested != "native")
     except BuildError as error:
         if requested == "native":
             raise ConfigError(f"--cpu-kernels native: {error}") from error

@@ -14,6 +14,7 @@ from pdserve.common.config.sources import parse, resolve_model
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors, loading, raise_open_file_limit
 from pdserve.common.core.plugins import import_string
+from pdserve.common.core.waits import saying
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within
 
@@ -40,7 +41,7 @@ def run_node(
             raise_open_file_limit(OPEN_FILES)
             model = resolve_model(config.engine.model)
             config = replace(config, engine=replace(config.engine, model=model))
-            with loading():
+            with saying("importing torch and its libraries"), loading():
                 made = import_string(node)
             return asyncio.run(_serve(made, config))
     except PdserveError as error:

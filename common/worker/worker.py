@@ -19,6 +19,7 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import host_errors_as_config_errors, is_loopback, usable_cores
 from pdserve.common.core.plugins import import_string
+from pdserve.common.core.waits import saying
 from pdserve.common.distributed.all2all import make_all2all
 from pdserve.common.distributed.environment import (
     DistributedEnvironment,
@@ -59,6 +60,8 @@ from pdserve.common.worker.sampler import compile_kernels
 from pdserve.common.worker.token_feed import TokenFeed
 
 logger = logging.getLogger(__name__)
+
+WARMING_UP = "warming up: running the first steps, which compile kernels on a GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     engine = config.engine
     device = choose_device(engine.parallel.device, spec.local_rank)
     memory = _enter(device, engine.cache)
-    environment, state = _init_distributed(spec, engine, device)
+    with saying("connecting the ranks"):
+        environment, state = _init_distributed(spec, engine, device)
     folders = open_folders(engine, state.world)
     if environment.is_first_of_host and config.revision:
         folders.check_revision(config.revision)
@@ -152,8 +156,9 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
             ", but linear layers keep 8 bits" if kept and not engine.model.quantization else "",
         )
     log = _LoadingLog(spec.rank)
-    model = load_decoder(model_spec, engine.model, sharding, stage, log, folders.model)
-    draft_model = load_draft_model(engine, sharding, folders.draft)
+    with saying(log.describe):
+        model = load_decoder(model_spec, engine.model, sharding, stage, log, folders.model)
+        draft_model = load_draft_model(engine, sharding, folders.draft)
     peaks = peaks_of(engine.machine, device, dtype, model.weights_bytes, model.kernels)
     link = StageLink(state, model_spec.hidden_size, dtype)
     shapes = cache_shapes(model, engine, state.tp)
@@ -173,14 +178,16 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     size = engine.cache.block_size
     feed = TokenFeed(state.tp) if engine.scheduler.async_scheduling else None
     runner = ModelRunner(model, cache.tensors, device, samples, link, adapters, size, feed)
-    _warm_up(runner, engine)
-    runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
+    with saying(WARMING_UP):
+        _warm_up(runner, engine)
+        runner.graphs = build_graphs(model, cache.tensors, engine, max_model_len)
     drafter = None
     if draft_model is not None:
         sizes = [resized(shape, num_blocks[0]) for shape in draft_shapes]
         draft_cache = KVCache.allocate(sizes, device)
         drafter = Drafter(draft_model, draft_cache, device, state.tp)
-        _warm_up(drafter.runner, engine)
+        with saying(WARMING_UP):
+            _warm_up(drafter.runner, engine)
     extension = _build_extension(extension_config, cache, spec.rank, emit)
     if adapters is not None:
         extension = AdapterExtension(adapters, extension)
@@ -333,9 +340,13 @@ class _LoadingLog:
     def __init__(self, rank: int) -> None:
         self._quiet = rank != 0
         self._quarters = 0
+        self._percent = 0
+
+    def describe(self) -> str:
+        return f"loading weights ({self._percent} %)"
 
     def __call__(self, done: int, total: int) -> None:
-        quarters = 4 * done // max(total, 1)
+        quarters, self._percent = 4 * done // max(total, 1), 100 * done // max(total, 1)
         if quarters > self._quarters and not self._quiet:
             logger.info("loading weights: %d %% of %s", 25 * quarters, format_bytes(total))
         self._quarters = quarters

@@ -1,5 +1,6 @@
-"""`blocks.cpp`, built for this machine at first use. Where it cannot be built, numpy copies and the
-`xxhash` package hashes: the same bytes and the same digests, more slowly where runs are short."""
+"""`blocks.cpp`, prebuilt or built for this machine at first use. Where it cannot be built, numpy
+copies and the `xxhash` package hashes: the same bytes and the same digests, more slowly where runs
+are short."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ import ctypes
 import logging
 import os
 from functools import cache
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.common.core.native import BuildError, Library, load_library
+from pdserve.common.core.native import load_library
+from pdserve.common.core.native_library import BuildError
+from pdserve.kv_transfer.native import BLOCKS
 
-BLOCKS = Library("kv-blocks", Path(__file__).parent)
 # A copy of this many bytes or more bypasses the CPU's caches. Less is soon read again, by decode;
 # more would have left the caches by then.
 PAST_CACHES_NBYTES = 4 << 20

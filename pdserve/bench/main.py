@@ -8,24 +8,21 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.ranks import measure_on_ranks
-from pdserve.bench.step import Cell
+from pdserve.client.progress import Progress
 from pdserve.client.terminal import console_of
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
 
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from pdserve.bench.step import Cell
+
 LEAST_SHARE = 0.01  # share of a step below which a part's floor is not shown
-DEFAULT = (
-    *(Cell.decode(batch, 128) for batch in (1, 8, 32)),
-    Cell.decode(32, 1024),
-    Cell.prefill(512),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.json and not Path(config.json).resolve().parent.is_dir():
         raise ConfigError(f"--json {config.json}: its folder does not exist")
     before = _read(config.baseline)
-    result = asyncio.run(measure_on_ranks(config, cells(config)))
+    with Progress("pdserve bench step") as progress:
+        progress.say("importing torch")
+        from pdserve.bench.ranks import measure_on_ranks
+
+        result = asyncio.run(measure_on_ranks(config, cells(config), progress.say))
     _show(result, before, console_of())
     if config.json:
         Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -50,8 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def cells(config: BenchStepConfig) -> Sequence[Cell]:
     """Returns the cells to measure; raises ConfigError for a list that does not hold counts."""
+    from pdserve.bench.step import Cell
+
     if config.batch is None and config.chunk is None:
-        return DEFAULT
+        small = [Cell.decode(batch, 128) for batch in (1, 8, 32)]
+        return [*small, Cell.decode(32, 1024), Cell.prefill(512)]
     pairs = product(
         _counts("--batch", config.batch or ""), _counts("--context", config.context or "")
     )

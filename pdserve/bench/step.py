@@ -128,10 +128,15 @@ class Measured:
         return "compute" if computes else "memory"
 
 
-def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner) -> Measured:
+def measure(
+    config: BenchStepConfig,
+    cells: Sequence[Cell],
+    runner: ModelRunner,
+    say: Callable[[str], None] = lambda text: None,
+) -> Measured:
     """Runs each cell `repetitions` times, in turns, with and without part timers (a model of
     transformers without), and measures the machine's peaks in between. All ranks call this
-    together; each measures itself."""
+    together; each measures itself. Calls `say` with what begins."""
     clock = time.thread_time if config.clock == "cpu" else device_clock(runner.device)
     vocab, block_size = runner.model.spec.vocab_size, config.block_size
     groups = runner.model.spec.kv_groups
@@ -141,9 +146,12 @@ def measure(config: BenchStepConfig, cells: Sequence[Cell], runner: ModelRunner)
     timer = PartTimer(model, clock) if isinstance(model, CausalLM) else None
     samples: dict[Cell, Samples] = {cell: Samples() for cell in cells}
     peaks: list[Peaks] = []
-    for batch in batches.values():
+    for cell, batch in batches.items():
+        say(f"warming up {cell.name}")
         runner.run(batch)
-    for _ in range(config.repetitions):
+    for number in range(config.repetitions):
+        # Said before the peaks: printing beside a step would slow it down.
+        say(f"repetition {number + 1} of {config.repetitions}: the machine's peaks and all steps")
         peaks.append(meter.measure())
         for cell, batch in batches.items():
             samples[cell].steps.append(_seconds(runner, batch, clock))

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -39,6 +40,7 @@ from pdserve.common.config.options import to_environment, to_flags
 from pdserve.common.config.router import RouterConfig, ServerConfig
 from pdserve.common.config.shared import AuthConfig
 from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
+from pdserve.common.core.waits import saying
 from pdserve.common.obs.process import read_ports
 
 PROGRAMS: Mapping[str, Sequence[str]] = {
@@ -72,6 +74,7 @@ class Cluster:
         self._auth = _with_key(config.auth)
         self._registries = ""  # of the routers, for nodes
         self.urls: list[str] = []  # of the routers
+        self._awaited = "the router"
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
         self._routers: list[Child] = []
@@ -146,6 +149,10 @@ class Cluster:
             self._cores.close()
 
     async def _start(self) -> None:
+        with saying(lambda: f"waiting for {self._awaited}", write=partial(self.write, "up")):
+            await self._start_all()
+
+    async def _start_all(self) -> None:
         hosts_ports = await self._start_routers()
         scheme = "https" if self.config.server.ssl_certfile else "http"
         self.urls = [f"{scheme}://{host}:{ports['http']}" for host, ports in hosts_ports]
@@ -254,6 +261,7 @@ class Cluster:
                     async with session.get(f"{url}/ready", timeout=timeout) as response:
                         if response.status == 200:
                             return
+                        self._awaited = f"nodes ({await _reason(response)})"
                 await asyncio.sleep(POLL_INTERVAL)
 
     async def _run(self, child: Child) -> None:
@@ -367,6 +375,12 @@ def own_session(server: ServerConfig, timeout: float | None = None) -> aiohttp.C
     keys = server.admin_api_key or server.api_key
     key = keys and keys.split(",")[0].strip()
     return client_session(key, verify=False, timeout=timeout)
+
+
+async def _reason(response: aiohttp.ClientResponse) -> str:
+    """Returns why a router is not ready."""
+    reason: str = (await response.json())["error"]["message"]
+    return reason
 
 
 def connect_host(host: str) -> str:

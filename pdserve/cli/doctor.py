@@ -180,7 +180,10 @@ def cores() -> Iterator[Finding]:
         "C++ compiler",
         Verdict.OK if compiler else Verdict.WARNING,
         compiler or "none",
-        "" if compiler else "install g++: without it CPU nodes use slower torch operators",
+        ""
+        if compiler
+        else "install g++, unless the wheel has kernels for this CPU: without either, "
+        "CPU nodes use slower torch operators",
     )
 
 

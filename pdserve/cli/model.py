@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -13,7 +14,8 @@ from pdserve.client.terminal import console_of
 from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.generic_spec import read_outline
+from pdserve.common.core.generic_spec import Outline, read_outline
+from pdserve.common.core.model_spec import ModelSpec
 from pdserve.demo_model.embedded import (
     embedded_folder,
     ensure_embedded_model,
@@ -46,8 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check(folder: Path) -> None:
-    """Raises ConfigError when `folder` is not a checkpoint or this user may not read it."""
+def check(
+    folder: Path, impl: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> Outline | ModelSpec:
+    """Reads the config of a checkpoint. Raises ConfigError when `folder` is none or this user may
+    not read it."""
     files = (folder, *folder.iterdir()) if folder.is_dir() else ()
     unreadable = [path for path in files if not os.access(path, os.R_OK)]
     if unreadable:
@@ -55,7 +60,7 @@ def check(folder: Path) -> None:
             f"this process (user {os.getuid()}) may not read {unreadable[0]}: "
             f"chmod -R a+rX {folder}"
         )
-    read_outline(folder, "auto", {})
+    return read_outline(folder, impl, overrides or {})
 
 
 def unpack(console: Console) -> Path:

@@ -57,8 +57,7 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         with console.status("starting; loading weights"):
             started = await cluster.start()
         if started:
-            urls = ", ".join(f"{url}/v1" for url in cluster.urls)
-            console.print(f"cluster ready: {urls} (model {model_name(config)})")
+            console.print(ready_line(config, cluster.urls))
             await cluster.ended
         return 0
     except PdserveError as error:
@@ -66,6 +65,13 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()
+
+
+def ready_line(config: ClusterConfig, urls: Sequence[str]) -> str:
+    """Returns the line that says where clients, and people with a browser, find the cluster."""
+    apis = ", ".join(f"{url}/v1" for url in urls)
+    page = f"; the page: {urls[0]}/ui" if config.server.ui else ""
+    return f"cluster ready: {apis} (model {model_name(config)}){page}"
 
 
 class LogStream(io.TextIOBase):
@@ -103,15 +109,23 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
 
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
     """Returns the config with the model's folder in place of its name. Downloads or unpacks the
-    model once, before any role starts."""
+    model once, before any role starts.
+
+    Raises:
+        ConfigError: a process could not start with these options.
+    """
     # Slow imports, which --help does not need.
     from pdserve.cli.model import unpack
+    from pdserve.cli.preflight import check_checkpoint, check_host
     from pdserve.demo_model.embedded import resolve_model
 
+    check_host(config)
     model = config.engine.model
     if model.model is None and model.revision is None and model.download_dir is None:
         unpack(console)
-    return replace(config, engine=replace(config.engine, model=resolve_model(model)))
+    config = replace(config, engine=replace(config.engine, model=resolve_model(model)))
+    check_checkpoint(config)
+    return config
 
 
 def model_name(config: ClusterConfig) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pdserve.common.core.waits import saying
+
 
 def ensure_folder(folder: Path, make: Callable[[Path], None]) -> None:
     """Makes the folder unless it exists: `make` fills a temporary one, which is then renamed, so
@@ -16,15 +18,17 @@ def ensure_folder(folder: Path, make: Callable[[Path], None]) -> None:
     and the others wait."""
     if folder.is_dir():
         return
-    with _locked(folder.parent / "lock"):
+    with _locked(folder.parent / "lock", folder.name):
         if not folder.is_dir():
-            _make_atomically(folder, make)
+            with saying(f"converting {folder.name} to a checkpoint folder, once"):
+                _make_atomically(folder, make)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, name: str) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with saying(f"waiting for another process that makes {name}", soon=True):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.printable import printable
+from pdserve.common.core.waits import saying
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 WEIGHTS = ["*.safetensors"]
@@ -35,7 +36,8 @@ def download_model(config: ModelConfig, weights: bool) -> ModelConfig:
     """
     assert config.model is not None
     name = config.model
-    folder = _download(name, config, weights and config.load_format != "dummy")
+    with saying(f"downloading {name}"):
+        folder = _download(name, config, weights and config.load_format != "dummy")
     return replace(
         config,
         model=folder,

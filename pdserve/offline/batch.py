@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
+from rich.text import Text
 
 from pdserve.cli.cluster import own_session
 from pdserve.cli.up import make_cluster, with_model
@@ -20,7 +21,8 @@ from pdserve.client.terminal import console_of
 from pdserve.common.config.batch import BatchConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, DeadlineExceeded, NodeError, PdserveError
-from pdserve.offline.batch_file import Item, Output, answered, failed, read_items
+from pdserve.common.core.printable import printable
+from pdserve.offline.batch_file import Failures, Item, Output, answered, failed, read_items
 from pdserve.offline.llm import places
 
 TRIES = 6  # per request with a retryable failure: about 15 seconds
@@ -39,6 +41,7 @@ class BatchSummary:
     failed: int
     earlier: int  # how many an earlier run had answered
     output_file: str
+    commonest_error: Failures | None = None
     ended_by: str | None = None  # why the run ended before all were answered
 
 
@@ -169,14 +172,14 @@ def _summary(output: Output, path: Path, earlier: int, ended_by: str | None) -> 
         failed=output.done.failed,
         earlier=earlier,
         output_file=str(output.path),
+        commonest_error=output.done.commonest(),
         ended_by=ended_by,
     )
 
 
 def _report(config: BatchConfig, summary: BatchSummary, console: Console) -> None:
     if config.json:
-        fields = {name: getattr(summary, name) for name in summary.__slots__}
-        json.dump(fields, sys.stdout, indent=2)
+        json.dump(asdict(summary), sys.stdout, indent=2)
         print()
         return
     missing = summary.requests - summary.answered - summary.failed
@@ -185,6 +188,11 @@ def _report(config: BatchConfig, summary: BatchSummary, console: Console) -> Non
         f"{missing} missing ({summary.earlier} from an earlier run); {summary.output_file}",
         soft_wrap=True,
     )
+    if (error := summary.commonest_error) is not None:
+        code = printable(f"{error.code}: " if error.code else "")
+        times = "once" if error.count == 1 else f"{error.count} times"
+        said = Text(f"the commonest error, {times}: {code}{printable(error.message)}")
+        console.print(said, soft_wrap=True)
     if summary.ended_by:
         console.print(
             f"pdserve run-batch: {summary.ended_by}; run the same command to continue",

@@ -25,6 +25,8 @@ from pdserve.common.core.request import new_request_id
 
 _URL = re.compile(r"/v1/[a-z0-9_/-]{1,200}")
 MAX_SHOWN = 100  # characters of a bad value
+MAX_MESSAGE = 500  # characters of a failure's message
+MAX_CODES = 1000  # of errors that are counted apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,22 @@ def _shown(value: object) -> str:
 
 
 @dataclass(slots=True)
+class Failures:
+    """Requests that failed with the same status, code and parameter, and the first's message."""
+
+    code: str  # "404 model_not_found (model)"
+    message: str
+    count: int = 0
+
+
+@dataclass(slots=True)
 class Done:
     """The items that the output file has: requests by custom_id, invalid lines by number."""
 
     ids: set[str] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
     failed: int = 0
+    failures: dict[str, Failures] = field(default_factory=dict)  # by code
 
     def has(self, item: Item) -> bool:
         return item.line in self.lines if item.custom_id is None else item.custom_id in self.ids
@@ -118,11 +130,37 @@ class Done:
             self.lines.add(line["error"]["line"])
         else:
             self.ids.add(line["custom_id"])
-        self.failed += not succeeded(line)
+        if not succeeded(line):
+            self._add_failure(_failure(line))
+
+    def commonest(self) -> Failures | None:
+        """Returns the failures with the most frequent code, None without any."""
+        return max(self.failures.values(), key=lambda each: each.count, default=None)
+
+    def _add_failure(self, failure: Failures) -> None:
+        self.failed += 1
+        if failure.code not in self.failures and len(self.failures) >= MAX_CODES:
+            return
+        self.failures.setdefault(failure.code, failure).count += 1
 
 
 def succeeded(line: Mapping[str, Any]) -> bool:
     return line["error"] is None and line["response"]["status_code"] == 200
+
+
+def _failure(line: Mapping[str, Any]) -> Failures:
+    """Returns the code and message of a line that failed; its server may send any body."""
+    error, status = line["error"], ""
+    if error is None:
+        answer = line["response"]
+        status, body = f"{answer['status_code']} ", answer["body"]
+        error = body.get("error", body) if isinstance(body, dict) else body
+    if not isinstance(error, dict):
+        error = {"message": error}
+    code = error.get("code") or error.get("type") or ""
+    param = f" ({error['param']})" if error.get("param") else ""
+    shown = cut(f"{status}{code}{param}".strip(), MAX_SHOWN)
+    return Failures(shown, cut(str(error.get("message")), MAX_MESSAGE))
 
 
 class Output:

@@ -12,14 +12,16 @@ import json
 import random
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle, product
+from itertools import count, cycle, islice, product
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from pdserve.cli.host_share import share_host, visible_gpus
+from pdserve.client.progress import Progress
 from pdserve.common.config.engine import EngineConfig, ParallelConfig
 from pdserve.common.config.options import changed
 from pdserve.common.config.simulate import CalibrateConfig
@@ -30,6 +32,7 @@ from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
 from pdserve.simulate.calibration import LEAST, MOST_RATIO, Calibration, Line, Scatter, drawn
+from pdserve.simulate.kept import Found, Kept, Point, Samples, merged
 
 VOCABULARY = range(3, 500)  # ids that every model has
 ONE_OF_EACH: dict[str, Any] = {
@@ -47,7 +50,9 @@ QUANTILES = 20  # of scatter, besides the least
 _COUNT = re.compile(r"[0-9]{1,9}")
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
-Samples = dict[tuple[Any, ...], list[float]]  # by what was measured
+Turn = Mapping[Point, Found]
+Taken = Iterator[tuple[tuple[Any, ...], float]]
+Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,11 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if config.output is None or not Path(config.output).resolve().parent.is_dir():
         raise ConfigError("--output must name a file in a folder that exists")
-    points = Points(config)
-    given = {each.name: each.default for each in changed(config) if each.name not in _OWN}
-    with LLM(**ONE_OF_EACH, **given) as llm:
-        found = measure(llm, points, config)
-    found.write(Path(config.output))
+    points, output = Points(config), Path(config.output)
+    kept = Kept(output.with_name(f"{output.name}.part"), _kept_options(config))
+    with Progress("pdserve calibrate") as progress:
+        try:
+            found = _measured(points, config, kept, progress.say)
+        except BaseException:  # also an interruption
+            _keep(points, config, kept, output)
+            raise
+    found.write(output)
+    kept.remove()
     print(
         json.dumps({"prefill": found.prefill, "decode": found.decode, "transfer": found.transfer})
     )
@@ -81,6 +91,15 @@ class Points:
         self.chunk = _counts("--chunk", config.chunk)
         self.cached = _counts("--cached", config.cached, least=0)
 
+    def plan(self, has_neighbour: bool = True) -> list[Point]:
+        """Returns what a turn measures, in order."""
+        alone = [
+            *(("prefill", *each) for each in product(self.chunk, self.cached)),
+            *(("decode", *each) for each in product(self.batch, self.context)),
+        ]
+        batches = dict.fromkeys((min(self.batch), max(self.batch))) if has_neighbour else ()
+        return [*alone, *(("beside", batch, min(self.context)) for batch in batches)]
+
 
 def _counts(flag: str, text: str, least: int = 1) -> list[int]:
     words = [word.strip() for word in text.split(",")]
@@ -89,22 +108,77 @@ def _counts(flag: str, text: str, least: int = 1) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def measure(llm: LLM, points: Points, config: CalibrateConfig) -> Calibration:
-    """Measures all points in turns, after one turn that does not count."""
-    turns = measured(llm, points)
-    next(turns)
-    return calibration([next(turns) for _ in range(config.repetitions)], config)
+def _kept_options(config: CalibrateConfig) -> dict[str, Any]:
+    """Returns the options that measurements depend on."""
+    given = {each.name: each.default for each in changed(config)}
+    points = {name: getattr(config, name) for name in ("batch", "context", "chunk", "cached")}
+    rest = {name: given[name] for name in given if name not in ("output", "repetitions")}
+    return {**rest, **points, "cpu": cpu_name()}
 
 
-def measured(llm: LLM, points: Points, both: int = 0) -> Iterator[Samples]:
-    """Measures all points once for each `next`. `both`: the number of nodes of both roles, if the
-    cluster has them instead of a prefill and a decode node."""
+def _measured(points: Points, config: CalibrateConfig, kept: Kept, say: Say) -> Calibration:
+    """Measures what is not kept, with a cluster of its own."""
+    if len(turns := kept.whole(points.plan())) >= config.repetitions:
+        return calibration(turns[: config.repetitions], config)
+    if count := kept.num_points():
+        say(f"continuing an interrupted run; points measured before: {count}")
+    say("starting a prefill and a decode node")
+    given = {each.name: each.default for each in changed(config) if each.name not in _OWN}
+    with LLM(**ONE_OF_EACH, **given) as llm:
+        return measure(llm, points, config, kept, say)
+
+
+def _keep(points: Points, config: CalibrateConfig, kept: Kept, output: Path) -> None:
+    """Says what an interrupted run keeps; writes the calibration if a turn is whole."""
+    if not (count := kept.num_points()):
+        return
+    told = f"measured points so far: {count}"
+    if turns := kept.whole(points.plan()):
+        calibration(turns, config).write(output)
+        told += f"; {output} has {len(turns)} of {config.repetitions} repetitions"
+    print(
+        f"pdserve calibrate: {told}; run the same command to continue", file=sys.stderr, flush=True
+    )
+
+
+def measure(
+    llm: LLM,
+    points: Points,
+    config: CalibrateConfig,
+    kept: Kept | None = None,
+    say: Say = lambda text: None,
+) -> Calibration:
+    """Measures all points in turns, except the kept ones, after one turn that does not count."""
+    turns = islice(measured(llm, points, kept=kept, say=say), 1, config.repetitions + 1)
+    return calibration(list(turns), config)
+
+
+def measured(
+    llm: LLM,
+    points: Points,
+    both: int = 0,
+    kept: Kept | None = None,
+    say: Say = lambda text: None,
+) -> Iterator[Samples]:
+    """Measures all points once for each `next`, except the kept ones; the first turn, with cold
+    nodes, is not kept. `both`: the number of nodes of both roles, if the cluster has them instead
+    of a prefill and a decode node. Calls `say` with what begins."""
     ask = _Asks(llm, hands_over=not both)
-    while True:
-        samples: Samples = {}
-        for name, seconds in _turn(ask, points, has_neighbour=both != 1):
-            samples.setdefault(name, []).append(seconds)
-        yield samples
+    kept = Kept() if kept is None else kept
+    plan = points.plan(has_neighbour=both != 1)
+    for number in count():
+        turn, cold = kept.turn(number - 1) if number else {}, not number
+        name = "warm-up" if cold else f"repetition {number}"
+        ask(1, 0)  # does not count: the nodes were idle
+        for point in plan:
+            if point not in turn:
+                kind, one, two = point
+                say(f"{name}: {_DOING[kind].format(one, two)}")
+                found = list(_KINDS[kind](ask, points, (one, two), turn))
+                turn[point] = found
+                if not cold:
+                    kept.add(number - 1, point, found)
+        yield merged(turn)
 
 
 def calibration(turns: Sequence[Samples], config: CalibrateConfig) -> Calibration:
@@ -178,40 +252,31 @@ def _cores(config: CalibrateConfig) -> int:
     return share_host(engine, both, gpus=gpus, cores=usable_cores())[0].num_threads
 
 
-def _turn(
-    ask: _Asks, points: Points, has_neighbour: bool
-) -> Iterator[tuple[tuple[Any, ...], float]]:
-    chunk, least = max(points.chunk), (min(points.batch), min(points.context))
-    chunk_s = step_s = LEAST
-    ask(1, 0)  # does not count: the nodes were idle
-    for tokens, cached in product(points.chunk, points.cached):
-        output = ask(tokens, cached)
-        line = output.timeline
-        yield ("prefill", tokens, cached), line["prefill_seconds"]
-        yield from _around(line)
-        if ask.hands_over:
-            moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
-            yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
-        chunk_s = line["prefill_seconds"] if tokens == chunk else chunk_s
-    for batch, context in product(points.batch, points.context):
-        short, long = (_decoded(ask(1, context - 1, batch, count)) for count in (SHORT, LONG))
-        seconds = (long - short) / (LONG - SHORT)
-        yield ("decode", batch, context), seconds
-        yield ("long", batch, context), long
-        if batch == min(points.batch):
-            yield ("short", batch, context), short
-        step_s = max(LEAST, seconds) if (batch, context) == least else step_s
-    steps = min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / step_s))
-    for batch in (min(points.batch), max(points.batch)) if has_neighbour else ():
-        yield from _beside(ask, points, (batch, min(points.context)), steps)
+def _prefill(ask: _Asks, points: Points, point: tuple[int, int], turn: Turn) -> Taken:
+    tokens, cached = point
+    output = ask(tokens, cached)
+    line = output.timeline
+    yield ("prefill", tokens, cached), line["prefill_seconds"]
+    yield from _around(line)
+    if ask.hands_over:
+        moved = len(output.prompt_token_ids) - line["decode_cached_tokens"]
+        yield ("kv_bytes_per_token",), line["transfer_bytes"] / moved
 
 
-def _beside(
-    ask: _Asks, points: Points, point: tuple[int, int], steps: int
-) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Measures prompts while the decode node computes `steps` steps of `point`, sequences and
-    context, and those steps. The first and the last prompt run partly alone, and do not count."""
+def _decode(ask: _Asks, points: Points, point: tuple[int, int], turn: Turn) -> Taken:
+    batch, context = point
+    short, long = (_decoded(ask(1, context - 1, batch, count)) for count in (SHORT, LONG))
+    yield ("decode", *point), (long - short) / (LONG - SHORT)
+    yield ("long", *point), long
+    if batch == min(points.batch):
+        yield ("short", *point), short
+
+
+def _beside(ask: _Asks, points: Points, point: tuple[int, int], turn: Turn) -> Taken:
+    """Measures prompts while the decode node computes steps of `point`, sequences and context, and
+    those steps. The first and the last prompt run partly alone, and do not count."""
     (batch, context), cached = point, min(points.cached)
+    steps = _steps_beside(points, merged(turn))
     found: list[tuple[int, dict[str, Any]]] = []
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(ask, 1, context - 1, batch, 1 + steps)
@@ -225,7 +290,24 @@ def _beside(
     yield ("decode beside", *point), _decoded(answer.result()) / steps
 
 
-def _around(line: Mapping[str, Any], beside: str = "") -> Iterator[tuple[tuple[Any, ...], float]]:
+def _steps_beside(points: Points, turn: Samples) -> int:
+    """Returns how many decode steps take as long as the prompts beside them."""
+    ((chunk_s,), (step_s,)) = (
+        turn["prefill", max(points.chunk), max(points.cached)],
+        turn["decode", min(points.batch), min(points.context)],
+    )
+    return min(MOST_BESIDE, ceil((BESIDE + 2) * chunk_s / max(LEAST, step_s)))
+
+
+_KINDS = {"prefill": _prefill, "decode": _decode, "beside": _beside}
+_DOING = {
+    "prefill": "a step of {} prompt tokens after {} cached ones",
+    "decode": "steps of {} sequences of {} tokens",
+    "beside": "both nodes at once, with {} sequences of {} tokens",
+}
+
+
+def _around(line: Mapping[str, Any], beside: str = "") -> Taken:
     """Yields the parts of a prompt's time that are no step."""
     first, reserve = line["first_token"], 0.0
     if line["transferred"] is not None:

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.common.config.lora import LoRAConfig
-from pdserve.common.core.errors import ConfigError, ModelNotFound
+from pdserve.common.core.errors import ModelNotFound
 from pdserve.common.core.lora import read_adapter
 from pdserve.router.cluster.served_model import ServedModel
 
@@ -114,10 +114,9 @@ def read_adapters(config: LoRAConfig, model: ServedModel) -> ServedAdapters:
     Raises:
         ConfigError: an adapter cannot be served.
     """
+    config.check_names(model.names)
     found = []
     for name, path in config.modules.items():
-        if name in model.names:
-            raise ConfigError(f"--lora-modules {name}: the model itself has this name")
         path = str(Path(path).resolve())
         file = read_adapter(path, model.native, config.max_lora_rank)
         found.append(Adapter(name, path, file.digest))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paths import HELPERS
+from paths import HELPERS, MODELS
 from pdserve.cli import cluster
 from pdserve.cli.completion import _bash, words
 from pdserve.cli.demo import main as demo
@@ -156,7 +156,7 @@ def fake_roles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_streams_the_answer_and_shows_the_timeline(
     fake_roles: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo(["--model=/models/tiny", "--prompt=Why [is] it blue?"]) == 0
+    assert demo([f"--model={MODELS / 'llama-gqa'}", "--prompt=Why [is] it blue?"]) == 0
     text = capsys.readouterr().out
     assert "> Why [is] it blue?" in text
     assert "Blue light." in text
@@ -183,5 +183,5 @@ def test_a_failed_demo_says_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(f"FAKE_{role}", mode)
-    assert demo(["--model=/models/tiny"]) == 1
+    assert demo([f"--model={MODELS / 'llama-gqa'}"]) == 1
     assert reason in capsys.readouterr().out

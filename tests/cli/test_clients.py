@@ -152,6 +152,36 @@ def test_a_page_is_no_answer_of_a_batch(
     assert answers.read_text() == ""
 
 
+def test_run_batch_prints_the_commonest_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = {
+        "error": {"message": "no model 'a\x1b[2J'", "code": "model_not_found", "param": "model"}
+    }
+    bodies: dict[str, Any] = {"/v1/ok": (200, {}), "/v1/x": (404, away), "/v1/y": (400, "<html>")}
+
+    async def ask(_: object, url: str, *__: object, **___: object) -> ServerAnswer:
+        return ServerAnswer(*bodies[url], "")
+
+    monkeypatch.setattr(Server, "ask", ask)
+    requests, answers = tmp_path / "requests", tmp_path / "answers"
+    urls = [*["/v1/x"] * 3, "/v1/ok", "/v1/y"]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": url, "body": {}}
+        for number, url in enumerate(urls)
+    ]
+    requests.write_text("\n".join([*map(json.dumps, lines), "no JSON"]))
+    flags = ["run-batch", "-i", str(requests), "-o", str(answers), "--url", "http://h"]
+    assert main(flags) == 1
+    said = "the commonest error, 3 times: 404 model_not_found (model): no model 'a\\x1b[2J'"
+    assert said in capsys.readouterr().err.splitlines()
+    assert main([*flags, "--json"]) == 1  # of the answers of earlier runs, too
+    assert json.loads(capsys.readouterr().out)["commonest_error"]["count"] == 3
+    requests.write_text(json.dumps(lines[3]))
+    assert main([*flags[:3], "-o", str(tmp_path / "good"), *flags[5:]]) == 0
+    assert "commonest" not in capsys.readouterr().err
+
+
 def test_an_answer_that_breaks_off(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -22,7 +22,7 @@ import pytest
 import requests
 from rich.console import Console
 
-from paths import HELPERS
+from paths import HELPERS, MODELS
 from pdserve.cli import child as child_module
 from pdserve.cli import cluster as cluster_module
 from pdserve.cli import host_share
@@ -47,7 +47,7 @@ UP = f"""
 import sys
 from pdserve.cli import cluster, up
 cluster.PROGRAMS.update({FAKES!r})
-sys.exit(up.main(["--port=0", "--model=/models/tiny", *sys.argv[1:]]))
+sys.exit(up.main(["--port=0", "--model={MODELS / "llama-gqa"}", *sys.argv[1:]]))
 """
 
 
@@ -314,7 +314,7 @@ def test_up_prints_one_log_and_ends_with_zero_on_ctrl_c() -> None:
     up.send_signal(signal.SIGINT)
     _, rest = up.communicate(timeout=120)
     assert up.returncode == 0, output + rest
-    assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model tiny\)", output)
+    assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model llama-gqa\)", output)
     assert "prefill-0 │ prefill pid " in output
     assert "router    │ router drained" in rest
     assert len(pids) == 3

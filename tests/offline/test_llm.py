@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import pdserve
-from paths import HELPERS
+from paths import HELPERS, MODELS
 from pdserve import LLM, SamplingParams
 from pdserve.cli import cluster
 from pdserve.common.core.errors import ConfigError, NodeError, PdserveError
@@ -26,12 +26,13 @@ FAKE_ROLE = str(HELPERS / "fake_role.py")
 FAKES = {
     role: (sys.executable, FAKE_ROLE, role) for role in ("router", "prefill", "decode", "both")
 }
+MODEL = str(MODELS / "llama-gqa")
 SCRIPT = f"""
 import signal
 from pdserve import LLM
 from pdserve.cli import cluster
 cluster.PROGRAMS.update({FAKES!r})
-llm = LLM(model="/models/tiny")
+llm = LLM(model={MODEL!r})
 print("ready", flush=True)
 signal.pause()
 """
@@ -78,7 +79,7 @@ def test_interrupted_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        LLM(model="/models/tiny")
+        LLM(model=MODEL)
     thread.join()
     assert fakes() == []
 
@@ -86,7 +87,7 @@ def test_interrupted_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interrupted_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A role that does not listen is killed at once."""
     monkeypatch.setenv("FAKE_PREFILL", "deaf")
-    llm = LLM(model="/models/tiny", drain_timeout=1000.0)
+    llm = LLM(model=MODEL, drain_timeout=1000.0)
     decode = next(each for each in fakes() if "decode" in command(each))
 
     def interrupt() -> None:
@@ -114,7 +115,7 @@ def test_a_start_that_fails_says_why(
     """With the last words of the process that did not start."""
     monkeypatch.setenv("FAKE_DECODE", mode)
     with pytest.raises(kind, match=rf"{reason}.*: decode options"):
-        LLM(model="/models/tiny", restart="no")
+        LLM(model=MODEL, restart="no")
     assert fakes() == []
 
 

@@ -1,4 +1,4 @@
-"""The C++ kernels: compiled for this machine at first use, called through their C interface.
+"""The C++ kernels, prebuilt or compiled for this machine, called through their C interface.
 
 They do not use torch's headers, which take half a minute to compile. They are linked with the
 OpenMP library that torch has loaded: a second one would have a second thread pool, which would
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import byref, c_double, c_int64, c_uint64, c_void_p
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,9 @@ import torch
 from torch import Tensor
 
 from pdserve.common.core import native
+from pdserve.common.model.kernels import KERNELS
 from pdserve.common.model.kernels.ops import Kernels
 from pdserve.common.model.kernels.packed import Packer
-
-# No -ffast-math: NaN and infinity must be kept. No contraction: results must round like torch's;
-# the source names fused multiply-adds where they are wanted.
-FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 
 LINES = 256  # bytes of which `read_memory` reads a multiple
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `DType` of vec.h
@@ -55,9 +53,9 @@ class NativeKernels(Kernels):
 
     name = "native"
 
-    def __init__(self, cache_dir: Path | None = None) -> None:
-        """Compiles the library at first use on this machine. Raises BuildError."""
-        self.library = load_library(cache_dir)
+    def __init__(self, cache_dir: Path | None = None, use_prebuilt: bool = True) -> None:
+        """Loads the library, as `native.load_library` does. Raises BuildError."""
+        self.library = load_library(cache_dir, use_prebuilt)
         self._rms_norm = self.function("rms_norm")
         self._add_rms_norm = self.function("add_rms_norm")
         self._silu_and_mul = self.function("silu_and_mul")
@@ -115,16 +113,15 @@ def call_of(x: Tensor) -> tuple[int, int]:
     return DTYPES[x.dtype], torch.get_num_threads()
 
 
-def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Compiles, if necessary, and loads the kernels.
+def load_library(cache_dir: Path | None = None, use_prebuilt: bool = True) -> ctypes.CDLL:
+    """Loads the kernels, compiled first if necessary.
 
     Raises:
         BuildError: they cannot be compiled on this machine.
     """
     openmp = _loaded_openmp()
-    linked = () if openmp is None else (openmp,)
-    made_of = native.Library("kernels", Path(__file__).parent, FLAGS, linked)
-    return native.load_library(made_of, cache_dir)
+    library = replace(KERNELS, linked=() if openmp is None else (openmp,))
+    return native.load_library(library, cache_dir, use_prebuilt)
 
 
 def _loaded_openmp() -> str | None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import pwd
 import resource
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from pdserve.common.core import native, private_folder
-from pdserve.common.core.native import Library
+from pdserve.common.core import native, private_folder, waits
+from pdserve.common.core.native_library import BuildError, Library, find_compiler
 from pdserve.common.core.private_folder import has_private_file
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
 
@@ -91,7 +97,7 @@ def test_of_a_linked_library_the_content_counts_and_not_the_folder(
 def test_neither_a_compiler_that_fails_nor_a_killed_build_leaves_anything_behind(
     tmp_path: Path, toy: Library
 ) -> None:
-    with pytest.raises(native.BuildError, match=r"no-such-header\.h"):
+    with pytest.raises(BuildError, match=r"no-such-header\.h"):
         native.load_library(replace(toy, flags=("-include", "no-such-header.h")), tmp_path)
     assert [path.name for path in (tmp_path / "toys").iterdir()] == ["lock"]
     left = tmp_path / "toys" / ".build-killed"
@@ -109,7 +115,7 @@ def prepared(folder: Path, toy: Library, value: int) -> None:
     native.load_library(toy, folder)
     (made,) = (folder / "toys").glob("*.so")
     code.write_text(honest)
-    os.rename(made, made.with_name(f"{native._digest(toy, native._find_compiler())}.so"))
+    os.rename(made, made.with_name(f"{native._digest(toy, find_compiler())}.so"))
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
@@ -129,7 +135,7 @@ def test_code_below_another_user_s_folder_is_not_executed(
             os.chown(folder, 4711, -1)
         else:
             folder.chmod(0o777)
-        with pytest.raises(native.BuildError, match=r"others may write|another user") as caught:
+        with pytest.raises(BuildError, match=r"others may write|another user") as caught:
             native.load_library(toy, cache)
         assert "set PDSERVE_CACHE to another folder" in str(caught.value)
         folder.chmod(before.st_mode & 0o777)
@@ -160,11 +166,11 @@ def test_code_that_others_may_write_is_not_executed(tmp_path: Path, toy: Library
     prepared(tmp_path, toy, 13)
     (made,) = (tmp_path / "toys").glob("*.so")
     made.chmod(0o666)
-    with pytest.raises(native.BuildError, match="others may write to it: delete it"):
+    with pytest.raises(BuildError, match="others may write to it: delete it"):
         native.load_library(toy, tmp_path)
     made.unlink()
     made.symlink_to("/dev/null")
-    with pytest.raises(native.BuildError, match="not a regular file"):
+    with pytest.raises(BuildError, match="not a regular file"):
         native.load_library(toy, tmp_path)
 
 
@@ -177,7 +183,7 @@ def test_folders_are_found_through_links_and_made(tmp_path: Path, toy: Library) 
     assert made.twice(21) == 42
     assert (tmp_path / "disk" / "new" / "toys").stat().st_mode & 0o777 == 0o700
     (tmp_path / "round").symlink_to("round")
-    with pytest.raises(native.BuildError, match="symbolic links"):
+    with pytest.raises(BuildError, match="symbolic links"):
         native.load_library(toy, tmp_path / "round")
 
 
@@ -185,7 +191,7 @@ def test_folders_are_found_through_links_and_made(tmp_path: Path, toy: Library) 
 def test_a_link_of_another_user_is_not_followed(tmp_path: Path, toy: Library) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     os.chown(tmp_path / "link", 4711, -1, follow_symlinks=False)
-    with pytest.raises(native.BuildError, match="another user"):
+    with pytest.raises(BuildError, match="another user"):
         native.load_library(toy, tmp_path / "link")
 
 
@@ -198,7 +204,7 @@ def test_a_user_s_own_group_may_write(
     for name, members, ok in ((me, [], True), (me, ["eve"], False), ("staff", [], False)):
         group = SimpleNamespace(gr_name=name, gr_mem=members)
         monkeypatch.setattr(private_folder.grp, "getgrgid", lambda gid, group=group: group)
-        with nullcontext() if ok else pytest.raises(native.BuildError, match="others may write"):
+        with nullcontext() if ok else pytest.raises(BuildError, match="others may write"):
             native.load_library(toy, tmp_path)
 
 
@@ -209,7 +215,7 @@ def test_a_full_folder_is_noticed_before_anything_is_compiled(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (native.ROOM_NBYTES // 2, limits[1]))
     try:
-        with pytest.raises(native.BuildError, match="needs 16 MiB of disk") as caught:
+        with pytest.raises(BuildError, match="needs 16 MiB of disk") as caught:
             native.load_library(toy, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -222,12 +228,113 @@ def test_a_cache_that_is_no_folder_and_a_build_that_never_ends_are_errors_with_a
     tmp_path: Path, toy: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "toys").write_text("")
-    with pytest.raises(native.BuildError, match="PDSERVE_CACHE"):
+    with pytest.raises(BuildError, match="PDSERVE_CACHE"):
         native.load_library(toy, tmp_path)
     (tmp_path / "toys").unlink()
     (tmp_path / "toys").mkdir(mode=0o700)
     monkeypatch.setattr(native, "LOCK_TIMEOUT", 0.1)
     with open(tmp_path / "toys" / "lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(native.BuildError, match="another process has held"):
+        with pytest.raises(BuildError, match="another process has held"):
             native.load_library(toy, tmp_path)
+
+
+def slow_compiler(folder: Path, seconds: float) -> str:
+    """g++ on a busy machine."""
+    script = folder / "slow-g++"
+    script.write_text(f'#!/bin/sh\nsleep {seconds}\nexec g++ "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def compiling(toy: Library, folder: Path, seconds: float) -> subprocess.Popen[str]:
+    """Returns another process, of another version, which has begun to compile."""
+    code = f"""
+from pathlib import Path
+from pdserve.common.core import native, native_library, waits
+waits.EVERY, waits.SOON = 0.1, 0.01
+toy = native_library.Library("toys", Path({str(toy.sources)!r}), ("-DOTHER",))
+native.load_library(toy, Path({str(folder)!r}))
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CXX": slow_compiler(folder, seconds)},
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: bool(list(folder.glob("toys/.build-*"))))
+    return other
+
+
+def test_a_slow_compiler_is_not_silent_nor_is_a_process_that_waits_for_it(
+    tmp_path: Path,
+    toy: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Intervals are a hundredth of a start's: at most ten seconds of silence."""
+    monkeypatch.setattr(waits, "EVERY", 0.1)
+    monkeypatch.setattr(waits, "SOON", 0.01)
+    caplog.set_level("INFO")
+    other = compiling(toy, tmp_path, 1.0)
+    began = time.time()
+    assert native.load_library(toy, tmp_path).twice(21) == 42
+    _, said = other.communicate(timeout=60)
+    waited = "waiting for another process that compiles toys, "
+    times = [began, *(each.created for each in caplog.records if waited in each.getMessage())]
+    assert max(after - before for before, after in pairwise(times)) < 1.0
+    assert len(times) > 10
+    assert "compiling toys for this machine, once (0 of 1 files), 0 s so far\n" in said
+    assert len(said.splitlines()) > 10
+
+
+def test_a_process_takes_over_from_one_of_another_version_that_is_killed_while_it_compiles(
+    tmp_path: Path,
+    toy: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = compiling(toy, tmp_path, 600)
+    try:
+        monkeypatch.setattr(waits, "SOON", 0.01)
+        caplog.set_level("INFO")
+        with ThreadPoolExecutor() as pool:
+            loading = pool.submit(native.load_library, toy, tmp_path)
+            wait_until(lambda: "waiting for another process that compiles toys" in caplog.text)
+            assert not loading.done()
+            os.killpg(other.pid, signal.SIGKILL)
+            assert loading.result().twice(21) == 42
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(other.pid, signal.SIGKILL)
+        other.communicate()
+    assert not list(tmp_path.glob("toys/.build-*"))
+
+
+def test_a_compiler_that_is_killed_or_cannot_run_is_an_error_that_says_so(
+    tmp_path: Path, toy: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "g++-of-a-full-host"
+    script.write_text("#!/bin/sh\nkill -KILL $$\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(BuildError, match=r"was killed by SIGKILL: .*memory"):
+        native.load_library(toy, tmp_path)
+    script.write_text("#!/no/such/shell\n")
+    with pytest.raises(BuildError, match="cannot be run"):
+        native.load_library(toy, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_serves_what_it_has(
+    tmp_path: Path, toy: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.load_library(toy, tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(native, "_locked", refuse)
+    assert native.load_library(toy, tmp_path).twice(21) == 42
+    with pytest.raises(BuildError, match="Read-only file system: set PDSERVE_CACHE"):
+        native.load_library(replace(toy, flags=("-DOTHER",)), tmp_path)

@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from paths import HELPERS
+from pdserve.common.core import waits
 from pdserve.common.core.errors import Blame, ConfigError, NodeError, TransferError
 from pdserve.common.distributed import fanout, wire
 from pdserve.common.distributed.executor import Executor, InProcessExecutor, WorkerSpec
@@ -426,7 +427,7 @@ async def test_a_rank_may_answer_before_the_next_one_is_started(
 async def test_a_start_that_takes_long_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fanout, "_START_LOG_INTERVAL", 0.1)
+    monkeypatch.setattr(waits, "EVERY", 0.1)
     caplog.set_level("INFO")
     said = re.compile(r"waiting for rank 1 \(pid (\d+); builds its worker\) to start")
     come = tmp_path / "come"
