@@ -3,7 +3,7 @@
     a request waits ─▶ no progress for `Patience.seconds` ─▶ look at its server, again and again
         the router serves the request, within its time limit ─▶ it is slow
         the server answers `Patience.looks` later requests, and not this one ─▶ it hangs
-        nobody listens at the server's port, look after look ─▶ the server has ended
+        the server's port refuses look after look ─▶ the server has ended
         the server answers nothing ─▶ it is late; after `Patience.longest` the request hangs
 
 So a request without an answer hangs because its server has answered others, and not because time

@@ -140,7 +140,7 @@ async def test_a_long_stream_goes_on_and_the_loop_meanwhile(count: int) -> None:
     assert turns > count / MANY / 2
 
 
-async def test_what_the_client_has_is_replayed_in_pieces(tmp_path: Path) -> None:
+async def test_tokens_of_the_client_are_replayed_in_pieces(tmp_path: Path) -> None:
     past = tuple(Past(0, tuple(range(10, 60)) * 10, None, "v") for _ in range(40))
     request = replace(generations()[0], past=past, sampling=SamplingParams(max_tokens=20_000))
     tokenizer = Tokenizer.from_folder(byte_level_folder(tmp_path))

@@ -104,7 +104,7 @@ def while_it_works(monkeypatch: pytest.MonkeyPatch, number: int, times: int = 1)
 
 @one_loop
 async def test_the_ids_of_a_long_stream_come_beside_the_body(workers: PreprocessWorkers) -> None:
-    """As fields of the body they were more than 64 KiB."""
+    """Fields of the body take 64 KiB at most."""
     ids = [f"{i:032x}" for i in range(60_000)]
     raw = encode(prompt="once", stream=True, resumable=True, resume=ids)
     done = await workers.preprocess("completion", BodyBuffer(raw))
