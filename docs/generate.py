@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+import vllm_tables
 from excerpts import excerpt
 from misdeployments import MISDEPLOYMENTS
 from pdserve.cli import chat, top, trace
@@ -49,6 +50,7 @@ from pdserve.kv_transfer.control.protocol import SINK, SOURCE
 from pdserve.router.api.ignored import LEFT_OUT, UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
+from pdserve.router.http.absent import ABSENT
 from pdserve.router.http.encoding import error_body
 from pdserve.router.http.instrumentation import HTTPMetrics
 from pdserve.router.requests.pipeline import Pipeline
@@ -120,7 +122,9 @@ def _option_row(found: Found) -> tuple[str, str, str]:
     short = f", `{option.metadata['short']}`" if "short" in option.metadata else ""
     negated = f", `--no-{option.key}`" if option.kind is bool else ""
     choices = option.metadata.get("choices")
+    known = option.metadata.get("known")
     meaning = option.metadata["help"] + (f" (one of: {', '.join(choices)})" if choices else "")
+    meaning += f" (built in: {', '.join(known)})" if known else ""
     return f"`{option.flag}`{short}{negated}", _defaults(found), meaning.replace("|", "\\|")
 
 
@@ -326,10 +330,25 @@ def misdeployment_table() -> Iterator[str]:
     yield from _table(("what is wrong", "what `doctor` says"), *rows)
 
 
+def absent_table() -> Iterator[str]:
+    rows = [
+        (each.what, ", ".join(f"`{path}`" for path in each.paths), each.instead or "–")
+        for each in ABSENT
+    ]
+    yield from _table(("not supported", "paths, and all below them", "instead"), *rows)
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "models": model_table,
     "misdeployments": misdeployment_table,
     "options": option_tables,
+    "vllm-same": vllm_tables.same,
+    "vllm-differences": lambda: _table(*vllm_tables.differences()),
+    "vllm-called": lambda: _table(*vllm_tables.called()),
+    "vllm-without-effect": lambda: _table(*vllm_tables.without_effect()),
+    "vllm-absent": lambda: _table(*vllm_tables.absent()),
+    "vllm-variables": lambda: _table(*vllm_tables.variables()),
+    "sglang": vllm_tables.sglang,
     "errors": error_table,
     "commands": command_table,
     "chat": lambda: flag_table(chat.make_parser()),
@@ -337,6 +356,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "trace": lambda: flag_table(trace.make_parser()),
     "parameters": parameter_table,
     "unsupported": unsupported_fields,
+    "absent": absent_table,
     "router-metrics": router_metrics,
     "node-metrics": node_metrics,
     "sink": lambda: _state_table(SINK, _events_of(SINK)),

@@ -52,7 +52,7 @@ def load_connector(name: str) -> type[KVConnector]:
     """
     if name in REMOVED:
         raise ConfigError(f"--kv-connector {name} was removed: {REMOVED[name]}")
-    kind: type[KVConnector] = resolve(name, BUILTIN, ENTRY_POINTS)
+    kind: type[KVConnector] = resolve(name, BUILTIN, ENTRY_POINTS, "--kv-connector")
     if kind.api_version != API_VERSION:
         raise ConfigError(
             f"connector {name!r} speaks API version {kind.api_version}, "

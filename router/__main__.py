@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,21 +16,22 @@ from pdserve.common.core.host import (
     raise_open_file_limit,
 )
 from pdserve.common.core.waits import saying
-from pdserve.common.obs.logging import setup_logging
-from pdserve.common.obs.process import exit_within
-
-logger = logging.getLogger(__name__)
+from pdserve.common.obs.logging import log_notes, setup_logging
+from pdserve.common.obs.process import exit_within, log_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router until a signal and returns the exit code; 2 means a wrong configuration."""
+    notes: list[str] = []
     config = parse(
         RouterConfig,
         prog="pdserve router",
         description="The router: HTTP and gRPC front, placement, dispatch. Needs no torch.",
         argv=argv,
+        say=notes.append,
     )
     setup_logging("router", config.log)
+    log_notes(notes)
     routing = config.routing
     requests = routing.max_concurrent_requests + routing.max_queued_requests
     try:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     from pdserve.router.server import serve
             return asyncio.run(serve(config, stopping=exit_within))
     except PdserveError as error:
-        logger.error("%s", error)
+        log_error(error)
         return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -23,7 +23,12 @@ from pdserve.common.config.options import to_environment, to_flags
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import bind, role_environment
-from pdserve.common.obs.process import propagate_failure, serve_until_stopped, write_ports
+from pdserve.common.obs.process import (
+    log_error,
+    propagate_failure,
+    serve_until_stopped,
+    write_ports,
+)
 from pdserve.router.http.server import bind_http
 from pdserve.router.workers.link import TIMEOUT, Link
 from pdserve.router.workers.merge import counts_of_dead, merged_metrics, num_nodes
@@ -249,7 +254,9 @@ class Supervisor:
             try:
                 await self._start(worker)
                 logger.info("%s serves again, as pid %d", worker.name, worker.process.pid)
-            except (PdserveError, OSError) as error:
+            except PdserveError as error:
+                log_error(error, logging.WARNING)
+            except OSError as error:
                 logger.warning("%s", error)
 
     # ---- what workers ask ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pdserve.common.core.host import (
     loading,
 )
 from pdserve.common.obs.logging import setup_logging
-from pdserve.common.obs.process import exit_within
+from pdserve.common.obs.process import exit_within, log_error
 from pdserve.router.workers.siblings import SERVING, Siblings
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         with host_errors_as_config_errors():
             return asyncio.run(_serve(config, siblings, end))
     except PdserveError as error:
-        logger.error("%s", error)
+        log_error(error)
         return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -137,8 +137,12 @@ class PlanConfig:
     """
 
     model: str | None = option(
-        None, "folder of a Hugging Face checkpoint, its config.json, or a GGUF file"
+        None,
+        "folder of a Hugging Face checkpoint, its config.json, a GGUF file, or a name on the Hub "
+        "(org/name), of which only what describes it is downloaded",
     )
+    revision: str | None = same_option(ModelConfig, "revision")
+    download_dir: str | None = same_option(ModelConfig, "download_dir")
     gpu_memory: str | None = option(None, "memory of one GPU, e.g. 24GiB")
     tensor_parallel_size: int = option(
         1, "ranks each stage is split over, in both roles", short="--tp", minimum=1

@@ -81,6 +81,7 @@ class ModelConfig:
         "which code computes the model: native, transformers (any decoder that uses its attention "
         "interface), or auto: native where it is supported",
         choices=("auto", "native", "transformers"),
+        aliases={"vllm": "native"},
     )
     load_format: str = option(
         "auto",
@@ -105,6 +106,7 @@ class ModelConfig:
         "option)",
         short="-q",
         choices=("int8",),
+        needless=("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "gguf"),
     )
     seed: int = option(0, "seed of dummy weights", minimum=0)
     chat_template: str | None = option(
@@ -171,9 +173,9 @@ class ParallelConfig:
     )
     all2all_backend: str = option(
         "replicated",
-        "how tokens reach the ranks of their experts: replicated (tensor-parallel ranks have every "
-        "token already, so nothing moves), allgather_reducescatter, alltoallv, an entry point or "
-        "module:Class",
+        "how tokens reach the ranks of their experts; replicated: tensor-parallel ranks have every "
+        "token already, so nothing moves; also an entry point or module:Class",
+        known=("replicated", "allgather_reducescatter", "alltoallv"),
     )
     data_parallel_size: int = option(
         1,
@@ -219,9 +221,10 @@ class ParallelConfig:
     )
     device_communicator: str = option(
         "auto",
-        "transport of tensors between a node's ranks: shm, hierarchical, gloo, nccl, symm_mem, an "
-        "entry point or module:Class; auto: nccl for CUDA, shm for CPU ranks on one host, "
-        "hierarchical for several hosts of which one has several ranks, else gloo",
+        "transport of tensors between a node's ranks; also an entry point or module:Class; auto: "
+        "nccl for CUDA, shm for CPU ranks on one host, hierarchical for several hosts of which one "
+        "has several ranks, else gloo",
+        known=("auto", "shm", "hierarchical", "gloo", "nccl", "symm_mem"),
     )
 
     @property
@@ -244,7 +247,9 @@ class CacheConfig:
         0.9, "share of each GPU this node may use", minimum=0.01, maximum=1.0
     )
     kv_cache_memory: str | None = option(
-        None, "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on a CPU a share of RAM)"
+        None,
+        "KV cache per rank, e.g. 2GiB (default: the rest of the GPU; on a CPU a share of RAM)",
+        short="--kv-cache-memory-bytes",
     )
     num_gpu_blocks_override: int | None = option(
         None,
@@ -258,6 +263,7 @@ class CacheConfig:
         "bits with a scale per token and head, on CPUs; prefill and decode nodes need the same "
         "value",
         choices=KV_CACHE_DTYPES,
+        aliases={"fp8": "fp8_e4m3"},
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from typing import Any
 
 from pdserve.common.config.shared import option
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.plugins import nearest
 
 FLAG = "--kv-events-config"
 MAX_KEPT = 1_000_000  # batches
@@ -67,8 +67,8 @@ class KVEventsConfig:
         kinds = {each.name: each.default for each in fields(cls)}
         for key, value in given.items():
             if key not in kinds:
-                nearest = difflib.get_close_matches(key, kinds, n=1) or [", ".join(kinds)]
-                raise ConfigError(f"{FLAG}: unknown key {key!r}; did you mean {nearest[0]}?")
+                advice = nearest(key, kinds) or f"choose one of: {', '.join(kinds)}"
+                raise ConfigError(f"{FLAG}: unknown key {key!r}; {advice}")
             _check(key, value, kinds[key])
         if given and "enable_kv_cache_events" not in given:
             raise ConfigError(f"{FLAG}: nothing is published without enable_kv_cache_events")

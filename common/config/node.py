@@ -25,8 +25,9 @@ class TransferConfig:
 
     kv_connector: str = option(
         "auto",
-        "KV connectors in order of preference, separated by commas: shm, tcp, cuda_ipc, nccl, an "
-        "entry point or module:Class; auto: shm,tcp for CPU caches, tcp for CUDA",
+        "KV connectors in order of preference, separated by commas; also an entry point or "
+        "module:Class; auto: shm,tcp for CPU caches, tcp for CUDA",
+        known=("auto", "shm", "tcp", "cuda_ipc", "nccl"),
     )
     kv_connector_config: dict[str, Any] = option(
         {}, 'the connector\'s own options, as JSON; for several or auto {"NAME": {...}}'

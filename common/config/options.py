@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
+import logging
 import math
 import re
 import sys
@@ -15,7 +15,11 @@ from functools import cache
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from pdserve.common.config import vllm
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.plugins import nearest
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config")
 
@@ -34,6 +38,7 @@ class Option:
     optional: bool  # the annotation is `kind | None`
     default: Any
     group: str  # first line of the docstring of the dataclass that owns the field
+    owner: str  # the name of that dataclass
     metadata: Mapping[str, Any]
 
     @property
@@ -65,6 +70,7 @@ class Option:
             raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[self.kind]}") from error
         if not isinstance(value, self.kind):
             raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[self.kind]}")
+        self._check_choice(value)
         if isinstance(value, (int, float)):
             self._check_range(value)
         return value
@@ -80,9 +86,7 @@ class Option:
         value = self._named(value)
         if not self._is_of_kind(value):
             raise argparse.ArgumentTypeError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
-        choices = self.metadata.get("choices")
-        if choices and value not in choices:
-            raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}")
+        self._check_choice(value)
         if isinstance(value, (int, float)) and self.kind is not bool:
             self._check_range(value)
         return value
@@ -97,6 +101,15 @@ class Option:
     def _named(self, value: Any) -> Any:
         """Replaces an alias, which is a word, by its value."""
         return self.metadata.get("aliases", {}).get(value, value) if type(value) is str else value
+
+    def _check_choice(self, value: Any) -> None:
+        choices = self.metadata.get("choices")
+        if value in self.metadata.get("needless", ()):
+            raise argparse.ArgumentTypeError(f"{value!r} is found by itself: leave it out")
+        if choices and value not in choices:
+            near = nearest(str(value), choices)
+            none = f"{value!r} is none of {', '.join(choices)}"
+            raise argparse.ArgumentTypeError(none + (near and f"; {near}"))
 
     def _check_range(self, value: float) -> None:
         low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
@@ -161,7 +174,7 @@ def options(config: Any) -> Iterator[Option]:
         if is_dataclass(value):
             yield from options(value)
         else:
-            yield Option(item.name, *kinds[item.name], value, group, item.metadata)
+            yield Option(item.name, *kinds[item.name], value, group, cls.__name__, item.metadata)
 
 
 @cache
@@ -193,12 +206,24 @@ def with_values(base: Config, values: Mapping[str, Any]) -> Config:
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            raise ConfigError(unknown("option", name, list(known)))
+            _check_vllm(name, value, list(known))
+            continue
         try:
             checked[name] = known[name].check(value)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"{name}: {error}") from error
     return build(base, checked)
+
+
+def _check_vllm(name: str, value: Any, known: Sequence[str]) -> None:
+    """Logs that an argument of vLLM's has no effect. Raises ConfigError if it would have one, or if
+    there is no such argument."""
+    given = vllm.from_program(name, value)
+    if given is None:
+        raise ConfigError(unknown("option", name, known))
+    if not given.fine:
+        raise ConfigError(given.refusal)
+    logger.warning("%s", given.note)
 
 
 def to_flags(config: Any) -> list[str]:
@@ -263,8 +288,8 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     bare = name.lower().removeprefix("--").removeprefix("no-").removeprefix(PREFIX.lower())
     if advice := _REMOVED.get(bare):
         return f"{what} {name} was removed: {advice}"
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {what} {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+    near = nearest(name, known)
+    return f"unknown {what} {name}" + (near and f"; {near}")
 
 
 def _unwrap(hint: Any) -> tuple[type, bool]:

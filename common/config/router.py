@@ -174,10 +174,9 @@ class ChatConfig:
     )
     tool_call_parser: str = option(
         AUTO,
-        f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}, auto (by the chat "
-        "template), none (calls stay text), an entry point in pdserve.tool_parsers, or "
-        "module:Class",
-        metavar="NAME",
+        "format of the model's tool calls; auto: by the chat template; none: calls stay text; or "
+        "an entry point in pdserve.tool_parsers, or module:Class",
+        known=(*TOOL_PARSERS, AUTO, NONE),
     )
     reasoning_parser: str = option(
         AUTO,
@@ -223,14 +222,14 @@ class RoutingConfig:
 
     prefill_policy: str = option(
         "cost",
-        f"how prefill nodes are chosen: {', '.join(POLICIES)}, an entry point in "
-        "pdserve.placement_policies, or module:Class",
-        metavar="NAME",
+        "how prefill nodes are chosen; also an entry point in pdserve.placement_policies, or "
+        "module:Class",
+        known=POLICIES,
     )
     decode_policy: str = option(
         "cost",
         "how decode nodes and nodes of both roles are chosen, as --prefill-policy",
-        metavar="NAME",
+        known=POLICIES,
     )
     local_prefill_threshold: int = option(
         0,

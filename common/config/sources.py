@@ -10,13 +10,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import IO, Any, NoReturn
 
 import configargparse
 import yaml
 
+from pdserve.common.config import help_topics, vllm
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.engine import ModelConfig
 from pdserve.common.config.node import BothNodeConfig, WorkerNodeConfig
@@ -56,38 +57,113 @@ def parse(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     word: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Config:
     """Builds the config from flags, environment and YAML file.
 
     `argv` defaults to this process's arguments, `environ` to its environment. `word` names the
     option that a positional argument sets, if any. An error prints one line on stderr and exits
-    with 2.
+    with 2. `say` gets the lines for the log, about names of vLLM that have no effect or another
+    name here; by default stderr does.
     """
     base = cls()
     found = tuple(options(base))
     parser = _parser(found, prog, description, word)
-    arguments = [_hyphened(word) for word in (sys.argv[1:] if argv is None else argv)]
-    if {"-h", "--help"}.intersection(arguments):  # even if other arguments are wrong
-        parser.print_help()
-        raise SystemExit(0)
+    arguments = _arguments(sys.argv[1:] if argv is None else argv, found)
+    _help_if_asked(parser, found, arguments)
     given = os.environ if environ is None else environ
     environment = {name: value for name, value in given.items() if value != ""}
     _check_environment(parser, found, environment)
     namespace, rest = parser.parse_known_args(arguments, env_vars=environment)
+    notes = dict.fromkeys(_take_vllm_flags(parser, rest))
+    if cls in ROLE_CONFIGS:
+        notes |= dict.fromkeys(_take_vllm_variables(parser, namespace, found, environment))
+    _take_words(parser, found, namespace, rest, arguments, word)
+    try:
+        config = build(base, vars(namespace))
+    except ConfigError as error:
+        parser.error(error.message)
+    for note in notes:
+        (say or partial(_warn, prog))(note)
+    return config
+
+
+def _arguments(argv: Sequence[str], found: Sequence[Option]) -> list[str]:
+    """Returns the arguments with hyphens for underscores in flags, as vLLM takes them, and without
+    the values of switches: `--max_model_len`, `--enforce-eager=true`."""
+    hyphened = [_hyphened(word) for word in argv]
+    return vllm.switches(hyphened, [option.key for option in found if option.kind is bool])
+
+
+def _help_if_asked(parser: _Parser, found: Sequence[Option], arguments: Sequence[str]) -> None:
+    """Prints the help and ends the process, even if other arguments are wrong."""
+    asked = [each for each in arguments if each in ("-h", "--help") or each.startswith("--help=")]
+    if not asked:
+        return
+    topic = asked[0].partition("=")[2]
+    try:
+        print(help_topics.about(parser, found, topic) if topic else parser.format_help(), end="")
+    except ConfigError as error:
+        parser.error(error.message)
+    raise SystemExit(0)
+
+
+def _warn(prog: str, note: str) -> None:
+    print(f"{prog}: {note}", file=sys.stderr)
+
+
+def _take_vllm_flags(parser: _Parser, rest: list[str]) -> list[str]:
+    """Removes vLLM's flags from the words that are no options; returns lines for the log. Ends the
+    process at a flag that cannot be left out."""
+    rest[:], given = vllm.take(rest)
+    for each in given:
+        if not each.fine:
+            parser.error(each.refusal)
+    return [each.note for each in given]
+
+
+def _take_vllm_variables(
+    parser: _Parser, namespace: Any, found: Sequence[Option], environ: Mapping[str, str]
+) -> Iterable[str]:
+    """Sets options that are not given to the values of vLLM's variables; yields lines for the
+    log, which never show a value."""
+    known, unknown_ones = {option.name: option for option in found}, []
+    for variable, text in vllm.variables(environ):
+        option = known.get(variable.taken)
+        if option is not None and hasattr(namespace, option.name):
+            yield f"{variable.name} is not used, because {option.flag} is given"
+        elif option is not None:
+            try:
+                setattr(namespace, option.name, option.convert(variable.read(text)))
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"{variable.name}: {error}")
+            yield f"{variable.name} is taken as {option.flag}"
+        elif variable.why:
+            yield f"{variable.name} is not read: {variable.why}"
+        elif not variable.taken:
+            unknown_ones.append(variable.name)
+    if unknown_ones:
+        yield f"variables of vLLM without effect here: {', '.join(unknown_ones)}"
+
+
+def _take_words(
+    parser: _Parser,
+    found: Sequence[Option],
+    namespace: Any,
+    rest: Sequence[str],
+    arguments: Sequence[str],
+    word: str | None,
+) -> None:
+    """Sets the option `word` to the positional argument. Ends the process at any other word."""
     if word is not None and rest and not any(each.startswith("-") for each in rest):
         setattr(namespace, word, _word(parser, word, rest, arguments))
-        rest = []
-    if rest:
+    elif rest:
         flags = [each for each in rest if each.startswith("-")]
         first = flags[0] if flags and word is not None else rest[0]
         name = first.partition("=")[0]
         has_model = any(option.name == "model" for option in found)
         hint = f"; did you mean --model {name}?" if has_model and not name.startswith("-") else ""
         parser.error(unknown_option(parser, name) + hint)
-    try:
-        return build(base, vars(namespace))
-    except ConfigError as error:
-        parser.error(error.message)
 
 
 def _word(parser: _Parser, name: str, words: Sequence[str], arguments: Sequence[str]) -> str:
@@ -163,11 +239,13 @@ def _add(group: Any, option: Option) -> None:
 def _metavar(option: Option) -> str:
     if choices := option.metadata.get("choices"):
         return "{" + ",".join(choices) + "}"
+    if known := option.metadata.get("known"):
+        return "{" + ",".join((*known, "NAME")) + "}"
     return {int: "N", float: "X", dict: "JSON"}.get(option.kind, "TEXT")
 
 
 def _help(option: Option) -> str:
-    default = "" if option.default in (None, []) else f"default: {_show(option)}; "
+    default = "" if option.default in (None, [], {}) else f"default: {_show(option)}; "
     return f"{option.metadata['help']} [{default}{option.env}]".replace("%", "%%")
 
 
@@ -199,11 +277,14 @@ class _YAMLFile(configargparse.ConfigFileParser):
                 return {}
             if not isinstance(typed, dict):
                 raise _bad_file(stream, "not a mapping of options")
-            return {
-                name: json.dumps(value) if isinstance(value, dict) else written[name]
-                for name, value in zip(written, typed.values(), strict=True)
-                if value is not None
-            }
+            found: dict[str, Any] = {}
+            for name, value in zip(written, typed.values(), strict=True):
+                key = name.replace("_", "-")  # as in vLLM's files
+                if key in found:
+                    raise _bad_file(stream, f"{key} comes twice")
+                if value is not None:
+                    found[key] = json.dumps(value) if isinstance(value, dict) else written[name]
+            return found
         except _YAML_ERRORS as error:
             raise _bad_file(stream, " ".join(str(error).split())) from error
 

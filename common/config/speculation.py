@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pdserve.common.config.shared import option
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.plugins import nearest
 
 FLAG = "--speculative-config"
 MAX_DRAFTS = 32  # draft tokens per step; beyond a handful they are rarely accepted
@@ -53,8 +53,8 @@ class Speculation:
         known = [each.name for each in fields(cls)]
         for key in given:
             if key not in known:
-                nearest = difflib.get_close_matches(key, known, n=1) or [", ".join(known)]
-                raise ConfigError(f"{FLAG}: unknown key {key!r}; did you mean {nearest[0]}?")
+                advice = nearest(key, known) or f"choose one of: {', '.join(known)}"
+                raise ConfigError(f"{FLAG}: unknown key {key!r}; {advice}")
         values = dict(given)
         values.setdefault("method", "draft_model" if "model" in given else None)
         if values["method"] not in METHODS:

@@ -86,8 +86,9 @@ def _neighbours(folder: Path) -> str:
     names = [beside[name] for name in near] or [
         name for name in sorted(beside.values()) if (missing.parent / name / "config.json").exists()
     ]
-    lacks = "" if missing == folder else f"; {missing.parent} lacks {missing.name}"
-    return lacks + (f"; {missing.parent} has: {', '.join(names[:MAX_SHOWN])}" if names else "")
+    absent = "" if missing == folder else f": there is no {missing}"
+    paths = ", ".join(str(missing.parent / name) for name in names[:MAX_SHOWN])
+    return absent + (f"; did you mean {paths}?" if near else paths and f"; there is {paths}")
 
 
 def _folders(parent: Path) -> list[Path]:

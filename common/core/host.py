@@ -254,8 +254,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-_OPTIONS = "PDSERVE_"
-_CACHE = _OPTIONS + "CACHE"
+_OPTIONS = ("PDSERVE_", "VLLM_")
+_CACHE = "PDSERVE_CACHE"
 # Words in the names of variables that hold secrets, and the form of a URL with a password.
 _SECRET_WORDS = frozenset(
     {"AUTH", "AUTHORIZATION", "CREDENTIAL", "CREDENTIALS", "HEADERS", "KEY", "KEYS", "PASSPHRASE",
@@ -265,8 +265,8 @@ _WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 
 def role_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for a role process: this one's without PDSERVE_ options, plus
-    `added`."""
+    """Returns the environment for a role process: this one's without options, PDSERVE_ ones and
+    those of vLLM that were taken for some, plus `added`."""
     own = os.environ.items()
     kept = {name: each for name, each in own if name == _CACHE or not name.startswith(_OPTIONS)}
     return {**kept, **added}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -27,9 +28,16 @@ def import_string(path: str) -> Any:
         raise ConfigError(f"{module_name!r} has no attribute {attribute!r}") from error
 
 
-def resolve(name: str, builtin: Mapping[str, str], group: str) -> Any:
-    """Returns the object that `name` stands for: a built-in, an entry point of `group`, or an
-    import string. Raises ConfigError if there is none."""
+def resolve(name: str, builtin: Mapping[str, str], group: str, flag: str) -> Any:
+    """Returns the object that the value `name` of `flag` stands for: a built-in, an entry point of
+    `group`, or an import string. Raises ConfigError if there is none."""
+    try:
+        return _resolve(name, builtin, group)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error.message}") from error
+
+
+def _resolve(name: str, builtin: Mapping[str, str], group: str) -> Any:
     if ":" in name:
         return import_string(name)
     if name in builtin:
@@ -37,5 +45,13 @@ def resolve(name: str, builtin: Mapping[str, str], group: str) -> Any:
     found = {entry.name: entry for entry in entry_points(group=group)}
     if name in found:
         return found[name].load()
-    choices = ", ".join(sorted({*builtin, *found}))
-    raise ConfigError(f"unknown name {name!r}; choose one of: {choices}, or 'module:Class'")
+    known = sorted({*builtin, *found})
+    advice = nearest(name, known) or f"choose one of: {', '.join(known)}, or 'module:Class'"
+    raise ConfigError(f"unknown name {name!r}; {advice}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns `did you mean X?`, or nothing if no known name is near."""
+    lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f"did you mean {lower[near[0]]}?" if near else ""

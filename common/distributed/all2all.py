@@ -96,7 +96,7 @@ def make_all2all(name: str, group: GroupCoordinator) -> All2AllManager:
     Raises:
         ConfigError: the manager does not exist.
     """
-    manager: type[All2AllManager] = resolve(name, BUILTIN, ENTRY_POINTS)
+    manager: type[All2AllManager] = resolve(name, BUILTIN, ENTRY_POINTS, "--all2all-backend")
     return manager(group) if group.size > 1 else Replicated(group)
 
 

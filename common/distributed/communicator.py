@@ -173,7 +173,9 @@ def make_communicator(name: str, context: CommunicatorContext) -> DeviceCommunic
     """
     if name == "auto":
         name = _best(context)
-    communicator: DeviceCommunicator = resolve(name, BUILTIN, ENTRY_POINTS)(context)
+    communicator: DeviceCommunicator = resolve(
+        name, BUILTIN, ENTRY_POINTS, "--device-communicator"
+    )(context)
     return communicator
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +14,8 @@ from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors, loading, raise_open_file_limit
 from pdserve.common.core.plugins import import_string
 from pdserve.common.core.waits import saying
-from pdserve.common.obs.logging import setup_logging
-from pdserve.common.obs.process import exit_within
-
-logger = logging.getLogger(__name__)
+from pdserve.common.obs.logging import log_notes, setup_logging
+from pdserve.common.obs.process import exit_within, log_error
 
 OPEN_FILES = 512  # ranks and libraries take some 60, each router and peer a few more
 SPINS = "1000"  # rounds, about 20 µs, that a torch thread spins before it sleeps
@@ -33,8 +30,12 @@ def run_node(
 ) -> int:
     """Runs a node until a signal; returns the exit code: 0 drained, 1 failed, 2 it cannot start as
     configured. `node` is the import string of an `EngineNode` whose config is of type `options`."""
-    config = parse(options, prog=f"pdserve {role}", description=description, argv=argv)
+    notes: list[str] = []
+    config = parse(
+        options, prog=f"pdserve {role}", description=description, argv=argv, say=notes.append
+    )
     setup_logging(role, config.log)
+    log_notes(notes)
     _spin_briefly()
     try:
         with host_errors_as_config_errors():
@@ -45,7 +46,7 @@ def run_node(
                 made = import_string(node)
             return asyncio.run(_serve(made, config))
     except PdserveError as error:
-        logger.error("%s", error)
+        log_error(error)
         return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -12,6 +12,7 @@ import os
 import select
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -21,6 +22,8 @@ from typing import Any, ClassVar
 from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.printable import cut, json_printable, printable
 from pdserve.common.obs.process import dump_stacks_on_signal
+
+logger = logging.getLogger(__name__)
 
 _STDERR = 2
 MAX_MESSAGE_LENGTH = 8192  # characters of a message, or of a line of a traceback
@@ -58,6 +61,12 @@ def setup_logging(
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
 
+def log_notes(notes: Iterable[str]) -> None:
+    """Logs what `parse` has to say about the options."""
+    for note in notes:
+        logger.warning("%s", note)
+
+
 def write_log(text: str) -> None:
     """Adds lines that another process has formatted to this process's log."""
     for handler in logging.getLogger().handlers:
@@ -91,7 +100,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """Keys: time (UTC), level, role, logger, message; request_id and exception if present."""
+    """Keys: time (UTC), level, role, logger, message; request_id, exception, and an error's code
+    and blame if present."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -107,6 +117,7 @@ class JSONFormatter(logging.Formatter):
         }
         if (request_id := request_id_var.get()) is not None:
             event["request_id"] = request_id
+        event |= getattr(record, "error", {})
         if trace := _trace(self, record):
             event["exception"] = "\n".join(trace)
         return json_printable(json.dumps(event, ensure_ascii=False))

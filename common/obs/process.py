@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
 
-from pdserve.common.core.errors import PdserveError
+from pdserve.common.core.errors import ConfigError, PdserveError
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,19 @@ async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> s
     return None
 
 
+def log_error(error: PdserveError, level: int = logging.ERROR) -> None:
+    """Logs an error that ends a process; a wrong configuration as its sentence alone. A JSON line
+    has code and blame as fields."""
+    fields = {"code": error.code, "blame": str(error.blame)}
+    text = error.message if isinstance(error, ConfigError) else str(error)
+    logger.log(level, "%s", text, extra={"error": fields})
+
+
 def _report(failed: asyncio.Future[None]) -> int:
     """Logs one line for a typed error, a traceback for others; returns the exit code."""
     error = failed.exception()
     if isinstance(error, PdserveError):
-        logger.error("%s", error)
+        log_error(error)
     else:
         logger.error("a part of this process failed", exc_info=error)
     return 1

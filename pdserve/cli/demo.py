@@ -68,7 +68,7 @@ async def demo(config: DemoConfig, console: Console) -> int:
             return 0
         return 130
     except PdserveError as error:
-        console.print(f"pdserve demo: {error}", style="red")
+        console.print(f"pdserve demo: error: {error.message}", style="red")
         return 1
     finally:
         await cluster.stop()

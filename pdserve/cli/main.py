@@ -6,7 +6,6 @@ torch.
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import sys
@@ -16,7 +15,7 @@ import pdserve
 from pdserve.common.config.sources import CONFIG_EXIT_CODE
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors
-from pdserve.common.core.plugins import import_string
+from pdserve.common.core.plugins import import_string, nearest
 
 COMMANDS = {
     "Whole clusters": {
@@ -192,17 +191,12 @@ def bench(argv: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print("\n".join(lines))
         return 0
-    hint = _nearest(name, list(BENCHES)) or "see pdserve bench --help"
+    hint = nearest(name, list(BENCHES)) or "see pdserve bench --help"
     raise ConfigError(f"takes one of {', '.join(BENCHES)}; {hint}")
 
 
 def _unknown(command: str, known: list[str]) -> str:
     if not command:
         return help_text()
-    hint = _nearest(command, known) or "see pdserve --help"
+    hint = nearest(command, known) or "see pdserve --help"
     return f"pdserve: error: unknown command {command}; {hint}"
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""

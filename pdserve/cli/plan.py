@@ -31,7 +31,6 @@ from pdserve.common.planning.kv_budget import format_bytes, parse_bytes
 from pdserve.common.planning.planned_model import PlannedModel
 from pdserve.common.planning.role_plan import NodeSetup, RolePlan, plan_role
 from pdserve.demo_model.embedded import resolve_model
-from pdserve.demo_model.gguf_folder import is_gguf
 
 CONFIG = "config.json"
 ROLES = ("prefill", "decode")
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     if config.model is None and not config.topology:
-        raise ConfigError("--model must name a checkpoint folder or its config.json")
+        raise ConfigError("--model must be a checkpoint folder, its config.json, or org/name")
     plans = [] if config.model is None else plan(_with_folder(config))
     topology = read_topology() if config.topology else None
     if config.json:
@@ -63,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_folder(config: PlanConfig) -> PlanConfig:
-    """Returns the config with the cache's folder in place of a GGUF file."""
-    assert config.model is not None
-    if not is_gguf(config.model):
-        return config
-    return replace(config, model=resolve_model(ModelConfig(model=config.model)).model)
+    """Returns the config with the cache's folder in place of a GGUF file or a name on the Hub."""
+    model = ModelConfig(
+        model=config.model, revision=config.revision, download_dir=config.download_dir
+    )
+    return replace(config, model=resolve_model(model, weights=False).model)
 
 
 def plan(config: PlanConfig) -> list[RolePlan]:

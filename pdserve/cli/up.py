@@ -37,6 +37,7 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
+    notes: list[str] = []
     config = parse(
         ClusterConfig,
         prog=prog,
@@ -44,8 +45,11 @@ def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
         "that do both.",
         argv=argv,
         word=word,
+        say=notes.append,
     )
     console = console_of(file=cast(IO[str], LogStream()))
+    for note in notes:
+        log_writer(config, console)("up", note)
     return asyncio.run(serve(with_model(config, console), console, prog))
 
 
@@ -61,7 +65,7 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
             await cluster.ended
         return 0
     except PdserveError as error:
-        console.print(f"{prog}: {error.message}", style="red")
+        console.print(f"{prog}: error: {error.message}", style="red")
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()

@@ -231,7 +231,7 @@ class NodeCaches:
 
 
 class _LoopShare:
-    """Bounds the time of the event loop that some work takes, whoever does it: in its context is
+    """Bounds the time of the event loop that some work takes: in its context is
     one task at a time, and other work runs after each `WORK` seconds."""
 
     def __init__(self, pause: float = PAUSE) -> None:

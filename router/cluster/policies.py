@@ -138,10 +138,7 @@ def load_policy(name: str, flag: str) -> Policy:
         ConfigError: there is none, or it is not a `Policy` that can be made without arguments.
     """
     found = BUILT_IN.get(name)
-    try:
-        kind = found or resolve(name, dict.fromkeys(BUILT_IN, ""), GROUP)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error.message}") from error
+    kind = found or resolve(name, dict.fromkeys(BUILT_IN, ""), GROUP, flag)
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ConfigError(
             f"{flag} {name} is not a subclass of pdserve.router.cluster.policy:Policy"

@@ -230,7 +230,8 @@ def _load_defaults(config: ModelConfig, folder: Path) -> dict[str, Any]:
             PARAMETERS[name].check_range(value)
             defaults[name] = int(value) if name == "top_k" else value
     except (OSError, ValueError, TypeError, AttributeError, InvalidRequest) as error:
-        raise ConfigError(f"{file}: {error} (--generation-config vllm ignores it)") from error
+        reason = error.message if isinstance(error, InvalidRequest) else error
+        raise ConfigError(f"{file}: {reason} (--generation-config vllm ignores it)") from error
     if defaults:
         logger.info("defaults of %s: %s", file, defaults)
     return defaults

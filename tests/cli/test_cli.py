@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from paths import HELPERS, MODELS
 from pdserve.cli import cluster
-from pdserve.cli.completion import _bash, words
+from pdserve.cli.completion import _bash, commands
 from pdserve.cli.demo import main as demo
 from pdserve.cli.main import COMMANDS, main
 from pdserve.common.config.cluster import ClusterConfig
@@ -21,9 +23,9 @@ FAKE_ROLE = str(HELPERS / "fake_role.py")
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for group, commands in COMMANDS.items():
+    for group, listed in COMMANDS.items():
         assert f"{group}:" in text
-        for name in commands:
+        for name in listed:
             assert f"  {name} " in text
 
 
@@ -108,17 +110,40 @@ def test_c14_serve_takes_the_model_as_a_word(argv: str, model: str) -> None:
     "line", ["pdserve ch", "pdserve bench serve --request-r", "pdserve top --o"]
 )
 def test_bash_completes(line: str, completion: str) -> None:
-    *before, last = line.split()
-    script = f"""{completion}
-    COMP_WORDS=({line}); COMP_CWORD={len(before)}; _pdserve; echo "${{COMPREPLY[@]}}" """
-    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     expected = {"ch": "chat", "--request-r": "--request-rate", "--o": "--once"}
-    assert said.stdout.split() == [expected[last]]
+    assert completed(completion, line) == [expected[line.split()[-1]]]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pdserve up --dtype f", "float32 float16"),
+        ("pdserve up --dtype = bf", "bfloat16"),  # as bash splits --dtype=bf
+        ("pdserve up --dtype=bf", "--dtype=bfloat16"),  # as zsh leaves it
+        ("pdserve up --dtype =", "auto float32 bfloat16 float16"),
+        ("pdserve serve --tool-call-parser her", "hermes"),
+        ("pdserve router --prefill-policy least", "least-load"),
+        ("pdserve decode --kv-connector cu", "cuda_ipc"),
+        ("pdserve bench serve --backend openai-", "openai-chat"),
+        ("pdserve up --model ./no", ""),  # the shell completes files
+        ("pdserve up --enforce-eager --max-num-s", "--max-num-seqs"),
+    ],
+)
+def test_c16_bash_completes_values(line: str, expected: str, completion: str) -> None:
+    assert completed(completion, line) == expected.split()
+
+
+def completed(script: str, line: str) -> list[str]:
+    words = line.split()
+    script += f"""
+    COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _pdserve; echo "${{COMPREPLY[@]}}" """
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    return said.stdout.split()
 
 
 @pytest.fixture(scope="module")
 def completion() -> str:
-    return _bash(words())
+    return _bash(commands())
 
 
 def test_completion_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,9 +152,20 @@ def test_completion_has_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         text = capsys.readouterr().out
         assert all(name in text for group in COMMANDS.values() for name in group)
         assert "kv-connector" in text
+        assert "bfloat16" in text and "deepseek_v3" in text
     assert main(["completion", "--help"]) == 0
     assert "bash-completion" in capsys.readouterr().out
     assert main(["completion", "cmd"]) == 2
+
+
+def test_c16_help_names_no_default_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ["bench serve", *(name for group in COMMANDS.values() for name in group)]:
+        with suppress(SystemExit):
+            main([*name.split(), "--help"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "usage: pdserve" in said or name == "version"
+        assert re.findall(r"default: (None|False|\{\}|\[\])", said) == [], name
+        assert re.findall(r"default: [^()]*\) \(default:", said) == [], name
 
 
 def test_a_reader_who_leaves_is_no_failure_to_tell() -> None:

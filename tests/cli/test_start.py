@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import re
 import resource
@@ -209,12 +210,36 @@ def test_c15_a_path_that_is_not_there_names_the_nearest(
     (tmp_path / "models" / "SmolLM2" / "config.json").touch()
     models = tmp_path / "models"
     missing = f"the folder {models}"
-    assert says(models / "qwen3-8b") == f"{missing}/qwen3-8b does not exist; {models} has: Qwen3-8B"
-    assert says(models / "other") == f"{missing}/other does not exist; {models} has: SmolLM2"
+    assert (
+        says(models / "qwen3-8b")
+        == f"{missing}/qwen3-8b does not exist; did you mean {models}/Qwen3-8B?"
+    )
+    assert says(models / "other") == f"{missing}/other does not exist; there is {models}/SmolLM2"
     wrong = tmp_path / "modles" / "Qwen3-8B"
-    near = f"{tmp_path} lacks modles; {tmp_path} has: models"
-    assert says(wrong) == f"the folder {wrong} does not exist; {near}"
-    assert says("/nowhere/at/all") == "the folder /nowhere/at/all does not exist; / lacks nowhere"
+    near = f"there is no {tmp_path}/modles; did you mean {models}?"
+    assert says(wrong) == f"the folder {wrong} does not exist: {near}"
+    assert says("/nowhere/at/all") == (
+        "the folder /nowhere/at/all does not exist: there is no /nowhere"
+    )
+
+
+@pytest.mark.parametrize("role", ["router", "both"])
+def test_c16_the_log_of_a_start_has_sentences_and_json_has_codes(role: str) -> None:
+    flags = ["--model", "/nowhere/at/all", "--log-format"]
+    pdserve = Path(sys.executable).with_name("pdserve")
+    command = [str(pdserve), role, *flags]
+    text, line = (
+        subprocess.run([*command, form], capture_output=True, text=True, timeout=120).stderr
+        for form in ("text", "json")
+    )
+    sentence = "the folder /nowhere/at/all does not exist: there is no /nowhere"
+    assert text.splitlines()[-1].endswith(f" ERROR   {role} - {sentence}")
+    assert "BAD_CONFIG" not in text and "blame" not in text
+    event = json.loads(line.splitlines()[-1])
+    found = {key: event[key] for key in ("message", "code", "blame", "role")}
+    assert found == {
+        "message": sentence, "code": "BAD_CONFIG", "blame": "operator", "role": role,
+    }  # fmt: skip
 
 
 def test_a_model_that_this_user_may_not_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,18 @@ def test_the_command_fetches_ahead(hub: Hub, capsys: pytest.CaptureFixture[str])
     folder = Path(capsys.readouterr().out.strip())
     assert (folder / "model.safetensors").is_file()
     assert main(["model", "tiny/lama"]) == 2
+
+
+def test_c16_plan_resolves_a_name(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "tiny/llama", "--gpu-memory", "24GiB", "--max-num-seqs=8", "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["roles"]
+    assert "config.json" in hub.downloads
+    assert not any(name.endswith(".safetensors") for name in hub.downloads)
+    assert main([*argv, "--revision=v9"]) == 2
+    assert "has no revision v9" in capsys.readouterr().err
+    assert main(["plan", "--model", "tiny/lama", "--gpu-memory=24GiB"]) == 2
+    assert "tiny/lama is neither a folder nor a model on http" in capsys.readouterr().err
 
 
 def test_folders_are_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

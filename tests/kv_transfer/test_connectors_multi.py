@@ -416,7 +416,8 @@ def test_options_go_to_the_connector_they_name() -> None:
 @pytest.mark.parametrize(
     ("names", "options", "says"),
     [
-        ("shm,pigeon", {}, "unknown name 'pigeon'"),
+        ("shm,pigeon", {}, "--kv-connector: unknown name 'pigeon'; choose one of"),
+        ("tpc", {}, "unknown name 'tpc'; did you mean tcp?"),
         ("shm,", {}, "unknown name ''"),
         ("shm,auto", {}, "unknown name 'auto'"),
         ("tcp,shm,tcp", {}, "comes twice"),

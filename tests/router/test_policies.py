@@ -365,6 +365,7 @@ def test_the_kit_has_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("name", "said"),
     [
         ("nonsense", "choose one of: cost, least-load, power-of-two, prefix-aware, round-robin"),
+        ("least-laod", "did you mean least-load?"),
         ("json:loads", "not a subclass of"),
         ("json:Loads", "has no attribute"),
         ("no.such:Thing", "cannot import"),

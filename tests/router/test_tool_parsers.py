@@ -209,5 +209,7 @@ def test_unknown_names_and_classes_are_refused() -> None:
     assert tool_parser("mistral") is MistralParser
     with pytest.raises(ConfigError, match=r"choose one of: deepseek_v3, .*hermes"):
         tool_parser("unknown")
+    with pytest.raises(ConfigError, match=r"--tool-call-parser: .*'hermez'; did you mean hermes\?"):
+        tool_parser("hermez")
     with pytest.raises(ConfigError, match="no subclass of ToolParser"):
         tool_parser("json:JSONDecoder")

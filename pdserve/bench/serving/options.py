@@ -33,11 +33,21 @@ _TOGETHER = {
 CHAT_TEMPLATE = 64  # tokens of the context that are reserved for the chat template
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default that says something and that the help does not name itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False or action.default in ({}, [])
+        if silent or "default:" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(
         prog="pdserve bench serve",
         description="Load generator for any OpenAI-compatible server.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Defaults,
     )
     _server_options(parser)
     _load_options(parser)
@@ -81,14 +91,14 @@ def _server_options(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=("openai", "openai-chat"), default="openai", help="endpoint to call")
     add("--model", help="default: the first model listed")
     add("--timeout", type=positive, default=600.0, help="seconds for one request")
-    add("--temperature", type=number(float), default=0.0)
+    add("--temperature", type=number(float), default=0.0, help="of sampling; 0: greedy")
     add("--ignore-eos", action="store_true", help="generate every answer to its full length")
     add("--extra-body", type=json_object, default={}, help="JSON merged into every request")
 
 
 def _load_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
-    add("--num-prompts", type=number(int, 1), default=1000)
+    add("--num-prompts", type=number(int, 1), default=1000, help="requests to send")
     add(
         "--request-rate",
         type=positive,
@@ -104,7 +114,7 @@ def _load_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--num-warmups", type=number(int, 0), default=0, help="requests sent first and not measured"
     )
-    add("--seed", type=number(int, 0), default=0)
+    add("--seed", type=number(int, 0), default=0, help="of arrivals and prompts")
 
 
 def _capacity_options(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +154,12 @@ def _dataset_options(parser: argparse.ArgumentParser) -> None:
     for name in ("prefix", "suffix", "output"):
         help = _fitted(f"prefix_repetition_{name}_len")
         add(f"--prefix-repetition-{name}-len", type=number(int, 1), help=help)
-    add("--prefix-repetition-num-prefixes", type=number(int, 1), default=10)
+    add(
+        "--prefix-repetition-num-prefixes",
+        type=number(int, 1),
+        default=10,
+        help="different prefixes",
+    )
     add("--dataset-path", type=Path, help="trace file: Mooncake's JSONL or Azure's CSV")
     add("--trace-speedup", type=positive, default=1.0, help="replay the trace this much faster")
     add("--trace-length-scale", type=positive, default=1.0, help="multiply the trace's lengths")

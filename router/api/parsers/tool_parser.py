@@ -202,7 +202,7 @@ def tool_parser(name: str) -> type[ToolParser]:
     Raises:
         ConfigError: there is no parser of that name.
     """
-    parser = resolve(name, BUILTIN, GROUP)
+    parser = resolve(name, BUILTIN, GROUP, "--tool-call-parser")
     if not (isinstance(parser, type) and issubclass(parser, ToolParser)):
         raise ConfigError(f"--tool-call-parser {name} is no subclass of ToolParser")
     return parser

@@ -166,7 +166,7 @@ def test_an_owner_s_default_beats_the_part_s() -> None:
         (["--queue-timeout=nan"], {}, "--queue-timeout: nan is not a finite number"),
         ([f"--port={10**400}"], {}, "--port: a number of 1329 bits is too large"),
         ([], {"PDSERVE_BREAKER_FAILURES": "0"}, "--breaker-failures: 0 is less than 1"),
-        (["--log-level=loud"], {}, "--log-level: invalid choice: 'loud'"),
+        (["--log-level=loud"], {}, "--log-level: 'loud' is none of debug"),
         (["--heartbeat-timeout=1"], {}, "must exceed --heartbeat-interval"),
         (["--config=/nowhere.yaml"], {}, "/nowhere.yaml"),
     ],
@@ -181,7 +181,7 @@ def test_unusable_options_are_refused_in_one_line(
     ("text", "hint"),
     [
         ("prot: 1", "unknown option --prot; did you mean --port?"),
-        ("max_model_len: 1", "did you mean --max-model-len?"),
+        ("max_modal_len: 1", "did you mean --max-model-len?"),
         ("port: [1, 2]", "port can't be set to a list"),
         ("port: many", "--port: 'many' is not a whole number"),
         ("- port", "not a mapping of options"),
