@@ -317,7 +317,8 @@ class PipelineCollector(Collector):
             self._pipeline.caches.index.num_evicted,
         )
         nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))
-        for labels, count in self._pipeline.view.counts().items():
+        none = {(role, "ready"): 0 for role in ("prefill", "decode", "both")}
+        for labels, count in (none | self._pipeline.view.counts()).items():
             nodes.add_metric(labels, count)
         yield nodes
         trips = GaugeMetricFamily("pdserve_breaker_trips", "Breakers opened on present nodes")

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from pdserve.common.config.router import ChatConfig
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestTooLarge, is_defect
 from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
@@ -170,11 +171,21 @@ class Preprocessor:
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray, ignored: Ignored | None = None) -> BodyT:
-    """`ignored` gets the tools that are left out."""
+    """`ignored` gets the tools that are left out.
+
+    Raises:
+        InvalidRequest: the body does not fit the schema.
+    """
     try:
-        return schema.model_validate_json(raw, context=ignored or Ignored())
+        body = schema.model_validate_json(raw, context=ignored or Ignored())
+        # pydantic's parser rounds numbers, of schemas too.
+        if exact_json.may_round(raw) and exact_json.has_exact(exact := exact_json.loads(raw)):
+            return schema.model_validate(exact, context=Ignored())
+        return body
     except ValidationError as error:
         raise _invalid(error) from error
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="INVALID_JSON") from error
 
 
 def as_chat(body: CompatBody, ignored: Ignored, messages: bool = True) -> ChatBody:

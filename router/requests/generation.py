@@ -65,6 +65,7 @@ class GenerationRequest:
     prompt_only: bool = False
     before: Sequence[int] = ()  # tokens whose text the client sees in front of the answer's
     past: tuple[Past, ...] = ()  # what the client has already, in order
+    constraint: str = ""  # the client's field with its grammar, for errors
     key: AnswerKey | None = None  # of an answer that is made once, through whichever routers
 
 
