@@ -24,7 +24,7 @@ REFUSALS: list[Refusal] = [
     (["--registry-port={taken}"], r"choose another --registry-port \(0: a free one\)"),
     (
         ["--host=192.0.2.1", "--insecure", "--port={free}"],
-        r"--host must be an address of this host",
+        r"--host must be an address of this",
     ),
     (["--port={free}", "--grpc-port={free}"], r"--port and --grpc-port are both \d+: choose two"),
     (
