@@ -114,14 +114,15 @@ class Preprocessed(Generic[BodyT]):
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     ignored: Sequence[str] = ()  # as `Ignored.names`
     grammar: str = ""  # the compiled constraint
+    resume: str = ""  # the ids of `GenerationBody.resume`, joined by spaces
 
 
-# Fields of bodies that become token ids, text, or a constraint.
+# Fields of bodies that become token ids, text, a constraint, or are sent beside the body.
 CONSUMED_FIELDS = frozenset({
     "prompt", "messages", "input", "instructions", "system", "tokens",
     "chat_template", "chat_template_kwargs", "documents", "functions", "tools", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_whitespace_pattern",
+    "guided_whitespace_pattern", "resume",
 })  # fmt: skip
 
 
@@ -164,7 +165,9 @@ class Preprocessor:
             self.model.check_name(body.model)
         if not isinstance(body, CompatBody):
             ignored.fields(body.model_extra)
-            return replace(preprocess(self, body), ignored=ignored.names)
+            given = body.resume if isinstance(body, GenerationBody) else None
+            resume = " ".join(given or ())
+            return replace(preprocess(self, body), ignored=ignored.names, resume=resume)
         ignored.fields(body.model_extra, body.elsewhere())
         made = preprocess(self, as_chat(body, ignored))
         return replace(made, body=body, texts=body.echoed(), ignored=ignored.names)

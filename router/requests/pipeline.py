@@ -146,6 +146,7 @@ class Pipeline:
         self.timelines.begun(state)
         try:
             self._trace(state)
+            await state.replay()
             with self._adapters.using(request.adapter):
                 await self._make(state)
         except PdserveError as error:
