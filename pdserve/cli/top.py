@@ -142,10 +142,10 @@ def table(state: ClusterState) -> Table:
     """Returns a title for the cluster, and a row per node, sorted by role and id."""
     error = state.traffic.get("error")
     traffic = printable(f"no rates: {error}", 200) if error else shown_rates(state.traffic)
-    title = f"{state.running} running, {state.waiting} waiting; {traffic}"
+    title = f"{state.running} running, {state.waiting} waiting"
     if not state.ready:
         title = f"not ready: {printable(state.reason, 200)}; {title}"
-    found = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    found = Table(title=f"{title}\n{traffic}", title_justify="left", box=None, pad_edge=False)
     for name, justify in COLUMNS.items():
         # Only the long reasons wrap: the node's id must stay readable.
         found.add_column(name, justify=justify, no_wrap=name != "state", overflow="fold")

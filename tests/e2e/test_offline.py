@@ -504,7 +504,8 @@ def test_chat_through_pipes(llm: LLM, url: str) -> None:
     assert ended.stderr.startswith(b"pdserve chat: error: The model `another` does not exist")
 
 
-def test_top(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top(llm: LLM, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(STORIES[0], GREEDY, use_tqdm=False)
     assert main(["top", "--url", url]) == 0  # no terminal: once
     text = capsys.readouterr().out
     assert "\x1b" not in text
