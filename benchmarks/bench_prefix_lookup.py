@@ -29,10 +29,11 @@ from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
-from pdserve.router.cluster.placement import NodeSelector, PlacementRequest, load_policies
+from pdserve.router.cluster.placement import NodeSelector, load_policies
 from pdserve.router.cluster.policy import Blocks
 from pdserve.router.cluster.prefix_index import PrefixIndex, PromptBlocks
 from pdserve.router.cluster.registry import Registry
+from pdserve.router.cluster.role_policy import PlacementRequest
 from pdserve.simulate.outcome import table
 
 SIZE = 16

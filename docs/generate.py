@@ -50,6 +50,7 @@ from pdserve.kv_transfer.control.protocol import SINK, SOURCE
 from pdserve.router.api.ignored import LEFT_OUT, UNSUPPORTED, WITHOUT_EFFECT
 from pdserve.router.cluster.adapters import AdaptersCollector, ServedAdapters
 from pdserve.router.cluster.registry import Registry
+from pdserve.router.http.absent import ABSENT
 from pdserve.router.http.encoding import error_body
 from pdserve.router.http.instrumentation import HTTPMetrics
 from pdserve.router.requests.pipeline import Pipeline
@@ -329,6 +330,14 @@ def misdeployment_table() -> Iterator[str]:
     yield from _table(("what is wrong", "what `doctor` says"), *rows)
 
 
+def absent_table() -> Iterator[str]:
+    rows = [
+        (each.what, ", ".join(f"`{path}`" for path in each.paths), each.instead or "–")
+        for each in ABSENT
+    ]
+    yield from _table(("not supported", "paths, and all below them", "instead"), *rows)
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "models": model_table,
     "misdeployments": misdeployment_table,
@@ -347,6 +356,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "trace": lambda: flag_table(trace.make_parser()),
     "parameters": parameter_table,
     "unsupported": unsupported_fields,
+    "absent": absent_table,
     "router-metrics": router_metrics,
     "node-metrics": node_metrics,
     "sink": lambda: _state_table(SINK, _events_of(SINK)),

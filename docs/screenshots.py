@@ -1,26 +1,28 @@
 """The pictures of `docs/ui.md`, taken of a real cluster: `make screenshots`.
 
-A cluster of two prefill and two decode nodes answers in a chat, while others ask, too; then a
-prefill node is killed. Needs Chromium (`apt-get install chromium`).
+Two prefill and two decode nodes serve while others ask, too; then a prefill node is killed, by its
+pid. Needs Chromium (`apt-get install chromium`). With `--all FOLDER` as the first arguments every
+state (idle, loaded, killed, two routers) is taken, in two widths, into that folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
-import psutil
 from aiohttp import ClientSession
 from PIL import Image
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 from pdserve.common.obs.process import read_ports
 
@@ -28,56 +30,106 @@ IMAGES = Path(__file__).with_name("images")
 QUESTION = "Tell me a story about a fox and a mill."
 START_TIMEOUT = 300_000  # ms
 CLIENTS = 3  # others
-FILLED = re.compile("(L.*){25}")  # a line that has been drawn for some seconds
+LOADED = 25.0  # seconds of load before a picture: lines are drawn
+DESK, PHONE = 1366, 390  # pixels
 
 
 def main() -> None:
+    argv = sys.argv[1:]
+    if argv[:1] == ["--all"]:
+        folder = Path(argv[1])
+        folder.mkdir(exist_ok=True)
+        asyncio.run(take_all(folder, argv[2:]))
+    else:
+        asyncio.run(take(argv))
+
+
+async def take(argv: Sequence[str]) -> None:
+    """Takes the pictures of the page in the documentation."""
+    with cluster(argv) as (url, *_):
+        async with chromium() as browser, others(url):
+            page = await opened(browser, url, DESK)
+            await asyncio.sleep(LOADED)
+            await ask(page)
+            await shoot(page, IMAGES / "ui-light.png", "light")
+            await kill_a_prefill_node(url)
+            page = await opened(browser, url, PHONE)
+            await expect(page.locator(".lane > li.gone")).to_have_count(1)
+            await shoot(page, IMAGES / "ui-killed.png", "dark", whole=False)
+
+
+async def take_all(folder: Path, argv: Sequence[str]) -> None:
+    with cluster([*argv, "--routers", "2"]) as (url, second):
+        async with chromium() as browser:
+            await shoot_both(browser, url, folder / "idle")
+            async with others(url), others(second):
+                await asyncio.sleep(LOADED)
+                await shoot_both(browser, url, folder / "loaded")
+                await shoot_both(browser, second, folder / "second-router")
+                await kill_a_prefill_node(url)
+                await asyncio.sleep(5)
+                await shoot_both(browser, url, folder / "killed")
+
+
+@contextmanager
+def cluster(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the URLs of its routers."""
     with tempfile.TemporaryDirectory() as folder:
-        ports = Path(folder) / "ports"
+        ports = [Path(folder) / "ports"]
+        if "--routers" in argv:
+            ports.append(Path(f"{ports[0]}.1"))
         pdserve = str(Path(sys.executable).with_name("pdserve"))
         command = [pdserve, "up", "--port", "0", "--prefill", "2", "--decode", "2"]
-        command += ["--ports-file", str(ports), *sys.argv[1:]]
-        up = subprocess.Popen(command)
+        up = subprocess.Popen([*command, "--ports-file", str(ports[0]), *argv])
         try:
-            while (found := read_ports(ports)) is None:
+            while not all(map(read_ports, ports)):
                 time.sleep(0.2)
-            asyncio.run(take(f"http://127.0.0.1:{found['http']}", up.pid))
+            yield [f"http://127.0.0.1:{(read_ports(each) or {})['http']}" for each in ports]
         finally:
             up.send_signal(signal.SIGTERM)
             up.wait()
 
 
-async def take(url: str, pid: int) -> None:
-    async with async_playwright() as playwright, ClientSession() as session:
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        page = await browser.new_page(viewport={"width": 900, "height": 800})
-        page.set_default_timeout(START_TIMEOUT)
-        expect.set_options(timeout=START_TIMEOUT)
-        await page.goto(f"{url}/ui")
-        await expect(page.locator(".lane > li.good")).to_have_count(4)
-        others = [asyncio.create_task(asks(session, url)) for _ in range(CLIENTS)]
-        await page.get_by_label("At most").fill("60")
-        await expect(page.locator("#ttft path").first).to_have_attribute("d", FILLED)
-        await ask(page)
-        await shoot(page, "ui-light", "light")
-        kill_a_prefill_node(pid)
-        await expect(page.locator(".lane > li.bad")).to_have_count(1)
-        await page.get_by_role("button", name="New chat").click()
-        await ask(page)
-        await page.locator("h1").scroll_into_view_if_needed()
-        await shoot(page, "ui-killed", "dark")
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        yield browser
         await browser.close()
 
 
+async def opened(browser: Browser, url: str, width: int) -> Page:
+    page = await browser.new_page(viewport={"width": width, "height": 844})
+    page.set_default_timeout(START_TIMEOUT)
+    expect.set_options(timeout=START_TIMEOUT)
+    await page.goto(f"{url}/ui")
+    await expect(page.locator(".lane > li")).to_have_count(4)
+    await page.get_by_label("At most").fill("60")
+    return page
+
+
+@asynccontextmanager
+async def others(url: str) -> AsyncIterator[None]:
+    """Has others ask meanwhile; one request in five is refused."""
+    async with ClientSession() as session:
+        tasks = [asyncio.create_task(asks(session, url)) for _ in range(CLIENTS)]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def asks(session: ClientSession, url: str) -> None:
+    number = 0
     while True:
-        body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 30}
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        number += 1
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}]}
+        body["max_tokens"] = 30 if number % 5 else -1
+        headers = {"X-SLO-TTFT-Ms": "1000"}
+        path = f"{url}/v1/chat/completions"
+        async with session.post(path, json=body, headers=headers) as response:
             await response.read()
 
 
@@ -88,17 +140,29 @@ async def ask(page: Page) -> None:
     await expect(page.locator(".timeline")).to_have_count(before + 1)
 
 
-def kill_a_prefill_node(pid: int) -> None:
-    children = psutil.Process(pid).children(recursive=True)
-    nodes = [each for each in children if "prefill_node" in " ".join(each.cmdline())]
-    os.kill(nodes[0].pid, signal.SIGKILL)
+async def kill_a_prefill_node(url: str) -> None:
+    async with ClientSession() as session, session.get(f"{url}/v1/cluster") as response:
+        nodes = (await response.json())["nodes"]
+    os.kill(next(node["pid"] for node in nodes if node["role"] == "prefill"), signal.SIGKILL)
 
 
-async def shoot(page: Page, name: str, scheme: str) -> None:
+async def shoot_both(browser: Browser, url: str, path: Path) -> None:
+    for width, scheme in ((DESK, "light"), (PHONE, "dark")):
+        page = await opened(browser, url, width)
+        await asyncio.sleep(2)
+        await shoot(page, path.with_name(f"{path.name}-{width}.png"), scheme)
+        await page.close()
+
+
+async def shoot(page: Page, path: Path, scheme: str, whole: bool = True) -> None:
     await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    path = IMAGES / f"{name}.png"
-    await page.screenshot(path=path, full_page=True)
-    Image.open(path).quantize(256).save(path, optimize=True)
+    await page.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
+    await page.screenshot(path=path, full_page=whole)
+    pack(path)
+
+
+def pack(path: Path) -> None:
+    Image.open(path).quantize(64).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
 
 

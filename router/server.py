@@ -216,6 +216,7 @@ class RouterServer:
         self._tasks = [
             asyncio.create_task(self._registry.clock.run()),
             asyncio.create_task(self._keep_house(period)),
+            asyncio.create_task(self._pipeline.history.run()),
             asyncio.create_task(probe_nodes(self._registry, self._channels, timeout)),
         ]
         if self._config.lora.enable_lora:

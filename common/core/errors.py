@@ -8,6 +8,7 @@
     │   ├── PermissionDenied     403  needs an operator's key, and got a client's
     │   ├── ModelNotFound        404
     │   ├── RequestNotFound      404
+    │   ├── UnsupportedEndpoint  404  other servers have the path
     │   ├── Conflict             409  the same request is being served
     │   ├── Gone                 410  the answer that the request would continue no longer exists
     │   ├── RequestTooLarge      413
@@ -116,6 +117,11 @@ class ModelNotFound(RequestError):
 
 class RequestNotFound(RequestError):
     default_code = "REQUEST_NOT_FOUND"
+    http_status = 404
+
+
+class UnsupportedEndpoint(RequestError):
+    default_code = "UNSUPPORTED_ENDPOINT"
     http_status = 404
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -376,6 +377,7 @@ class EngineNode(ABC, Generic[S, T]):
             block_size=self.config.engine.cache.block_size,
             num_blocks=num_blocks(self.replicas),
             instance=secrets.token_hex(16),
+            pid=os.getpid(),
             takes_adapters=self.adapters.enabled,
             adapters=self.adapters.present,
             states_alone=self.facts.spec.kv_groups[0].state,

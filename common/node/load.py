@@ -48,6 +48,7 @@ def node_load(replicas: Replicas, healthy: bool, reason: str, router: str) -> pb
         free_blocks=sum(free),
         most_free_blocks=max(free),
         total_blocks=num_blocks(replicas),
+        generation_tokens=sum(each.generation_tokens for each in schedulers),
         waiting_tokens=sum(each.num_pending for one in schedulers for each in one.waiting),
         healthy=healthy,
         reason=reason,

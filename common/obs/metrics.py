@@ -102,6 +102,12 @@ class RouterMetrics(_Metrics):
         self.prefill_time = self._histogram(
             "request_prefill_time_seconds", "In steps that compute the prompt", REQUEST_SECONDS
         )
+        self.hand_off_time = self._histogram(
+            "request_hand_off_time_seconds",
+            "KV still to come when the prompt was computed, and its verification: the time that a "
+            "hand-off adds to a request",
+            TRANSFER_SECONDS,
+        )
         self.decode_time = self._histogram(
             "request_decode_time_seconds", "First token to last", REQUEST_SECONDS
         )
@@ -260,11 +266,14 @@ class RouterMetrics(_Metrics):
         decode = None
         if line.first_token is not None and line.finished is not None:
             decode = line.finished - line.first_token
+        exposed = line.exposed_seconds + line.verify_seconds
+        hand_off = None if line.transferred is None else exposed
         for histogram, seconds in (
             (self.queue_time, queue),
             (self.ttft, line.first_token),
             (self.e2e, line.finished),
             (self.prefill_time, line.prefill_seconds),
+            (self.hand_off_time, hand_off),
             (self.decode_time, decode),
             (self.inference_time, line.prefill_seconds + (decode or 0.0)),
             (self.tpot, time_per_output_token(line, num_tokens, num_choices)),

@@ -21,6 +21,7 @@ from pdserve.common.text.tokenizer import Tokenizer
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so a longer wait means invalid UTF-8.
 _MAX_PENDING = 8
+_MAX_BEFORE = 16  # tokens in front of a sequence that may matter to its text
 
 
 class Detokenizer:
@@ -31,12 +32,21 @@ class Detokenizer:
     end is incomplete; characters of the run that were already returned stay as they are.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        before: Sequence[int] = (),
+    ) -> None:
+        """`before`: tokens in front of the sequence. The text goes on behind theirs, and begins
+        with their last character if that is incomplete."""
         self._tokenizer = tokenizer
         self._silent = tokenizer.special if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []  # context, then pending
         self._context = 0  # tokens of the window whose text was returned
         self._context_text = ""  # their text, decoded alone
+        for token_id in before[-_MAX_BEFORE:]:
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes; "" while a character is incomplete."""
@@ -98,6 +108,12 @@ class Detokenizer:
         return self._hand_out(len(self._window), text)
 
 
+def whole_characters(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    """Returns the tokens without those of an incomplete character at the end."""
+    pending = Detokenizer(tokenizer, False, token_ids).pending
+    return token_ids[: len(token_ids) - len(pending)]
+
+
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -106,11 +122,15 @@ class TextOffsets:
     Tokens that share a character, or have no text, have the same offset."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, start: int = 0
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        start: int = 0,
+        before: Sequence[int] = (),
     ) -> None:
-        """`start`: characters before the first token."""
+        """`start`: characters before the first token. `before`: as `Detokenizer` takes it."""
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, before)
         self._handed_out = start
 
     def push(self, token_id: int) -> int:

@@ -84,8 +84,10 @@ class TextStream:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        before: Sequence[int] = (),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        """`before`: as `Detokenizer` takes it."""
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, before)
         self._matcher = StopMatcher(stop, include_stop_str_in_output) if stop else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens

@@ -179,9 +179,10 @@ class AppState:
         batch: Batch,
         model: str | None = None,
         prompt_only: bool = False,
+        before: Sequence[int] = (),
     ) -> GenerationRequest:
         """Builds a generation. `given` are the client's parameters by name; None means absent.
-        `model` is the name that the client asked for.
+        `model` is the name that the client asked for. `before`: as `GenerationRequest` has it.
 
         Raises:
             InvalidRequest: a value is out of range.
@@ -204,6 +205,7 @@ class AppState:
             adapter=adapter,
             batch=batch,
             prompt_only=prompt_only,
+            before=before,
         )
 
     def _priority(self, given: int) -> int:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.common.core.request import FinishReason, new_request_id
+from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.app_state import AppState
 from pdserve.router.api.compat import CompatBody
 from pdserve.router.api.ignored import Ignored
 from pdserve.router.api.parsers.parser import Event
 from pdserve.router.api.parsers.reasoning import AnswerParser
+from pdserve.router.api.parsers.thought_count import ThoughtCount
 from pdserve.router.api.parsers.tool_parser import ToolParser
 from pdserve.router.api.preprocess import Preprocessed, as_chat
 from pdserve.router.api.schema import ChatBody
@@ -71,7 +73,7 @@ def make_chat(
 ) -> ChatRequest:
     """Builds the generation; `given` are the client's parameters by name. Raises as
     `chat_from_body`."""
-    (token_ids,), plan = asked.prompts, asked.answer
+    (token_ids,), plan, tokenizer = asked.prompts, asked.answer, state.model.tokenizer
     given = {**given, "grammar": asked.grammar}
     if given.get("skip_special_tokens") is None and plan.shows_special_tokens(state.tool_parser):
         given["skip_special_tokens"] = False
@@ -85,7 +87,9 @@ def make_chat(
         batch=Batch(client, len(token_ids)),
         model=model,
     )
-    return ChatRequest(asked.body, generation, ChatChoices(plan, state.tool_parser), asked.texts)
+    return ChatRequest(
+        asked.body, generation, ChatChoices(plan, state.tool_parser, tokenizer), asked.texts
+    )
 
 
 def _stops(state: AppState, parser: type[ToolParser]) -> list[int]:
@@ -99,18 +103,35 @@ def _stops(state: AppState, parser: type[ToolParser]) -> list[int]:
 class ChatChoices:
     """Parses each choice's text into content, reasoning and tool calls."""
 
-    def __init__(self, plan: AnswerPlan, tool_parser: type[ToolParser] | None) -> None:
+    def __init__(
+        self, plan: AnswerPlan, tool_parser: type[ToolParser] | None, tokenizer: Tokenizer
+    ) -> None:
         """`plan` says what choices have beside text; `tool_parser` reads calls that the model
         makes unasked."""
         self._plan = plan
         self._tool_parser = tool_parser
+        self._tokenizer = tokenizer
         self._parsers: dict[int, AnswerParser] = {}  # of the choices that have begun
+        self._thoughts: dict[int, ThoughtCount] = {}  # likewise
+
+    @property
+    def legacy(self) -> bool:
+        """Whether calls have OpenAI's form from before there were tools."""
+        return self._plan.legacy
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The tokens of all choices' reasoning so far, as `ThoughtCount` counts them."""
+        return sum(each.tokens for each in self._thoughts.values())
 
     def parse(self, delta: TextDelta) -> tuple[list[Event], str | None]:
         """Returns the events of one delta, and the choice's finish reason, if this is its last."""
         if (parser := self._parsers.get(delta.choice)) is None:
             parser = self._parsers[delta.choice] = self._plan.parser(self._tool_parser)
+            thought = ThoughtCount(self._plan.reasoning, self._tokenizer, self._plan.thinking)
+            self._thoughts[delta.choice] = thought
         events = parser.push(delta.text, final=delta.finish_reason is not None)
+        self._thoughts[delta.choice].add((each.token_id for each in delta.tokens), events)
         return events, self._finish_reason(delta, parser)
 
     def _finish_reason(self, delta: TextDelta, parser: AnswerParser) -> str | None:

@@ -32,7 +32,7 @@ class AnthropicChoice(Options):
 
 
 class Thinking(Options):
-    type: Literal["enabled", "disabled", "adaptive"] | None = None
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] | None = None
 
 
 class OutputConfig(Options):
@@ -81,7 +81,8 @@ class MessagesBody(CompatBody):
         return {name: value for name, value in fields.items() if value is not None}
 
     def _effort(self) -> Fields:
-        """Returns the fields for thinking and its effort; `adaptive` leaves it to the template."""
+        """Returns the fields for thinking and its effort. Types other than enabled and disabled
+        leave it to the template."""
         thinking = self.thinking.type if self.thinking else None
         if thinking == "disabled":
             return {"reasoning_effort": "none"}
@@ -172,4 +173,8 @@ def _as_text(block: Any) -> Any:
             text = block.get("tool_name")
         case "compaction":
             text = block.get("content")
+        case "search_result" if isinstance(found := block.get("content"), list):
+            texts = (each.get("text") for each in found if isinstance(each, dict))
+            parts = (block.get("title"), source, *texts)
+            text = "\n".join(part for part in parts if isinstance(part, str))
     return {"type": "text", "text": text} if isinstance(text, str) else block

@@ -20,9 +20,11 @@ from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
 from pdserve.common.core.structured import StructuredOutput
 from pdserve.common.obs.logging import request_id_var
+from pdserve.common.text.detokenizer import whole_characters
 from pdserve.router.api.compat import CompatBody
 from pdserve.router.api.conversation import CostlyTemplate, Templates, render_bounded
 from pdserve.router.api.ignored import Ignored
+from pdserve.router.api.legacy import with_calls, with_tools
 from pdserve.router.api.messages_body import MessagesBody
 from pdserve.router.api.responses_body import ResponsesBody
 from pdserve.router.api.sampling import make_choices
@@ -45,8 +47,8 @@ from pdserve.router.api.tools import (
     check_tools,
     forced_calls,
     plan_tools,
-    with_calls,
     with_thought,
+    with_unforced_calls,
 )
 from pdserve.router.cluster.served_model import ServedModel
 
@@ -116,7 +118,7 @@ class Preprocessed(Generic[BodyT]):
 # Fields of bodies that become token ids, text, or a constraint.
 CONSUMED_FIELDS = frozenset({
     "prompt", "messages", "input", "instructions", "system", "tokens",
-    "chat_template", "chat_template_kwargs", "documents", "tools", "response_format",
+    "chat_template", "chat_template_kwargs", "documents", "functions", "tools", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "guided_whitespace_pattern",
 })  # fmt: skip
@@ -279,12 +281,12 @@ def _completion(preprocessor: Preprocessor, body: CompletionBody) -> Preprocesse
     if not body.echo:
         return Preprocessed(body, prompts, structured=structured)
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if (
-        isinstance(given[0], str) and body.truncate_prompt_tokens is None
-    ):  # as the client wrote them
+    if isinstance(given[0], str) and body.truncate_prompt_tokens is None:  # as they were sent
         return Preprocessed(body, prompts, given, structured)
-    decode = preprocessor.model.tokenizer.decode
-    texts = [decode(ids, skip_special_tokens=False) for ids in prompts]
+    tokenizer = preprocessor.model.tokenizer
+    # The answer, if there is one, begins with the rest of the last character.
+    shown = [whole_characters(tokenizer, ids) if body.max_tokens != 0 else ids for ids in prompts]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in shown]
     return Preprocessed(body, prompts, texts, structured)
 
 
@@ -336,12 +338,12 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
         check_range("top_logprobs", body.top_logprobs, 0, preprocessor.model.max_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    model = preprocessor.model
+    body, model = with_tools(body), preprocessor.model
     chat, tokenizer = preprocessor.chat, model.tokenizer
-    plan = plan_tools(body, chat)
+    plan = replace(plan_tools(body, chat), legacy=bool(body.functions))
     structured = forced_calls(body, plan) or structured
     if structured is not None:
-        plan, structured = with_calls(plan, structured, body, chat, tokenizer)
+        plan, structured = with_unforced_calls(plan, structured, body, chat, tokenizer)
     text = _render(preprocessor, body, body.messages)
     plan = with_thought(plan, body, chat, text, tokenizer, held=structured is not None)
     token_ids = model.encode(text, "messages", bool(body.add_special_tokens))
@@ -354,6 +356,7 @@ def _chat(preprocessor: Preprocessor, body: ChatBody) -> Preprocessed[Any]:
 
 def _render(preprocessor: Preprocessor, body: ChatTemplateBody, messages: list[Message]) -> str:
     arguments = Structure("the text of tool calls' arguments", "messages")
+    messages = list(with_calls(messages))
     for call in (call for message in messages for call in message.tool_calls or ()):
         if isinstance(text := call.function.arguments, str):  # JSON that is parsed
             arguments.check(text.encode())

@@ -53,6 +53,7 @@ SHAPES = {
     "system": "a string or a list of blocks of text",
     "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
     "arguments": "a string of JSON or an object",
+    "function_call": '"none", "auto" or {"name": …}',
 }
 
 
@@ -180,6 +181,7 @@ class Message(_Open):
     refusal: str | None = None  # what the assistant said instead
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
 
 
 def _without_hosted(tools: Any, info: ValidationInfo) -> Any:
@@ -215,6 +217,7 @@ def _of_function(choice: Any, info: ValidationInfo) -> Any:
 
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), BeforeValidator(_without_hosted)])
+Functions = TypeAliasType("Functions", Annotated[list[Function], FailFast()])
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_of_function)
 ]
@@ -240,6 +243,8 @@ class ChatBody(GenerationBody, ChatTemplateBody):
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
     tool_choice: ToolChoice = None
+    functions: Functions | None = None  # what there was before tools
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
 
 

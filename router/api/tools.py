@@ -35,6 +35,7 @@ class AnswerPlan:
     tool_choice: str = NONE
     tool_names: tuple[str, ...] = ()  # tools that may be called
     parallel: bool = True
+    legacy: bool = False  # the client sent functions, and reads calls of these
     unread: bool = False  # `auto` is `none`: there is no parser for the model's calls
     bare: bool = False  # under `auto`: one schema makes the answer a call or a text
     # Under `auto`: what the schemas say of arguments, by tool, then by name.
@@ -112,7 +113,7 @@ def with_thought(
     return replace(plan, reasoning=family, thinking=thinking, special_marks=special)
 
 
-def with_calls(
+def with_unforced_calls(
     plan: AnswerPlan,
     structured: StructuredOutput,
     body: ChatBody,

@@ -179,7 +179,7 @@ class ClusterView:
                 for prefill, decode in islice(self.pairs(), MAX_PAIRINGS)
             ],
             "flows": self._flows(),
-            "broken_links": self._broken_links(),
+            "broken_links": self.broken_links(),
             "refused": [
                 {"reason": reason, "port": port, "count": count, "seconds_ago": round(ago, 3)}
                 for reason, port, count, ago in self.registry.refusals.items()
@@ -195,7 +195,17 @@ class ClusterView:
         described = self._describe(node, {})
         return {"node_id": node_id, **{name: described[name] for name in _GLANCE}}
 
-    def _broken_links(self) -> list[dict[str, str]]:
+    def states(self) -> dict[str, str]:
+        """Returns the state of each registered node, by id."""
+        unpaired = self._unpaired()
+        return {node.id: self._state(node, unpaired) for node in self.registry.nodes()}
+
+    def reason(self, node_id: str) -> str:
+        """Returns the reason for a node's state; empty if it is not registered."""
+        nodes = (node for node in self.registry.nodes() if node.id == node_id)
+        return next((self._reason(node, self._unpaired()) for node in nodes), "")
+
+    def broken_links(self) -> list[dict[str, str]]:
         """Returns the links between registered nodes with a failed last transfer, and the
         reason."""
         present = {node.id for node in self.registry.nodes()}
@@ -265,6 +275,7 @@ class ClusterView:
             "prefill_tokens": node.prefill_tokens,
             "prompt_tokens": node.prompt_tokens,
             "cached_tokens": node.cached_tokens,
+            "generation_tokens": load.generation_tokens,
             "others": load.others,
             "running": load.running,
             "waiting": load.waiting,

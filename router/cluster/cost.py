@@ -69,10 +69,10 @@ class Cost(Policy):
     def why(self, request: PolicyRequest, node: NodeState) -> str:
         cached = request.cached.get(node, 0)
         least, *others = nsmallest(2, self._seconds)
-        than = f"the next best node {1e3 * others[0]:.3g} ms" if others else "no other node fits"
+        than = f"the next best node {others[0]:.3f} s" if others else "no other node fits"
         return (
-            f"adds {1e3 * least:.3g} ms to all requests, {than}; {cached} of {request.num_tokens} "
-            "tokens cached"
+            f"adds {least:.3f} s to all requests, {than}; {cached} of {request.num_tokens} tokens "
+            "cached"
         )
 
     def _costs(self, request: PolicyRequest, found: Sequence[NodeState]) -> list[float]:

@@ -52,7 +52,7 @@ class ResponseWriter:
                 for part in _prompt_parts(self._prompt, update):
                     yield await asyncio.to_thread(_prompt_response, self.id, part)
             elif isinstance(update, GenerationStats):
-                yield _last_response(self.id, update)
+                yield _last_response(self.id, update, self._choices)
             elif isinstance(update, TextDelta):
                 yield self._delta(update)
             elif isinstance(update, Replayed):
@@ -97,11 +97,14 @@ def _prompt_response(
     return pb.GenerateResponse(request_id=request_id, prompt_logprobs=tokens)
 
 
-def _last_response(request_id: str, stats: GenerationStats) -> pb.GenerateResponse:
+def _last_response(
+    request_id: str, stats: GenerationStats, choices: ChatChoices | None
+) -> pb.GenerateResponse:
     usage = pb.Usage(
         prompt_tokens=stats.prompt_tokens,
         completion_tokens=stats.completion_tokens,
         cached_tokens=stats.cached_tokens,
+        reasoning_tokens=0 if choices is None else choices.reasoning_tokens,
     )
     arrival = arrival_var.get()
     timed = arrival is not None and arrival.wants_timeline

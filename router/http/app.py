@@ -32,6 +32,7 @@ from pdserve.router.api.schema import (
 )
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.http import chat, completions, info, messages, openapi, responses
+from pdserve.router.http.absent import unsupported_endpoint
 from pdserve.router.http.cors import CORS, IGNORED_HEADER
 from pdserve.router.http.encoding import (
     as_typed,
@@ -85,6 +86,8 @@ ROUTES = (
           "Lists a client's last requests, newest first"),
     Route("GET", "/v1/cluster", info.cluster, "Shows nodes, their load, and which of them fit",
           operators=True),
+    Route("GET", "/v1/cluster/history", info.history,
+          "Shows the last two minutes, and the last events of nodes", operators=True),
     Route("GET", "/v1/cluster/targets", info.targets,
           "Lists the nodes' metrics addresses for Prometheus' http_sd", operators=True),
     Route("POST", "/reset_prefix_cache", info.reset_prefix_cache,
@@ -203,8 +206,9 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         check_expected(request)
         return await handler(request)
     except web.HTTPException as error:
-        response = http_error_response(error)
-        refused = PdserveError(response.reason, code=code_of(error))
+        absent = unsupported_endpoint(_path(request)) if error.status == 404 else None
+        response = http_error_response(error) if absent is None else error_response(absent)
+        refused = absent or PdserveError(response.reason, code=code_of(error))
         _count(request, refused, response.status)
         return _in_api_format(request, response)
     except web.RequestPayloadError as error:  # broken chunks or compression
@@ -233,7 +237,9 @@ def _in_api_format(request: web.Request, refusal: web.Response) -> web.Response:
 
 
 def _is_anthropic(request: web.Request) -> bool:
-    return _path(request).startswith("/v1/messages")
+    path = _path(request)
+    is_models = path.startswith("/v1/models") and info.ANTHROPIC in request.headers
+    return is_models or path.startswith("/v1/messages")
 
 
 def _count(request: web.Request, error: PdserveError, status: int | None = None) -> None:

@@ -51,15 +51,19 @@ class ChatChoiceWriter:
             self.beside["prompt_logprobs"] = prompt_logprobs(
                 self._tokenizer, self._prompt, scored, num_top
             )
-        events, finish_reason = self._choices.parse(whole)
+        events, finish_reason = self._parse(whole)
         return {
             "index": index,
-            "message": {"role": "assistant", **_message(events)},
+            "message": {"role": "assistant", **self._form(_message(events))},
             "logprobs": self._logprobs(whole),
             "finish_reason": finish_reason,
             "stop_reason": whole.stop_reason,
             **self._token_ids(whole),
         }
+
+    def usage(self) -> dict[str, Any]:
+        details = {"reasoning_tokens": self._choices.reasoning_tokens}
+        return {"completion_tokens_details": details}
 
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """Returns the role first, once; then content, reasoning and calls; the finish reason in a
@@ -69,8 +73,8 @@ class ChatChoiceWriter:
         if index not in self._begun:
             self._begun.add(index)
             chunks.append(_chunk(index, {"role": "assistant", "content": ""}))
-        events, finish_reason = self._choices.parse(delta)
-        deltas = [_delta(event) for event in events]
+        events, finish_reason = self._parse(delta)
+        deltas = [self._form(_delta(event)) for event in events]
         logprobs = self._logprobs(delta)
         if not deltas and delta.tokens and (logprobs or self._body.return_token_ids):
             deltas = [{"content": ""}]
@@ -82,6 +86,19 @@ class ChatChoiceWriter:
             ending = {"finish_reason": finish_reason, "stop_reason": delta.stop_reason}
             chunks.append(_chunk(index, {}) | ending)
         return chunks
+
+    def _parse(self, delta: TextDelta) -> tuple[Sequence[Event], str | None]:
+        events, reason = self._choices.parse(delta)
+        if self._choices.legacy and reason == "tool_calls":
+            reason = "function_call"
+        return events, reason
+
+    def _form(self, said: dict[str, Any]) -> dict[str, Any]:
+        """Returns a message, or a delta of one, with its call in the form that the client reads."""
+        if not self._choices.legacy or "tool_calls" not in said:
+            return said
+        (call,) = said.pop("tool_calls")
+        return said | {"function_call": call["function"]}
 
     def _token_ids(self, delta: TextDelta) -> dict[str, list[int]]:
         if not self._body.return_token_ids:

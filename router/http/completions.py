@@ -55,6 +55,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
                 batch=batch,
                 model=body.model,
                 prompt_only=prompts_only,
+                before=token_ids if body.echo and not prompts_only else (),
             )
         )
     choices = CompletionChoiceWriter(state.model.tokenizer, body, asked.texts, prompts)
@@ -102,7 +103,7 @@ class CompletionChoiceWriter:
         }
         if body.logprobs is not None:
             if begins:
-                self._logprobs[index] = CompletionLogprobs(self._tokenizer, body, echo)
+                self._logprobs[index] = CompletionLogprobs(self._tokenizer, body, echo, prompt)
             choice["logprobs"] = self._logprobs[index].add(whole.tokens, prompt, scored)
         if scored is not None and (num_top := body.prompt_logprobs) is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, scored, num_top)
@@ -111,6 +112,9 @@ class CompletionChoiceWriter:
             if begins:
                 choice["prompt_token_ids"] = list(prompt)
         return choice
+
+    def usage(self) -> dict[str, Any]:
+        return {}
 
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """Returns None for a delta without text, unless its tokens were requested."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ from pdserve.router.http.request import STATE, authorization_of, client_of, prep
 from pdserve.router.http.together import TOGETHER
 
 DEFAULT_LISTED, MAX_LISTED = 50, 1000  # requests
+ANTHROPIC = "anthropic-version"  # a header that all of Anthropic's clients send
 ADAPTERS = web.AppKey("adapters", AdapterSync)
 
 
@@ -40,15 +43,26 @@ async def list_models(request: web.Request) -> web.Response:
     model, adapters = request.app[STATE].model, request.app[STATE].adapters.served()
     cards = [_card(model, name) for name in model.names]
     cards += [adapter_card(model, each) for each in adapters]
-    return json_response({"object": "list", "data": cards})
+    if ANTHROPIC not in request.headers:
+        return json_response({"object": "list", "data": cards})
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+    return json_response({"data": [_as_anthropic(card) for card in cards], **ends})
 
 
 async def get_model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
     state.response_model(name)
-    if (adapter := state.adapters.find(name)) is not None:
-        return json_response(adapter_card(state.model, adapter))
-    return json_response(_card(state.model, name))
+    adapter = state.adapters.find(name)
+    card = _card(state.model, name) if adapter is None else adapter_card(state.model, adapter)
+    return json_response(_as_anthropic(card) if ANTHROPIC in request.headers else card)
+
+
+def _as_anthropic(card: dict[str, Any]) -> dict[str, Any]:
+    """Returns a model in the form of Anthropic's API."""
+    created = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
+    named = {"id": card["id"], "display_name": card["id"]}
+    more = {"max_input_tokens": card["max_model_len"], "lifecycle": "active"}
+    return {"type": "model", **named, "created_at": created, **more}
 
 
 async def get_timelines(request: web.Request) -> web.Response:
@@ -102,6 +116,18 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def cluster(request: web.Request) -> web.Response:
     return json_response(await request.app[TOGETHER].cluster())
+
+
+async def history(request: web.Request) -> web.Response:
+    """Answers with the samples and events of the last two minutes, or those after `?since=`, in
+    seconds since 1970."""
+    try:
+        since = float(request.query.get("since", "0"))
+    except ValueError:
+        since = nan
+    if not isfinite(since):
+        raise InvalidRequest("since must be a number of seconds since 1970", param="since")
+    return json_response(await request.app[TOGETHER].history(since))
 
 
 async def targets(request: web.Request) -> web.Response:

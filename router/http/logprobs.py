@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.sampling import SampledToken
-from pdserve.common.text.detokenizer import TextOffsets
+from pdserve.common.text.detokenizer import TextOffsets, whole_characters
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.schema import CompletionBody, GenerationBody
 
@@ -49,13 +49,16 @@ class CompletionLogprobs:
     """The log-probabilities of one choice of a completion, as parallel lists. It counts text
     offsets in characters of the text that the client gets."""
 
-    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, echo: str = "") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, body: CompletionBody, echo: str, prompt: Sequence[int]
+    ) -> None:
         """`echo` is the prompt's text, if the answer begins with it."""
         self._tokenizer = tokenizer
         self._body = body
         self._echo = echo
         skip_special = body.skip_special_tokens is not False
-        self._offsets = TextOffsets(tokenizer, skip_special, start=len(echo))
+        before = prompt if body.echo else ()
+        self._offsets = TextOffsets(tokenizer, skip_special, len(echo), before)
 
     def add(
         self,
@@ -108,6 +111,8 @@ def _echo_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> lis
     """Returns the offset of each of a prompt's tokens in its text, be that the client's or the
     decoded one. Tokens that the tokenizer puts before a text (a BOS) are at offset 0."""
     decoded = tokenizer.decode(prompt, skip_special_tokens=False)
+    if not decoded.endswith(text):  # the answer has the rest of the last character
+        decoded = tokenizer.decode(whole_characters(tokenizer, prompt), skip_special_tokens=False)
     is_its_end = decoded.endswith(text)
     offsets = TextOffsets(tokenizer, skip_special_tokens=not is_its_end)
     before = len(decoded) - len(text) if is_its_end else 0

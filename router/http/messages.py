@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pdserve.common.core.errors import InvalidRequest, PdserveError
 from pdserve.common.obs.logging import request_id_var
-from pdserve.router.api.chat import chat_from_body
+from pdserve.router.api.chat import ChatChoices, chat_from_body
 from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
 from pdserve.router.http.encoding import error_body, json_response
 from pdserve.router.http.events import ServerEvent, respond_as
@@ -39,7 +39,8 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     if asked.body.max_tokens is None:
         raise InvalidRequest("max_tokens must be given", param="max_tokens")
     model, generation = state.response_model(asked.body.model), chat.generation
-    format = MessagesFormat(generation.request_id, model, len(generation.prompt_token_ids))
+    tokens = len(generation.prompt_token_ids)
+    format = MessagesFormat(generation.request_id, model, tokens, chat.choices)
     return await respond_as(request, chat, format)
 
 
@@ -68,8 +69,12 @@ def _error(body: dict[str, Any], status: int) -> dict[str, Any]:
 class MessagesFormat:
     """Content blocks in the order in which they come; the last one may be open."""
 
-    def __init__(self, message_id: str, model: str, input_tokens: int) -> None:
-        """`input_tokens` are the prompt's; how many of them were cached is known at the end."""
+    def __init__(
+        self, message_id: str, model: str, input_tokens: int, choices: ChatChoices
+    ) -> None:
+        """`input_tokens` are the prompt's; how many of them were cached is known at the end.
+        `choices` count the tokens of thoughts."""
+        self._choices = choices
         self._blocks: list[dict[str, Any]] = []
         self._arguments: list[str] = []  # JSON of the last tool call
         self._open: str | None = None  # type of the open block
@@ -85,7 +90,7 @@ class MessagesFormat:
         }
 
     def whole(self, stats: GenerationStats) -> dict[str, Any]:
-        usage = _usage_of(stats)
+        usage = self._usage(stats)
         return {**self._message, "content": self._blocks, **self._ending, "usage": usage}
 
     def begin(self) -> Iterable[ServerEvent]:
@@ -120,11 +125,16 @@ class MessagesFormat:
         yield from self._close()
 
     def end(self, stats: GenerationStats) -> Iterable[ServerEvent]:
-        yield {"type": "message_delta", "delta": self._ending, "usage": _usage_of(stats)}
+        yield {"type": "message_delta", "delta": self._ending, "usage": self._usage(stats)}
         yield {"type": "message_stop"}
 
     def error(self, error: PdserveError) -> Iterable[ServerEvent]:
         return [_error(error_body(error), error.http_status)]
+
+    def _usage(self, stats: GenerationStats) -> dict[str, Any]:
+        usage = _usage(stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens)
+        details = {"thinking_tokens": self._choices.reasoning_tokens}
+        return {**usage, "output_tokens_details": details}
 
     def _block(self, kind: str, **fields: Any) -> Iterator[ServerEvent]:
         """Opens a block, if none of this kind is open."""
@@ -160,10 +170,6 @@ def _object(arguments: str) -> Any:
     except (ValueError, RecursionError):
         return {}
     return given if isinstance(given, dict) else {}
-
-
-def _usage_of(stats: GenerationStats) -> dict[str, int]:
-    return _usage(stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens)
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:

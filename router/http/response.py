@@ -192,6 +192,9 @@ class ChoiceWriter(Protocol):
     def chunks(self, index: int, delta: TextDelta) -> Sequence[dict[str, Any]]:
         """Returns the choices of the chunks for one delta, one for each chunk."""
 
+    def usage(self) -> dict[str, Any]:
+        """Returns what the usage of an answer has beside the counts of its tokens."""
+
 
 @dataclass
 class OpenAIWriter:
@@ -248,7 +251,8 @@ class OpenAIWriter:
         # Each choice as JSON at once: their objects are much larger.
         choices = [msgspec.Raw(encode(choice(i, join(deltas.pop(i))))) for i in sorted(deltas)]
         body = self._envelope(self.choices.object_name) | {"choices": choices}
-        return body | {"usage": _usage(answer.stats)} | self.choices.beside
+        usage = _usage(answer.stats) | self.choices.usage()
+        return body | {"usage": usage} | self.choices.beside
 
     def _best(self, deltas: dict[int, list[TextDelta]], n: int) -> dict[int, list[TextDelta]]:
         """Returns the `n` choices of each prompt with the most likely tokens, the best first."""
@@ -310,7 +314,8 @@ class OpenAIWriter:
         if not (self.include_usage or more):
             return b""
         last = self._envelope(self.choices.chunk_object_name)
-        return _event(encode(last | {"choices": [], "usage": _usage(self.stats)} | more))
+        usage = _usage(self.stats) | self.choices.usage()
+        return _event(encode(last | {"choices": [], "usage": usage} | more))
 
     def error(self, error: PdserveError) -> bytes:
         return _event(encode(error_body(error)))

@@ -36,6 +36,7 @@ class ResponsesFormat:
 
     def __init__(self, model: str, chat: ChatRequest, body: ResponsesBody) -> None:
         instructions, tools = map(msgspec.Raw, chat.echoed)
+        self._choices = chat.choices
         self._items: list[Item] = []
         # The stem of the items' ids; ids sort in order of the items, because some clients sort
         # them.
@@ -58,7 +59,7 @@ class ResponsesFormat:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": chat.body.reasoning_effort, "summary": None},
             "store": False,
             "temperature": chat.generation.sampling.temperature,
             "text": body.text.model_dump(exclude_none=True) if body.text else _PLAIN,
@@ -169,7 +170,7 @@ class ResponsesFormat:
                     "cache_write_tokens": 0,  # clients ask for no write: all prompts are cached
                 },
                 "output_tokens": stats.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._choices.reasoning_tokens},
                 "total_tokens": stats.prompt_tokens + stats.completion_tokens,
             },
         }

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from pdserve.common.obs.exposition import exposed
 from pdserve.router.api.app_state import AppState
 from pdserve.router.requests.timelines import Timelines
-from pdserve.router.workers.merge import merged_clusters, merged_metrics
+from pdserve.router.workers.merge import merged_clusters, merged_histories, merged_metrics
 from pdserve.router.workers.siblings import METRICS, Siblings
 
 _encode, _decode = msgspec.json.encode, msgspec.json.decode
@@ -30,6 +30,7 @@ class Together:
         self._siblings = siblings = siblings or Siblings()
         siblings.on(METRICS, lambda _: exposed(registry))
         siblings.on("cluster", lambda _: _encode(self._cluster()))
+        siblings.on("history", lambda _: _encode(state.pipeline.history.since(0)))
         siblings.on("load", lambda _: _encode(state.pipeline.load()))
         siblings.on("timelines", lambda ask: _encode(self._timelines.find(*_decode(ask))))
         siblings.on("last requests", lambda ask: _encode(self._timelines.recent(*_decode(ask))))
@@ -51,6 +52,19 @@ class Together:
         own = self._cluster()
         others = await self._siblings.gather("cluster")
         return merged_clusters([own, *map(_decode, others)]) if others else own
+
+    async def history(self, since: float) -> dict[str, Any]:
+        """Returns what `History.since` does, for all workers."""
+        others = await self._siblings.gather("history")
+        if not others:
+            return self._state.pipeline.history.since(since)
+        own = self._state.pipeline.history.since(0)  # one event has the time of its first note
+        merged = merged_histories([own, *map(_decode, others)])
+        late = {
+            name: [each for each in merged[name] if each["at"] > since]
+            for name in ("samples", "events")
+        }
+        return merged | late
 
     async def load(self) -> int:
         """Returns what `Pipeline.load` does, for all workers."""

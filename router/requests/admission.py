@@ -27,6 +27,7 @@ from pdserve.router.requests.virtual_time import VirtualTime
 MIN_PATIENCE = 0.1  # shortest time in seconds between two checks of a body's progress
 RESERVED = 1 / 8  # of the slots, for clients that hold none
 MAX_WAITING_TOKENS = 2**22  # prompt tokens in the queue; each takes four bytes
+PREDICTED_FOR = 60.0  # seconds after the last measurement in which a newcomer's TTFT is predicted
 OUTDATED = 10.0  # seconds after which a measurement refuses no prompt that could run at once
 
 
@@ -143,9 +144,16 @@ class Admission:
 
     def newcomer_ttft(self) -> float | None:
         """Returns the predicted TTFT in seconds of a client's first prompt that came now and was as
-        long as recent ones; None: there is no measurement yet."""
+        long as recent ones; None: there is no measurement, or none of the last PREDICTED_FOR
+        seconds."""
+        if self.measured_ago() > PREDICTED_FOR:
+            return None
         ask = Ask(tokens=max(1, round(self.forecast.backlog.line.usual)))
         return self._predict(ask)
+
+    def measured_ago(self) -> float:
+        """Returns the seconds since the last prompt was measured."""
+        return self._clock() - self._measured
 
     # ---- one prompt ----------------------------------------------------------------------------
 

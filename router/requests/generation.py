@@ -63,6 +63,7 @@ class GenerationRequest:
     batch: Batch = field(default_factory=Batch, compare=False)  # the body it is part of
     # The client wants no token, only the prompt's log-probabilities, which come with the first one.
     prompt_only: bool = False
+    before: Sequence[int] = ()  # tokens whose text the client sees in front of the answer's
     past: tuple[Past, ...] = ()  # what the client has already, in order
     key: AnswerKey | None = None  # of an answer that is made once, through whichever routers
 

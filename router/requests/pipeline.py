@@ -56,6 +56,7 @@ from pdserve.router.requests.generation import (
     Updates,
     generate,
 )
+from pdserve.router.requests.history import History
 from pdserve.router.requests.request_state import RequestState
 from pdserve.router.requests.slo import NO_SLO, SLO
 from pdserve.router.requests.spacing import spaced
@@ -116,6 +117,7 @@ class Pipeline:
             SLO(config.slo_ttft or None, config.slo_itl or None),
             config.prefill_work,
         )
+        self.history = History(metrics, self.view, self.admission)
 
     def generate(
         self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
@@ -290,7 +292,10 @@ class Pipeline:
         admission = self.admission
         load: dict[str, Any] = {"running": admission.running, "waiting": admission.waiting}
         load["places"] = admission.places
-        load["first_token_seconds"] = admission.newcomer_ttft()
+        load["first_token_seconds"] = predicted = admission.newcomer_ttft()
+        measured = None if predicted is None else round(admission.measured_ago(), 3)
+        load["first_token_measured_ago"] = measured
+        load["routers"] = self.view.placed_by_others()[1]
         uptime = {"uptime_seconds": round(monotonic() - self._started, 3)}
         return {"ready": ready, "reason": reason, **load, **uptime, **self.view.describe()}
 

@@ -87,6 +87,7 @@ class RequestState:
                 include_stop_str_in_output=request.include_stop_str_in_output,
                 skip_special_tokens=request.skip_special_tokens,
                 min_tokens=request.sampling.min_tokens,
+                before=request.before,
             )
             for choice in range(request.n)
         }

@@ -38,6 +38,13 @@ class Phase(StrEnum):
     MIGRATION = "migration"
 
 
+STAGES = (
+    *("receive", "tokenize", "queue", "decode_slot", "prefill_queue", "prefill_compute"),
+    *("first_token", "kv_transfer", "verification", "decode", "decode_compute", "decode_queue"),
+    *("preempted", "migration", "detokenize_stream", "network"),
+)
+"""The names of all stages. The page has a colour for each."""
+
 # The stage of the time in a phase that its node does not report.
 _REST = {
     Phase.RESERVE: "network",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -110,16 +112,21 @@ def merged_clusters(views: Sequence[View]) -> View:
         **first,
         **{name: sum(view[name] for view in views) for name in _LOAD},
         "places": max(view["places"] for view in views),
-        "first_token_seconds": max(
-            (view["first_token_seconds"] for view in views if view["first_token_seconds"]),
-            default=None,
-        ),
+        **_prediction(views),
+        "routers": max(1, max(view["routers"] for view in views) + 1 - len(views)),
         "nodes": _nodes(views),
         "flows": _added(views, "flows", _FLOW),
         "broken_links": list({_pair(link): link for link in _all(views, "broken_links")}.values()),
         "refused": _refused(views),
         "workers": [{name: view[name] for name in _WORKER} for view in views],
     }
+
+
+def _prediction(views: Sequence[View]) -> View:
+    """Returns the longest predicted TTFT, and the age of its measurement."""
+    names = ("first_token_seconds", "first_token_measured_ago")
+    longest = max(views, key=lambda view: view[names[0]] or 0.0)
+    return {name: longest[name] for name in names}
 
 
 def _all(views: Sequence[View], name: str) -> Iterator[View]:
@@ -159,3 +166,51 @@ def _refused(views: Sequence[View]) -> list[View]:
     for each in sorted(_all(views, "refused"), key=lambda each: int(each["count"])):
         found[each["reason"], each["port"]] = each
     return list(found.values())
+
+
+# ---- /v1/cluster/history ----
+
+_LATE = 3  # seconds for which a worker's missing sample may still come
+_SAME_EVENT = 15.0  # seconds between the notes of one event by several workers
+
+
+def merged_histories(histories: Sequence[View]) -> View:
+    """Returns one history of the workers' (`History.since`): what each counted is added up, by
+    the second. A second that some worker has not reached yet is left out."""
+    newest = [each["samples"][-1]["at"] for each in histories if each["samples"]]
+    until = min((at for at in newest if at >= max(newest) - _LATE), default=0)
+    found: dict[int, View] = {}
+    for sample in chain.from_iterable(each["samples"] for each in histories):
+        at = sample["at"]
+        if at <= until:
+            found[at] = _sum(found[at], sample) if at in found else sample
+    events = _once(chain.from_iterable(each["events"] for each in histories))
+    return {
+        **histories[0],
+        "served": sum(each["served"] for each in histories),
+        "samples": [found[at] for at in sorted(found)],
+        "events": events,
+    }
+
+
+def _sum(one: View, other: View) -> View:
+    total: View = {"at": one["at"]}
+    for name in one.keys() - {"at"}:
+        if isinstance(one[name], dict):
+            total[name] = dict(Counter(one[name]) + Counter(other[name]))
+        elif name == "nodes_tokens":  # each worker hears of all
+            total[name] = max(one[name], other[name])
+        else:
+            total[name] = one[name] + other[name]
+    return total
+
+
+def _once(events: Iterable[View]) -> list[View]:
+    """Returns the events in order; one that several workers have noted is there once."""
+    last: dict[str, float] = {}
+    found = []
+    for each in sorted(events, key=lambda each: float(each["at"])):
+        if each["own"] or each["at"] - last.get(each["text"], float("-inf")) > _SAME_EVENT:
+            last[each["text"]] = each["at"]
+            found.append(each)
+    return found

@@ -62,7 +62,7 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextmanager
 def _serve(folder: Path, model: str, flags: str = "") -> Iterator[Server]:
-    """Of tools and reasoning there is no flag: clients of a newcomer's server have none."""
+    """There is no flag of tools or reasoning, as on a newcomer's server."""
     ports, log = folder / "ports.json", folder / "log"
     command = [PDSERVE, "up", "--ports-file", str(ports), *FLAGS.split(), *flags.split()]
     if model != SMALL_MODEL:  # which is there without a name

@@ -57,6 +57,22 @@ def metrics(cluster: WarmCluster) -> dict[str, float]:
     return found
 
 
+def test_their_histories_are_one(cluster: WarmCluster) -> None:
+    for number in range(6):  # the kernel deals connections to both
+        cluster.complete(fresh_prompt(30 + number), max_tokens=4)
+
+    def counted() -> bool:
+        samples = cluster.get("/v1/cluster/history").json()["samples"]
+        return sum(each["codes"].get("OK", 0) for each in samples) >= 6
+
+    cluster.wait_for(counted)
+    assert cluster.state()["routers"] == 1  # of two workers
+    texts = [each["text"] for each in cluster.get("/v1/cluster/history").json()["events"]]
+    registered = [text for text in texts if text.endswith("registered: ready")]
+    assert len(registered) == len(set(registered)) == 2
+    assert len([text for text in texts if "has started" in text]) == 2
+
+
 def test_both_serve_and_answer_as_one(cluster: WarmCluster) -> None:
     prompts = [tuple(fresh_prompt(20 + number)) for number in range(12)]
     before = metrics(cluster)

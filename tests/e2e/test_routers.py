@@ -48,6 +48,21 @@ def cluster() -> Iterator[WarmCluster]:
         yield made
 
 
+def test_each_knows_of_the_other_what_nodes_report(cluster: WarmCluster) -> None:
+    """The page shows sums over both routers where they are known, and says that there are two."""
+    other = cluster.at(OTHER)
+    assert cluster.state()["routers"] == 2
+    before = other.get("/v1/cluster/history").json()["samples"][-1]["at"]
+    cluster.complete(fresh_prompt(24), max_tokens=12, ignore_eos=True)
+
+    def counted() -> bool:
+        samples = other.get(f"/v1/cluster/history?since={before - 1}").json()["samples"]
+        assert not any(each["codes"] for each in samples)
+        return sum(each["nodes_tokens"] for each in samples) >= 12
+
+    cluster.wait_for(counted)
+
+
 def test_both_serve_the_same_nodes_at_once(cluster: WarmCluster) -> None:
     both = [cluster, cluster.at(OTHER)]
     ids = [{node["node_id"] for node in each.nodes()} for each in both]

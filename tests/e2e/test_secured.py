@@ -117,7 +117,7 @@ def test_b8_a_clients_key_is_no_operators(cluster: WarmCluster) -> None:
     body = {"prompt": "a", "max_tokens": 2}
     url = f"{cluster.url}/v1/completions"
     assert requests.post(url, json=body, headers=headers, timeout=60).status_code == 200
-    for path in ("/v1/cluster", "/v1/cluster/targets"):
+    for path in ("/v1/cluster", "/v1/cluster/history", "/v1/cluster/targets"):
         assert requests.get(cluster.url + path, headers=headers, timeout=60).status_code == 403
     reset = f"{cluster.url}/reset_prefix_cache"
     assert requests.post(reset, headers=headers, timeout=60).status_code == 403

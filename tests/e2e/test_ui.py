@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 
+from browser_window import Window, api, ask, launched
 from deaths import MORE_BLOCKS
 from pdserve import __version__
 from warm import WarmCluster
 
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("no chromium on the path: apt-get install chromium", allow_module_level=True)
-api = pytest.importorskip("playwright.sync_api")
-
 KEY = "k-1"
-EVIL = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
-TIMEOUT = 120_000  # ms
 
 
 @pytest.fixture(scope="module")
@@ -34,41 +26,13 @@ def cluster() -> Iterator[WarmCluster]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[api.Browser]:
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with launched() as browser:
         yield browser
-        browser.close()
-
-
-class Page:
-    """The page in a window of its own, and what went wrong in it."""
-
-    def __init__(self, browser: api.Browser, url: str) -> None:
-        self.context = browser.new_context()
-        self.context.set_default_timeout(TIMEOUT)
-        api.expect.set_options(timeout=TIMEOUT)
-        self.page = self.context.new_page()
-        self.errors: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", self._heard)
-        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
-        self.url = url
-
-    def _heard(self, message: api.ConsoleMessage) -> None:
-        if message.type == "error":
-            self.errors.append(message.text)
-
-    def open(self) -> api.Page:
-        self.page.goto(f"{self.url}/ui")
-        return self.page
 
 
 @pytest.fixture
-def window(browser: api.Browser, cluster: WarmCluster) -> Iterator[Page]:
-    window = Page(browser, cluster.url)
+def window(browser: api.Browser, cluster: WarmCluster) -> Iterator[Window]:
+    window = Window(browser, cluster.url)
     yield window
     window.context.close()
     assert not window.errors
@@ -83,18 +47,8 @@ def card(page: api.Page, cluster: WarmCluster, name: str) -> api.Locator:
     return page.locator(".lane > li", has_text=str(cluster.wait_for(find)))
 
 
-def ask(page: api.Page, question: str) -> api.Locator:
-    """By the keyboard alone; the answer, once it is there."""
-    page.get_by_label("Your message").focus()
-    page.keyboard.type(question)
-    page.keyboard.press("Enter")
-    answer = page.locator("#answers > li").last
-    api.expect(answer.locator(".timeline, .bad")).to_be_visible()
-    return answer
-
-
 def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
-    cluster: WarmCluster, window: Page
+    cluster: WarmCluster, window: Window
 ) -> None:
     expect = api.expect
     page = window.open()
@@ -105,12 +59,12 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
     answer = ask(page, "the small fox")
     expect(answer.locator(".said")).not_to_be_empty()
     expect(answer.locator("figcaption")).to_contain_text("8 tokens in")
-    stages = answer.locator(".legend li").all_inner_texts()
-    assert any(stage.startswith("prefill compute on prefill-") for stage in stages), stages
-    assert any(stage.startswith("decode compute on decode-") for stage in stages), stages
-    assert answer.locator(".bar span").count() == len(stages)
+    stages = answer.locator(".waterfall tbody tr").all_inner_texts()
+    assert any(stage.startswith("prefill compute\tprefill-") for stage in stages), stages
+    assert any(stage.startswith("decode compute\tdecode-") for stage in stages), stages
+    assert answer.locator(".track .stage").count() == len(stages)
     expect(page.locator("#flows td").first).to_contain_text("prefill-")
-    expect(page.locator("#ttft-now")).to_have_text(re.compile("p50 [0-9.]+ m?s, p95 [0-9.]+ m?s"))
+    expect(page.locator("#ttft-now")).to_have_text(re.compile("p50 [0-9.]+ m?s, +p95 [0-9.]+ m?s"))
     expect(page.locator("#ttft .grid")).to_have_count(5)
     expect(page.locator("#ttft text").first).to_have_text("0 s")
     expect(page.locator("#tokens-rate")).to_have_text(re.compile(r"[0-9.]+ /s"))
@@ -131,11 +85,13 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
 
     cluster.kill("prefill-1")
     dead = card(page, cluster, "prefill-1")
-    expect(dead).to_have_class("bad")
-    expect(dead.locator(".state")).to_have_text(re.compile("^lost: silent for [0-9]+ s$"))
+    expect(dead).to_have_class("bad gone")
+    expect(dead.locator(".state")).to_have_text(re.compile("^lost: last heard [0-9]+ s ago$"))
     expect(page.locator("#events .bad").first).to_have_text(
         re.compile("prefill-[0-9a-f]+ is lost$")
     )
+    expect(dead.locator("meter")).to_be_hidden()
+    assert dead.locator("dd").all_inner_texts()[1:4] == ["–"] * 3  # its last values are old
     expect(dead.locator(".why p")).to_be_hidden()
     dead.get_by_text("Details").click()
     expect(dead.locator(".why p")).not_to_be_empty()
@@ -152,7 +108,7 @@ def test_an_answer_streams_and_a_killed_node_is_red_until_another_comes(
 
 
 def test_recent_requests_are_listed_filtered_and_open_to_their_timelines(
-    cluster: WarmCluster, window: Page
+    cluster: WarmCluster, window: Window
 ) -> None:
     cluster.complete("the small fox", max_tokens=4)
     expect, page = api.expect, window.open()
@@ -165,47 +121,97 @@ def test_recent_requests_are_listed_filtered_and_open_to_their_timelines(
     rows.first.focus()
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog")
-    expect(dialog.locator(".legend li", has_text="prefill compute on prefill-")).to_be_visible()
+    expect(dialog.locator(".waterfall tr", has_text="prefill compute")).to_be_visible()
+    expect(dialog.locator(".placement dt").first).to_have_text(re.compile("^decode: decode-"))
+    expect(dialog.locator(".placement dd").first).to_contain_text("least load")
     page.get_by_role("button", name="Close").click()
     expect(dialog).to_be_hidden()
 
 
-def test_nothing_is_cut_off_or_a_letter_wide_on_a_phone(cluster: WarmCluster, window: Page) -> None:
+def test_a_row_has_path_cached_tokens_tpot_and_end(cluster: WarmCluster, window: Window) -> None:
+    cluster.complete("the old fox", max_tokens=4, ignore_eos=True)
+    row = window.open().locator("#requests tr", has_text="finished").first
+    cells = dict(
+        row.locator("td").evaluate_all("cells => cells.map(c => [c.dataset.name, c.innerText])")
+    )
+    assert (cells["output"], cells["end"], cells["path"]) == ("4", "length", "hand-off")
+    assert re.fullmatch("prefill-[0-9a-f]+ → decode-[0-9a-f]+", cells["nodes"])
+    assert re.fullmatch(r"[0-9.]+ (µs|m?s)", cells["TPOT"]) and cells["cached"].isdigit()
+
+
+def test_refused_requests_are_listed_with_their_codes(cluster: WarmCluster, window: Window) -> None:
+    answer = cluster.post("/v1/completions", prompt="a", max_tokens=-1)
+    assert answer.status_code == 400
+    row = window.open().locator("#requests tr", has_text="400 INVALID_REQUEST").first
+    api.expect(row.locator("td").first).to_have_text("400 INVALID_REQUEST")
+    row.click()
+    api.expect(window.page.get_by_role("dialog").locator(".bad")).to_contain_text("max_tokens")
+
+
+def test_a_stage_has_the_same_colour_in_every_answer(cluster: WarmCluster, window: Window) -> None:
+    page = window.open()
+    page.get_by_label("At most").fill("4")
+    colours: dict[str, set[str]] = {}
+    for question in ("the small fox", "the small fox and the old mill"):
+        for stage in ask(page, question).locator(".stage").all():
+            name = str(stage.get_attribute("class"))
+            colour = stage.evaluate("bar => getComputedStyle(bar).backgroundColor")
+            colours.setdefault(name, set()).add(colour)
+    assert len(colours) > 5 and all(len(each) == 1 for each in colours.values()), colours
+
+
+def test_events_and_charts_outlive_a_reload(cluster: WarmCluster, window: Window) -> None:
+    cluster.complete("the small fox", max_tokens=8)
+    page = window.open()
+    drawn = re.compile("M .*L ")
+    for _ in range(2):
+        api.expect(page.locator("#ttft path").first).to_have_attribute("d", drawn)
+        api.expect(page.locator("#hand_off path").first).to_have_attribute("d", drawn)
+        api.expect(page.locator("#events li", has_text="registered: ready").first).to_be_visible()
+        page.reload()
+
+
+def test_old_numbers_are_dimmed_when_the_router_is_gone(window: Window) -> None:
+    page = window.open()
+    api.expect(page.locator("#status")).to_have_text("ready")
+    page.route("**/v1/**", lambda route: route.abort())
+    api.expect(page.locator("#status")).to_contain_text("the router does not answer")
+    api.expect(page.locator("body")).to_have_class("stale")
+    window.errors.clear()  # of the requests that were cut off
+
+
+def test_a_client_without_an_operator_s_key_sees_its_requests(
+    cluster: WarmCluster, browser: api.Browser
+) -> None:
+    cluster.complete("the small fox", max_tokens=4)
+    window = Window(browser, cluster.url)
+    refusal = {"error": {"message": "this is for operators"}}
+    window.page.route("**/v1/cluster", lambda route: route.fulfill(status=403, json=refusal))
+    page = window.open()
+    page.keyboard.press("Escape")
+    api.expect(page.locator("#status")).to_have_text("this is for operators")
+    api.expect(page.locator("#requests tr").first).to_be_visible()
+    window.context.close()
+
+
+def test_nothing_is_cut_off_or_a_letter_wide_on_a_phone(
+    cluster: WarmCluster, window: Window
+) -> None:
     page = window.page
     page.set_viewport_size({"width": 390, "height": 844})
     window.open()
     api.expect(page.locator(".lane > li.good").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.get_by_label("Your message").scroll_into_view_if_needed()
+    status = page.locator("#status").bounding_box()
+    assert status is not None and 0 <= status["y"] < 100, "it is above whatever is read"
+    row = page.locator("#requests tr").first.locator("td")
+    assert row.evaluate_all(
+        "cells => cells.every(cell => cell.getBoundingClientRect().right <= 390)"
+    )
     for name in page.locator(".lane dt:visible").all():
         box = name.bounding_box()
         assert box is not None and box["width"] > 30 > box["height"] - 10, name.inner_text()
-
-
-def test_the_page_shows_nodes_and_answers_as_text(cluster: WarmCluster, window: Page) -> None:
-    """However it is put: an answer of the router is replaced by one of an attacker."""
-    page = window.page
-    node = cluster.state()["nodes"][0] | {"node_id": EVIL, "address": EVIL, "model": EVIL}
-    node |= {"state": "lost", "reason": EVIL}
-    flows = [{"prefill": EVIL, "decode": EVIL, "transfers": 1, "bytes": 1, "seconds": 1}]
-    state = {"ready": False, "reason": EVIL, "nodes": [node], "flows": flows}
-    page.route("**/v1/cluster", lambda route: route.fulfill(json=state))
-    window.open()
-    api.expect(page.locator(".lane strong")).to_have_text(EVIL)
-    api.expect(page.locator("#status")).to_contain_text(EVIL)
-    api.expect(page.locator("#flows td").first).to_have_text(EVIL)
-
-    events = [{"choices": [{"delta": {"content": EVIL}}]}, {"error": {"message": EVIL}}]
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-    page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
-    )
-    answer = ask(page, EVIL)
-    api.expect(page.locator("#answers .said").first).to_have_text(EVIL)
-    api.expect(answer.locator(".said")).to_have_text(EVIL)
-    api.expect(answer.get_by_role("alert")).to_have_text(EVIL)
-    api.expect(page.locator("img, #answers script, .lane script")).to_have_count(0)
-    assert page.title() == "pdserve"
 
 
 def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
@@ -219,7 +225,7 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
         else:
             route.fulfill(status=401, json={"error": {"message": "No API key"}})
 
-    window = Page(browser, cluster.url)
+    window = Window(browser, cluster.url)
     page = window.page
     page.route("**/v1/**", guard)
     window.open()
@@ -253,7 +259,7 @@ def test_b8_it_asks_once_for_an_operators_key(cluster: WarmCluster, browser: api
         else:
             route.fulfill(status=403, json={"error": {"message": why}})
 
-    window = Page(browser, cluster.url)
+    window = Window(browser, cluster.url)
     page = window.page
     page.route("**/v1/cluster", guard)
     window.open()

@@ -163,6 +163,7 @@ class FakeGenerator:
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
             min_tokens=request.sampling.min_tokens,
+            before=request.before,
         )
 
 

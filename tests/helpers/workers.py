@@ -146,6 +146,13 @@ class _Worker:
         self.running = False  # the first of them
 
 
+def _in_a_loop() -> bool:
+    try:
+        return asyncio.get_running_loop() is not None
+    except RuntimeError:
+        return False
+
+
 class NoWaiting:
     """A plugin by which no process waits for what a failed test has left."""
 
@@ -156,6 +163,8 @@ class NoWaiting:
     def pytest_exception_interact(self) -> None:
         """Keeps gRPC's thread for asyncio: with the last of its users, a server that was not
         stopped, a garbage collection would wait for it forever."""
+        if _in_a_loop():  # of a browser's client
+            return
         if self._loop is None and (grpc := sys.modules.get("grpc.aio")):
             self._loop = asyncio.new_event_loop()
             self._loop.run_until_complete(_call(grpc.init_grpc_aio))

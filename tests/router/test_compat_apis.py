@@ -170,7 +170,12 @@ def test_ids_of_items_sort_as_they_come() -> None:
     """Clients that gather a stream by ids may sort them."""
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0)
     generation = SimpleNamespace(request_id="resp-1", sampling=sampling)
-    asked: Any = SimpleNamespace(echoed=(b"null", b"[]"), generation=generation)
+    asked: Any = SimpleNamespace(
+        echoed=(b"null", b"[]"),
+        generation=generation,
+        choices=None,
+        body=SimpleNamespace(reasoning_effort=None),
+    )
     shape = ResponsesFormat("tiny", asked, ResponsesBody(input="hi"))
     ids = [
         event["item"]["id"]
@@ -401,7 +406,8 @@ def test_calls_and_their_results() -> None:
     assert body.parameters(Ignored())["tool_choice"] == "required"
     assert body.parameters(Ignored())["parallel_tool_calls"] is False
     # A call becomes a block.
-    shape = MessagesFormat("msg-1", "m", 7)
+    counts: Any = SimpleNamespace(reasoning_tokens=0)
+    shape = MessagesFormat("msg-1", "m", 7, counts)
     parsed: list[Event] = [Content("a"), CallStart(0, "t1", "f"), CallArguments(0, "{}")]
     found = [event for each in parsed for event in shape.event(each)]
     found += shape.finish("tool_calls", None)

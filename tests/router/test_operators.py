@@ -34,6 +34,7 @@ from pdserve.router.http.server import HTTPServer
 
 OPERATORS_PATHS = {
     "/v1/cluster": "GET",
+    "/v1/cluster/history": "GET",
     "/v1/cluster/targets": "GET",
     "/reset_prefix_cache": "POST",
     "/v1/load_lora_adapter": "POST",

@@ -17,9 +17,13 @@ from pdserve.router.api.auth import APIKeys
 from pdserve.router.cluster.cluster_view import ClusterView
 from pdserve.router.cluster.health import MAX_FLOWS, Flow, Flows
 from pdserve.router.cluster.registry import Registry
+from pdserve.router.requests.stages import _REST, STAGES, Phase
 
 STATIC = ROOT / "router" / "http" / "static"
-SCRIPTS = ("app.js", "charts.js", "chat.js", "cluster.js", "dom.js", "requests.js")
+SCRIPTS = (
+    *("app.js", "charts.js", "chat.js", "cluster.js", "dom.js", "history.js", "requests.js"),
+    "timeline.js",
+)
 FILES = {"/ui": "index.html", **{f"/ui/{name}": name for name in (*SCRIPTS, "style.css")}}
 
 
@@ -67,6 +71,21 @@ def test_the_page_is_its_files_and_makes_no_markup_of_text() -> None:
     used = set(re.findall(r'\$\("([\w-]+)"\)', script))
     assert used <= named
     assert set(re.findall(r'\bfor="([^"]+)"', page)) <= named
+
+
+def test_every_stage_has_one_colour_and_is_documented() -> None:
+    """The names are those of the router, in the page's style and in the reference."""
+    assert {name for phase in Phase for name in [_REST.get(phase, phase.value)]} <= set(STAGES)
+    style = (STATIC / "style.css").read_text()
+    coloured = re.findall(r"\.stage-(\w+)", style)
+    assert sorted(coloured) == sorted(STAGES)
+    table = (ROOT / "docs" / "reference" / "timeline.md").read_text().partition("## Other keys")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(STAGES)
+
+
+def test_the_page_names_no_way_to_kill_by_name() -> None:
+    text = (ROOT / "docs" / "ui.md").read_text()
+    assert not re.search(r"pkill|killall|pgrep", text) and "kill -9" in text
 
 
 # ---- what `/v1/cluster` has for it -----------------------------------------------------------

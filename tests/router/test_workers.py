@@ -227,7 +227,8 @@ def view(pid: int, running: int, others: int, **more: Any) -> dict[str, Any]:
     refused = {"reason": "no", "port": "registry", "count": pid, "seconds_ago": 1.0}
     return {
         "pid": pid, "ready": True, "reason": "ok", "running": running, "waiting": 1, "places": 9,
-        "uptime_seconds": 5.0, "first_token_seconds": None, "nodes": [node], "pairings": [],
+        "uptime_seconds": 5.0, "first_token_seconds": None, "first_token_measured_ago": None,
+        "routers": 3, "nodes": [node], "pairings": [],
         "flows": [flow], "broken_links": [], "refused": [refused], **more,
     }  # fmt: skip
 
@@ -240,6 +241,7 @@ def test_a_cluster_of_workers_has_each_node_once() -> None:
     assert (node["in_flight"], node["others"], node["prompt_tokens"]) == (5, 4, 20)
     assert (merged["running"], merged["waiting"], merged["places"]) == (5, 2, 9)
     assert [(each["pid"], each["running"]) for each in merged["workers"]] == [(1, 2), (2, 3)]
+    assert merged["routers"] == 2  # this one, of two workers, and another one
     assert merged["broken_links"] == [link] and [each["count"] for each in merged["refused"]] == [2]
     (flow,) = merged["flows"]
     assert (flow["transfers"], flow["bytes"], flow["seconds"]) == (5, 16, 1.0)

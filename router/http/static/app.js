@@ -2,7 +2,8 @@
 
 import { $, ask, onKey, Refused } from "./dom.js";
 import { setStatus, showCluster } from "./cluster.js";
-import { showMetrics } from "./charts.js";
+import { showCharts } from "./charts.js";
+import { showHistory } from "./history.js";
 import { showRequests } from "./requests.js";
 import "./chat.js";
 
@@ -14,14 +15,26 @@ async function poll() {
   polling = true;
   try {
     const signal = AbortSignal.timeout(5 * POLL);
-    showCluster(await (await ask("v1/cluster", { signal })).json());
-    showMetrics(await (await ask("metrics", { signal })).text());
+    await showOperators(signal);
     await showRequests(signal);
+    document.body.classList.remove("stale");
   } catch (error) {
-    const why = error instanceof Refused ? "" : "the router does not answer: ";
-    setStatus(why + error.message, "bad");
+    setStatus(`the router does not answer: ${error.message}`, "bad");
+    document.body.classList.add("stale"); // the numbers below are old
   } finally {
     polling = false;
+  }
+}
+
+// Shows what operators may see; a client sees why not, and its own requests.
+async function showOperators(signal) {
+  try {
+    const cluster = await (await ask("v1/cluster", { signal })).json();
+    showCluster(cluster);
+    showCharts(await showHistory(signal), cluster);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    setStatus(error.message, "bad");
   }
 }
 

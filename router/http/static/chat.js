@@ -1,6 +1,7 @@
-// The chat, and the timeline of an answer.
+// The chat; each answer has its timeline.
 
-import { $, ask, bytes, element, seconds } from "./dom.js";
+import { $, ask, element } from "./dom.js";
+import { timeline } from "./timeline.js";
 
 let messages = [], answering = null;
 
@@ -60,32 +61,6 @@ async function send(question) {
     answering = null;
     $("send").disabled = !($("stop").disabled = true);
   }
-}
-
-// Shows a request's stages, which cover all of its time.
-export function timeline(line, usage) {
-  const { stages } = line;
-  const whole = stages.reduce((sum, stage) => sum + stage.seconds, 0);
-  const names = [...new Set(stages.map((stage) => stage.name))];
-  const colour = (name) => `hsl(${(names.indexOf(name) * 137 + 210) % 360} 55% 50%)`;
-  const describe = (stage) =>
-    `${stage.name.replaceAll("_", " ")} on ${stage.node}: ${seconds(stage.seconds)}`;
-  const bar = element("div", { className: "bar", ariaHidden: "true" });
-  const legend = element("ul", { className: "legend", ariaLabel: "Where the time went" });
-  for (const stage of stages) {
-    const part = element("span", { title: describe(stage) });
-    part.style.flexGrow = stage.seconds / (whole || 1);
-    part.style.background = colour(stage.name);
-    bar.append(part);
-    const swatch = element("span", { className: "swatch" });
-    swatch.style.background = colour(stage.name);
-    legend.append(element("li", {}, swatch, describe(stage)));
-  }
-  const moved = line.migrations ? `; moved to other nodes ${line.migrations} times` : "";
-  return element("figure", { className: "timeline" }, element("figcaption", { className: "quiet" },
-    `${usage.completion_tokens} tokens in ${seconds(whole)}, the first after ` +
-    `${seconds(line.first_token ?? 0)}; ${bytes(line.transfer_bytes)} of KV transferred, ` +
-    `${line.cached_tokens} of ${usage.prompt_tokens} prompt tokens cached${moved}`), bar, legend);
 }
 
 $("chat").addEventListener("submit", (event) => {

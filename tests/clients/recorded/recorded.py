@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 
 @dataclass
 class Answer:
-    """What one stream said."""
+    """The content of one stream."""
 
     text: str = ""
     calls: list[Fields] = field(default_factory=list)  # id, name and arguments, as JSON
