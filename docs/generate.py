@@ -9,6 +9,7 @@ A part lies between `<!-- begin NAME -->` and `<!-- end -->`. A name with a colo
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import ArgumentParser
@@ -20,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
@@ -57,6 +59,7 @@ from pdserve.router.requests.pipeline import Pipeline
 from pdserve.router.server import PipelineCollector
 
 FOLDER = Path(__file__).parent
+ALERTS = FOLDER.parent / "compose" / "observability" / "alerts.yml"
 PART = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 COMMANDS = {
     "up": ClusterConfig,
@@ -294,6 +297,21 @@ def _bare(metric: Metric) -> str:
     return metric.name.removeprefix(PREFIX)
 
 
+def alert_table() -> Iterator[str]:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    rows = [_alert_row(rule) for group in groups for rule in group["rules"]]
+    return _table(("alert", "severity", "what is", "what to do first"), *rows)
+
+
+def _alert_row(rule: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = rule["annotations"]
+    what = re.sub(r"{{ \$labels\.(\w+) }}", r"*\1*", notes["summary"])
+    what = re.sub(r"{{ \$value .*?}}", "*value*", what)
+    link = os.path.relpath(notes["runbook"].removeprefix("docs/"), "reference")
+    first = f"{notes['description']} [More]({link})."
+    return f"`{rule['alert']}`", rule["labels"]["severity"], what, first
+
+
 # ---- states ----
 
 
@@ -359,6 +377,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "absent": absent_table,
     "router-metrics": router_metrics,
     "node-metrics": node_metrics,
+    "alerts": alert_table,
     "sink": lambda: _state_table(SINK, _events_of(SINK)),
     "source": lambda: _state_table(SOURCE, _events_of(SOURCE)),
 }

@@ -154,10 +154,10 @@ class RouterServer:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _inference_server(self) -> GrpcServer:
-        # A client's message may have a prompt that fits the window, as token ids or as text, and no
-        # more bytes than over HTTP.
+        # A client's message may have a prompt that fits the window, as token ids or as text, or the
+        # ids of an answer that does, and no more bytes than over HTTP.
         config, routing, state = self._config.server, self._config.routing, self._state
-        limit = min(config.max_body_size, max(MAX_NBYTES, 8 * self._model.max_model_len))
+        limit = min(config.max_body_size, max(MAX_NBYTES, 48 * self._model.max_model_len))
         messages = Messages(limit, routing.queue_timeout, routing.max_client_share)
         streams = max_streams(routing)
         door = ClientDoor(state.keys, messages, state.refused, streams)
@@ -317,7 +317,8 @@ class PipelineCollector(Collector):
             self._pipeline.caches.index.num_evicted,
         )
         nodes = GaugeMetricFamily("pdserve_nodes", "Registered nodes", labels=("role", "state"))
-        for labels, count in self._pipeline.view.counts().items():
+        none = {(role, "ready"): 0 for role in ("prefill", "decode", "both")}
+        for labels, count in (none | self._pipeline.view.counts()).items():
             nodes.add_metric(labels, count)
         yield nodes
         trips = GaugeMetricFamily("pdserve_breaker_trips", "Breakers opened on present nodes")

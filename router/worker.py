@@ -18,6 +18,7 @@ from pdserve.common.core.host import (
     leave,
     loading,
 )
+from pdserve.common.core.waits import saying
 from pdserve.common.obs.logging import setup_logging
 from pdserve.common.obs.process import exit_within, log_error
 from pdserve.router.workers.siblings import SERVING, Siblings
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _serve(config: RouterConfig, siblings: Siblings, end: socket.socket) -> int:
-    with loading():
+    with saying("importing libraries"), loading():
         from pdserve.router.server import RouterServer
     router = RouterServer(config, siblings)
     await router.start()

@@ -47,13 +47,75 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
+def dashboards() -> list[list[dict[str, Any]]]:
+    """Their panels."""
+    paths = sorted((FOLDER / "dashboards").glob("*.json"))
+    return [json.loads(path.read_text())["panels"] for path in paths]
+
+
 def queries() -> list[tuple[str, str]]:
     """(panel's title, expression) of all dashboards."""
-    found = []
-    for path in sorted((FOLDER / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            found += [(panel["title"], target["expr"]) for target in panel["targets"]]
-    return found
+    return [
+        (panel["title"], target["expr"])
+        for panels in dashboards()
+        for panel in panels
+        for target in panel["targets"]
+    ]
+
+
+def series() -> set[str]:
+    """The names that processes expose, by the page that `docs/generate.py` writes, and that rules
+    record."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    found = {"up"}
+    for name, kind in re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE):
+        suffixes = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+        found |= {name + suffix for suffix in suffixes.get(kind, ("",))}
+    groups = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
+    return found | {rule["record"] for group in groups for rule in group["rules"]}
+
+
+def test_every_expression_reads_series_that_exist() -> None:
+    known = series()
+    groups = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
+    asked = queries() + [(alert["alert"], alert["expr"]) for alert in alerts()]
+    asked += [(rule["record"], rule["expr"]) for group in groups for rule in group["rules"]]
+    for title, expression in asked:
+        bare = re.sub(r'"[^"]*"', '""', expression)
+        names = set(re.findall(r"\b[\w:]*(?:pdserve|http|process)_[\w:]+|\bup\b", bare))
+        assert names - known == set(), (title, names - known)
+        assert names or expression.startswith("vector("), title
+
+
+def test_dashboards_start_with_stat_tiles() -> None:
+    nodes, service = dashboards()
+    for panels in (nodes, service):
+        kinds = [panel["type"] for panel in panels]
+        tiles = kinds.count("stat")
+        assert tiles >= 6 and kinds[:tiles] == ["stat"] * tiles
+        places = [(panel["gridPos"]["y"], panel["gridPos"]["x"]) for panel in panels]
+        assert places == sorted(set(places))
+        assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
+    titles = {panel["title"] for panel in service if panel["type"] == "stat"}
+    assert titles >= {
+        "Requests a second", "Requests that fail", "TTFT p95", "ITL p95", "Nodes ready",
+        "Generated tokens a second", "Fullest KV cache", "Prompt tokens cached", "Requests waiting",
+    }  # fmt: skip
+
+
+def test_an_alert_says_what_is_what_to_do_first_and_where_to_read_on() -> None:
+    for alert in alerts():
+        notes, name = alert["annotations"], alert["alert"]
+        assert set(notes) == {"summary", "description", "runbook"}, name
+        assert alert["labels"]["severity"] in ("critical", "warning", "info")
+        page, _, heading = notes["runbook"].partition("#")
+        text = (ROOT / page).read_text(encoding="utf-8")
+        headings = {
+            re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+            for line in text.splitlines()
+            if line.startswith("#")
+        }
+        assert not heading or heading in headings, (name, heading)
 
 
 def test_each_row_of_the_failure_matrix_has_an_alert() -> None:

@@ -3,6 +3,7 @@
     a request waits ─▶ no progress for `Patience.seconds` ─▶ look at its server, again and again
         the router serves the request, within its time limit ─▶ it is slow
         the server answers `Patience.looks` later requests, and not this one ─▶ it hangs
+        the server's port refuses look after look ─▶ the server has ended
         the server answers nothing ─▶ it is late; after `Patience.longest` the request hangs
 
 So a request without an answer hangs because its server has answered others, and not because time
@@ -15,7 +16,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
@@ -27,6 +28,7 @@ import grpc
 from benchmarks.access import Access
 from benchmarks.soak.inquiry import Found, inquire
 
+CLOSED = "closed"  # an outcome: the server ended the connection, or has ended itself
 HUNG = "hung"  # an outcome: no answer, though the server answered others
 UNEXPLAINED = "without a reason"  # a call that ended without a reason from the router: a failure
 CUT_SHORT = "Internal error from Core"  # grpc.aio's own INTERNAL, in place of the server's status
@@ -141,11 +143,12 @@ class Attack:
         if hung:
             self.outcome.hung.append(f"{wait.request_id}: {hung}")
             return HUNG
-        return task.result()
+        return CLOSED if task.cancelled() else task.result()
 
     async def _stands(self, task: asyncio.Future[str], wait: Wait, look: Look) -> str:
-        """Waits for the end of the request; returns why it hangs, else an empty string."""
-        patience, looks, known = self._patience, 0, 0.0
+        """Waits for the end of the request, or of its server; returns why it hangs, else an empty
+        string."""
+        patience, looks, known, refused = self._patience, 0, 0.0, 0
         found = Found(False, False, "")
         while not task.done():
             if wait.since != known:
@@ -161,6 +164,9 @@ class Attack:
                 continue
             found = await look(wait)
             looks += found.answered
+            refused = refused + 1 if found.ended else 0
+            if refused >= patience.looks:
+                return ""
             if found.moves:
                 wait.moved()
         return ""
@@ -189,7 +195,7 @@ async def _told(request: Awaitable[str]) -> str:
     except grpc.aio.AioRpcError as error:
         return refusal(error) if error.code() in UNFIT else error.code().name
     except (aiohttp.ClientError, OSError):
-        return "closed"
+        return CLOSED
 
 
 def refusal(error: grpc.aio.AioRpcError) -> str:
@@ -210,9 +216,10 @@ def at_grpc(fleet: Access, address: str) -> Look:
     async def look(_: Wait) -> Found:
         async with calls(fleet, address) as channel:
             call = channel.unary_unary(HEALTH)(b"", timeout=LOOK)
-            code = await call.code()
+            code, details = await call.code(), await call.details() or ""
         silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        return Found(False, code not in silent, f"{address} says {code.name}")
+        ended = code in silent and "Connection refused" in details
+        return Found(False, code not in silent, f"{address} says {code.name}", ended)
 
     return look
 
@@ -221,14 +228,16 @@ def at_http(port: tuple[str, int]) -> Look:
     """Looks at an HTTP server: its /health answers."""
 
     async def look(_: Wait) -> Found:
-        line = b""
-        with suppress(OSError):
+        line, ended = b"", False
+        try:
             async with asyncio.timeout(LOOK):
                 reader, writer = await asyncio.open_connection(*port)
                 writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
                 line = await reader.readline()
                 writer.close()
-        return Found(False, bool(line), f"{port[0]}:{port[1]} says {line!r}")
+        except OSError as error:
+            ended = isinstance(error, ConnectionRefusedError)
+        return Found(False, bool(line), f"{port[0]}:{port[1]} says {line!r}", ended)
 
     return look
 

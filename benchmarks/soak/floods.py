@@ -159,8 +159,11 @@ async def _counting(address: str) -> AsyncIterator[tuple[str, list[int]]]:
     pumps: list[asyncio.Task[None]] = []
 
     async def join(*near: Any) -> None:
-        with suppress(OSError):
+        try:
             far = await _open(_split(address))
+        except OSError:  # so that the client does not wait for a server that has ended
+            near[1].transport.abort()
+        else:
             pumps.append(asyncio.create_task(_pump(near[0], far[1], sent)))
             pumps.append(asyncio.create_task(_pump(far[0], near[1], [])))
 

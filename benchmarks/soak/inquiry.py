@@ -19,6 +19,7 @@ class Found:
     moves: bool  # whether a router serves it, and will end it in time if it makes no progress
     answered: bool  # whether a server answered at all
     words: str
+    ended: bool = False  # its port refuses: the server has ended, and its requests with it
 
 
 def inquire(fleet: Access, request_id: str, routers: Iterable[str] | None = None) -> Found:

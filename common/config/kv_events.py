@@ -23,10 +23,10 @@ class KVEventsOptions:
     kv_events_config: dict[str, Any] = option(
         {},
         "publish changes of the prefix cache over ZeroMQ, as JSON with vLLM's fields: "
-        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": '
-        '"tcp://*:5558", "topic": "", "buffer_steps": 10000, "hwm": 100000}; anyone who '
-        "connects can read the prompts' token ids; each further replica, and with up each further "
-        "node, uses the next port",
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://lo:5557", "replay_endpoint": '
+        '"tcp://lo:5558", "topic": "", "buffer_steps": 10000, "hwm": 100000}; tcp://*:PORT lets '
+        "other hosts connect, and anyone who connects can read the prompts' token ids; each "
+        "further replica, and with up each further node, uses the next port",
     )
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class KVEventsConfig:
 
     enable_kv_cache_events: bool = False
     publisher: str = "zmq"
-    endpoint: str = "tcp://*:5557"  # bound if it has a `*` or is ipc, else connected to
+    endpoint: str = "tcp://lo:5557"  # bound or connected to: `is_bound`
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000  # batches that are kept for replay
     hwm: int = 100_000  # batches queued for a slow subscriber; further ones are dropped
@@ -78,6 +78,12 @@ class KVEventsConfig:
         """Returns the endpoints of a replica."""
         replay = self.replay_endpoint
         return _moved(self.endpoint, replica), replay and _moved(replay, replica)
+
+
+def is_bound(endpoint: str) -> bool:
+    """Returns whether subscribers connect to the endpoint, as vLLM decides, or on the loopback
+    interface; otherwise the node connects to a subscriber there."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "tcp://lo:"))
 
 
 def _check(key: str, value: Any, default: Any) -> None:

@@ -42,6 +42,7 @@ class Blame(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"  # a node of both roles
+    NODE = "node"  # the node that reports it; for its peer, the node's role
     NETWORK = "network"
 
 
@@ -176,7 +177,7 @@ class Cancelled(PdserveError):
 
 class NodeError(PdserveError):
     default_code = "NODE_FAILED"
-    default_blame = Blame.DECODE
+    default_blame = Blame.NODE
     default_retryable = True
 
 

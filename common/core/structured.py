@@ -3,11 +3,11 @@ request's fields."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
 
 MAX_CONSTRAINT = 64 * 1024  # bytes of a constraint's text
@@ -74,6 +74,13 @@ class StructuredOutput:
         whitespace_pattern: str | None = None,
     ) -> StructuredOutput:
         """Builds a constraint from JSON data: a schema, choices, a structural tag. Keeps the order
-        of keys, which is the order in the answer."""
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        of keys, which is the order in the answer.
+
+        Raises:
+            InvalidRequest: it has an unpaired surrogate, or is too large.
+        """
+        try:
+            text = exact_json.dumps(value)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{param} has an unpaired surrogate", param=param) from error
         return cls(kind, text, param, any_whitespace, whitespace_pattern)

@@ -1,7 +1,7 @@
 """Says what this process waits for, so that no start is silent for longer than `EVERY`.
 
-A wait is a block under `saying`. Waits may be nested and run in several threads: one line names the
-wait that began last. The lines come from a thread, because a wait may block the event loop.
+A wait is a block under `saying`. Waits may be nested, follow each other and run in several threads:
+a line names the wait that began last. Lines come from a thread, as a wait may block the event loop.
 """
 
 from __future__ import annotations
@@ -56,13 +56,17 @@ class _Waits:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waits: list[_Wait] = []
-        self._due = 0.0  # when the next line is to be written
+        # When the last one ended, and when the next line is to be written. A process waits from its
+        # first moment on.
+        self._ended = monotonic()
+        self._due = self._ended + EVERY
         self._running = False
 
     def begin(self, wait: _Wait, first: float) -> None:
         with self._changed:
             due = wait.since + first
-            self._due = min(self._due, due) if self._waits else due
+            follows = self._waits or wait.since < self._ended + EVERY
+            self._due = min(self._due, due) if follows else due
             self._waits.append(wait)
             if not self._running:
                 self._running = True
@@ -72,6 +76,7 @@ class _Waits:
     def end(self, wait: _Wait) -> None:
         with self._changed:
             self._waits.remove(wait)
+            self._ended = monotonic()
             self._changed.notify()
 
     def _run(self) -> None:

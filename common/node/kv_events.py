@@ -36,7 +36,7 @@ from pdserve.common.rpc.kv_events import (
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 
 MAX_BEHIND = 2**17  # blocks in the batches that a router has not read
-MAX_BATCH = 2**11  # blocks per message, which a router processes in a few milliseconds
+MAX_BATCH = 2**11  # blocks of an event, and of a message unless one turn of the loop had more
 PAUSE = 0.5  # seconds between messages, in which events gather: a message costs the router CPU
 
 Take = Callable[[KVEventBatch], None]
@@ -81,19 +81,21 @@ class KVEventLog:
     def stored(self, sequence: EngineSequence, first: int, end: int) -> None:
         size = self._pool.block_size
         hashes = sequence.hashes(size)
-        self._add(
-            BlockStored(
-                block_hashes=[short_hash(each) for each in hashes[first:end]],
-                parent_block_hash=short_hash(hashes[first - 1]) if first else None,
-                token_ids=sequence.token_ids[first * size : end * size],
-                block_size=size,
-                lora_name=sequence.adapter or None,
+        for start in range(first, end, MAX_BATCH):
+            stop = min(start + MAX_BATCH, end)
+            self._add(
+                BlockStored(
+                    block_hashes=[short_hash(each) for each in hashes[start:stop]],
+                    parent_block_hash=short_hash(hashes[start - 1]) if start else None,
+                    token_ids=sequence.token_ids[start * size : stop * size],
+                    block_size=size,
+                    lora_name=sequence.adapter or None,
+                )
             )
-        )
 
     def removed(self, block_hash: BlockHash) -> None:
         last = self._pending[-1] if self._pending else None
-        if isinstance(last, BlockRemoved):
+        if isinstance(last, BlockRemoved) and len(last.block_hashes) < MAX_BATCH:
             last.block_hashes.append(short_hash(block_hash))
         else:
             self._add(BlockRemoved([short_hash(block_hash)]))

@@ -40,7 +40,7 @@ class KVEventsService(pb_grpc.KVEventsServicer):
         self._logs = [KVEventLog(*each, self._metrics) for each in enumerate(pools)]
         for log, publisher in zip(self._logs, self._publishers, strict=False):
             log.attach(publisher.publish)
-            spawn(publisher.serve_replays())
+            spawn(publisher.serve())
 
     async def Subscribe(
         self, request: pb.KVEventsRequest, context: grpc.aio.ServicerContext

@@ -5,8 +5,9 @@ ROUTER   asked:  "" │ first number wanted              (a REQ socket adds the 
          answers, one for each batch that is kept and then one with the number -1:
          "" │ number │ batch
 
-Anyone who reaches the sockets may use them, so asking must not delay the node's steps: all replays
-together get a small share of the event loop, and a client that does not read loses its replay.
+Anyone who reaches the sockets may use them, so a `KVEventsDoor` bounds connections, subscriptions
+and queues, and asking must not delay the node's steps: all replays together get a small share of
+the event loop, and a client that does not read loses its replay.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from typing import TypeAlias
 import zmq
 import zmq.asyncio
 
-from pdserve.common.config.kv_events import FLAG, KVEventsConfig
+from pdserve.common.config.kv_events import FLAG, KVEventsConfig, is_bound
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.throttle import LogThrottle
+from pdserve.common.node.kv_door import KVEventsDoor
 from pdserve.common.rpc.kv_events import KVEventBatch, encode_batch
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ PIECE, PIECE_NBYTES, PAUSE = 32, 2**18, 0.005
 MAX_REPLAYS = 64  # at a time; further clients wait
 UNREAD_TIMEOUT = 10.0  # seconds until a client that reads nothing loses its replay
 MAX_ASKED = 1024  # bytes of a frame from a client
+MAX_KEPT_NBYTES = 2**26  # of the batches kept for replays
 
 Kept: TypeAlias = deque[tuple[bytes, bytes]]
 
@@ -51,6 +54,7 @@ class KVEventPublisher:
         endpoint, replay = config.of_replica(replica)
         self._topic = config.topic.encode()
         self._kept: Kept = deque(maxlen=config.buffer_steps)
+        self._kept_nbytes = 0
         self._numbers = count()
         self._context = zmq.asyncio.Context()
         self._replay: zmq.asyncio.Socket | None = None
@@ -58,9 +62,12 @@ class KVEventPublisher:
         self._pub.set_hwm(config.hwm)
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED)
+        self._doors: list[KVEventsDoor] = []
+        self._subscribers: KVEventsDoor | None = None
         try:
-            if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc:"):
-                self._pub.bind(endpoint)
+            if is_bound(endpoint):
+                self._subscribers = KVEventsDoor(endpoint, self._pub)
+                self._doors.append(self._subscribers)
             else:
                 self._pub.connect(endpoint)
             if replay is not None:
@@ -69,25 +76,41 @@ class KVEventPublisher:
                 self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED)
                 self._replay.setsockopt(zmq.SNDHWM, 2 * PIECE)
                 self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self._replay.bind(replay)
-        except zmq.ZMQError as error:
+                self._doors.append(KVEventsDoor(replay, self._replay))
+        except (OSError, zmq.ZMQError) as error:
             self.close()
-            raise ConfigError(f"{FLAG}: cannot use {endpoint}: {error}") from error
+            used = replay if self._replay is not None else endpoint
+            raise ConfigError(f"{FLAG}: cannot use {used}: {error.strerror}") from error
         logger.info("KV events on %s%s", endpoint, f", replayed on {replay}" if replay else "")
 
     def publish(self, batch: KVEventBatch) -> None:
         """Sends the batch; a subscriber that is too far behind misses it."""
         number, message = next(self._numbers).to_bytes(8, "big"), encode_batch(batch)
-        self._kept.append((number, message))
+        self._keep(number, message)
+        if self._subscribers is not None:
+            self._subscribers.published += len(message)
         with suppress(zmq.Again):
             self._pub.send_multipart((self._topic, number, message), zmq.NOBLOCK)
 
-    async def serve_replays(self) -> None:
-        """Answers those who missed batches, until cancelled."""
-        if self._replay is not None:
-            await Replays(self._replay, self._kept).serve()
+    def _keep(self, number: bytes, message: bytes) -> None:
+        if len(self._kept) == self._kept.maxlen:
+            self._kept_nbytes -= len(self._kept.popleft()[1])
+        self._kept.append((number, message))
+        self._kept_nbytes += len(message)
+        while self._kept_nbytes > MAX_KEPT_NBYTES:
+            self._kept_nbytes -= len(self._kept.popleft()[1])
+
+    async def serve(self) -> None:
+        """Lets subscribers in and answers those who missed batches, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for door in self._doors:
+                group.create_task(door.serve())
+            if self._replay is not None:
+                group.create_task(Replays(self._replay, self._kept).serve())
 
     def close(self) -> None:
+        for door in self._doors:
+            door.close()
         self._pub.close()
         if self._replay is not None:
             self._replay.close()

@@ -60,5 +60,7 @@ def _spin_briefly() -> None:
 
 
 async def _serve(node: Any, config: BothNodeConfig) -> int:
-    code: int = await node(config).serve(stopping=exit_within)
+    with saying("reading the model's files"):
+        made = node(config)
+    code: int = await made.serve(stopping=exit_within)
     return code

@@ -6,6 +6,7 @@ in vLLM 0.33. A block is named by `short_hash`. Fields are only ever added, with
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import msgspec
@@ -52,6 +53,16 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
 
+class _LazyBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+_lazy_decoder = msgspec.msgpack.Decoder(_LazyBatch)
+_event_decoder = msgspec.msgpack.Decoder(KVEvent)
+
+
 def encode_batch(batch: KVEventBatch) -> bytes:
     return _encoder.encode(batch)
 
@@ -59,6 +70,14 @@ def encode_batch(batch: KVEventBatch) -> bytes:
 def decode_batch(message: bytes) -> KVEventBatch:
     """Decodes a batch; raises msgspec.DecodeError if the bytes are something else."""
     return _decoder.decode(message)
+
+
+def decode_events(message: bytes) -> tuple[int, Iterator[KVEvent]]:
+    """Returns the replica of a batch, and its events, each decoded when it is asked for: all of
+    them at once would hold an event loop for long. Both raise msgspec.DecodeError if the bytes are
+    something else."""
+    batch = _lazy_decoder.decode(message)
+    return batch.data_parallel_rank or 0, map(_event_decoder.decode, batch.events)
 
 
 def num_blocks(batch: KVEventBatch) -> int:

@@ -198,9 +198,10 @@ def _error(
 
 
 def _blame(word: str | None, peer: Blame) -> Blame:
-    """Returns the blame in a peer's metadata; the peer itself if it is unknown, the router or the
-    operator."""
-    known = {str(blame): blame for blame in Blame if blame not in (Blame.ROUTER, Blame.OPERATOR)}
+    """Returns the blame in a peer's metadata; the peer itself if it is unknown, the node that
+    reports the error, the router or the operator."""
+    never = (Blame.NODE, Blame.ROUTER, Blame.OPERATOR)
+    known = {str(blame): blame for blame in Blame if blame not in never}
     return known.get(word or "", peer)
 
 

@@ -9,11 +9,13 @@ each mask has its own limits (`LIMITS`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import (
     COMPACT_WHITESPACE,
@@ -22,13 +24,14 @@ from pdserve.common.core.structured import (
     ConstraintKind,
     StructuredOutput,
 )
-from pdserve.common.text.json_schema import ROW, check_width, embedded, explained
+from pdserve.common.text import json_grammar, json_strings, lark_grammar
+from pdserve.common.text.json_grammar import NO_TEXT
 
 # Fuel is llguidance's measure of work. Ordinary masks take tens of microseconds, those of an object
 # with 480 optional properties up to 9 ms, the worst known 50 ms and 30 MB. Compiling has no such
 # limit; see `router/api/grammar_compiler.py`.
 LIMITS = LLParserLimits(
-    max_items_in_row=ROW,
+    max_items_in_row=json_grammar.ROW,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,
     step_max_items=50_000,  # a token's text may span many rows
@@ -38,8 +41,7 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _MAX_MESSAGE = 500  # characters
-_NO_TEXT = "no text matches it"
-_OPTIONS = "x-guidance"  # llguidance's key in a schema
+_SPECIAL = re.compile(r"<[^<>\s]+>")  # the name of a special token
 DIRECTIVE = "%opening "  # not allowed in clients' grammars: `common/text/opening.py`
 
 
@@ -150,7 +152,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             message = self._matcher.get_error().removesuffix("<non-verbose/>").strip()
-            raise GrammarError(_NO_TEXT if "NoExtension" in message else message[:_MAX_MESSAGE])
+            raise GrammarError(NO_TEXT if "NoExtension" in message else message[:_MAX_MESSAGE])
 
 
 # ---- from a client's constraint to a grammar ------------------------------------------------
@@ -178,11 +180,9 @@ def _to_grammar(structured: StructuredOutput) -> str:
     text = structured.text
     match structured.kind:
         case ConstraintKind.JSON:
-            check_width(json.loads(text))
-            options = _whitespace(structured)
-            return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+            return _lark(json_grammar.to_lark(exact_json.loads(text), _whitespace(structured)))
         case ConstraintKind.STRUCTURAL_TAG:
-            return _structural_tag(json.loads(text), _whitespace(structured))
+            return _lark(_structural_tag(exact_json.loads(text), _whitespace(structured)))
         case ConstraintKind.REGEX:
             if (len(text) - len(text.rstrip("\\"))) % 2:
                 raise ValueError("the regex ends within an escape")  # the library would drop it
@@ -190,41 +190,52 @@ def _to_grammar(structured: StructuredOutput) -> str:
         case ConstraintKind.CHOICE:
             # A terminal, so that the lexer handles it: a rule with thousands of choices would
             # exceed `max_items_in_row`.
-            choices = [json.dumps(each, ensure_ascii=False) for each in json.loads(text)]
-            return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(choices)}"))
+            choices = map(json_strings.literal, json.loads(text))
+            return _lark(f"start: TEXT\nTEXT: {' | '.join(choices)}")
         case ConstraintKind.GRAMMAR:
-            for schema in embedded(text):
-                check_width(schema)
-            return str(grammar_from("grammar", text))
+            if text.lstrip().startswith("{"):  # the library's own format
+                raise ValueError("a grammar is GBNF, EBNF or Lark, not JSON")
+            return _lark(lark_grammar.with_schemas(grammar_from("grammar", text)))
 
 
-def _whitespace(structured: StructuredOutput) -> Any:
-    """Returns llguidance's options for white space between JSON tokens."""
+def _lark(text: str) -> str:
+    return str(LLMatcher.grammar_from_lark(text))
+
+
+def _whitespace(structured: StructuredOutput) -> str | None:
+    """Returns the regex of white space between JSON tokens."""
     pattern = structured.whitespace_pattern
     if pattern is None and structured.any_whitespace:
-        pattern = COMPACT_WHITESPACE
-    options = {"whitespace_flexible": structured.any_whitespace}
-    return options if pattern is None else {**options, "whitespace_pattern": pattern}
+        return COMPACT_WHITESPACE
+    return pattern
 
 
-def _structural_tag(given: dict[str, Any], whitespace: Any) -> str:
+def _structural_tag(given: dict[str, Any], whitespace: str | None) -> str:
     """Returns the grammar of free text with `structures`, each beginning with a trigger."""
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
         raise ValueError("a structural tag needs a list of structures and a list of triggers")
-    tags = [_tag(each, [text for text in triggers if text], whitespace) for each in structures]
-    return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags)))
+    lines = [f"start: ({' | '.join(f'tag{i}' for i in range(len(structures)))})* rest"]
+    lines += ["rest: ANY", r"ANY: /(.|\n)*/", *json_grammar.separators(whitespace)]
+    for number, each in enumerate(structures):
+        lines += _tag(f"tag{number}", each, [text for text in triggers if text])
+    return "\n".join([*lines, ""])
 
 
-def _tag(structure: Any, triggers: Sequence[Any], whitespace: Any) -> StructTag:
+def _tag(name: str, structure: Any, triggers: Sequence[Any]) -> Iterator[str]:
     match structure:
         case {"begin": str(begin), "end": str(end), "schema": dict(schema)}:
-            for trigger in triggers:
-                if isinstance(trigger, str) and begin.startswith(trigger):
-                    check_width(schema)
-                    schema = {**schema, _OPTIONS: {**schema.get(_OPTIONS, {}), **whitespace}}
-                    return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
-            raise ValueError(f"no trigger is the beginning of {begin[:64]!r}")
+            found = [each for each in triggers if isinstance(each, str) and begin.startswith(each)]
+            if not found:
+                raise ValueError(f"no trigger is the beginning of {begin[:64]!r}")
+            made = json_grammar.JSONGrammar(schema, f"{name}_json")
+            trigger = f"ANY {found[0]}"  # a special token
+            if not _SPECIAL.fullmatch(found[0]):
+                trigger = f"{name}_trigger"
+                yield f"{trigger}[lazy]: ANY {json_strings.literal(found[0])}"
+            rest = json_strings.literal(begin.removeprefix(found[0]))
+            yield f"{name}: {trigger} {rest} {made.start} {json_strings.literal(end)}"
+            yield from made.rules()
         case _:
             raise ValueError("a structure needs the strings begin and end, and an object schema")
 
@@ -234,17 +245,14 @@ def check_grammar(structured: StructuredOutput, grammar: str, tokens: GrammarTok
     unlimited time and memory, or crash the process.
 
     Raises:
-        InvalidRequest: the reason, and the place in a schema.
+        InvalidRequest: the reason.
     """
     try:
         matcher = Matcher.compile(tokens, grammar)
         if not any(matcher.mask()) or (matcher.complete and not matcher.accepts):
-            raise GrammarError(_NO_TEXT)
+            raise GrammarError(NO_TEXT)
     except GrammarError as error:
-        message = str(error)
-        if structured.kind is ConstraintKind.JSON:
-            message = explained(json.loads(structured.text), message)
-        raise _invalid(structured, message) from error
+        raise _invalid(structured, str(error)) from error
 
 
 def _invalid(structured: StructuredOutput, message: str) -> InvalidRequest:

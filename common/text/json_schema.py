@@ -1,110 +1,205 @@
-"""Explains why llguidance rejects a JSON schema, or would fail in the middle of an answer: where,
-and the fix. Schemas come from clients and may be any JSON."""
+"""A JSON schema from a client, which may be any JSON: its references and the keywords it uses.
+
+Schemas that hold at once are a list of elements, which `flat` resolves:
+
+    {"$ref": …, "allOf": […]} ──▶ the assertions of each schema, and the choices between branches
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote, urljoin
 
-ROW = 2000  # llguidance's limit of items (possible continuations)
-_ONE_OF = (
-    "oneOf with branches that may match at once is not supported: use anyOf, or give each branch a "
-    "required property with a const of its own"
-)
+from pdserve.common.text import json_numbers, json_strings
 
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+_OWN = {
+    "type", "const", "enum", *json_numbers.KEYWORDS, *json_strings.KEYWORDS,
+    "items", "additionalItems", "prefixItems", "minItems", "maxItems",
+    "properties", "additionalProperties", "patternProperties", "required",
+    "minProperties", "maxProperties",
+}  # fmt: skip
+_UNSUPPORTED = {
+    "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies",
+    "propertyNames", "unevaluatedItems", "unevaluatedProperties", "contains", "minContains",
+    "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
+}  # fmt: skip
+_ALWAYS = {"uniqueItems": False}  # values that allow everything
+_MAX_ELEMENTS = 2000  # schemas that hold at once
 
-def explained(schema: Any, message: str) -> str:
-    """Adds the place of the keyword or type to the library's message: ` (at $.properties.a)`."""
-    where = json.JSONDecoder()
-    names: tuple[str, ...] = ()
-    if message.startswith("Unimplemented keys: "):
-        names = tuple(where.raw_decode(message.removeprefix("Unimplemented keys: "))[0])
-    elif message.startswith("Invalid type: "):
-        names = (message.removeprefix("Invalid type: "),)
-    elif message.startswith("oneOf constraints are not supported"):
-        found = [path for path, each in _objects(schema) if "oneOf" in each]
-        return f"{_ONE_OF} (at {found[0]})" if len(found) == 1 else _ONE_OF
-    for path, each in _objects(schema):
-        if any(name in each or each.get("type") == name for name in names):
-            return f"{message} (at {path})"
-    return message
+Kind = Literal["all", "own", "any", "one"]
 
 
-def embedded(lark: str) -> Iterator[Any]:
-    """Yields the schemas after `%json` in a Lark grammar."""
-    for each in re.finditer(r"%json\s*(?=\{)", lark):
-        with suppress(json.JSONDecodeError):  # the library will report it
-            yield json.JSONDecoder().raw_decode(lark, each.end())[0]
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A schema, its own assertions alone, or a list of branches of which any, or one, holds.
+    Two are equal if they are the same part of the document."""
+
+    kind: Kind
+    part: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Element) and self.kind == other.kind and self.part is other.part
+
+    def __hash__(self) -> int:
+        return hash((self.kind, id(self.part)))
 
 
-def check_width(schema: Any) -> None:
-    """Raises ValueError if, at some point of an answer, more properties could follow than
-    llguidance's limit."""
-    rows = _Rows(schema)
-    for path, each in _objects(schema):
-        if max([rows.at_beginning(each), *_runs(each)[1:]]) > ROW:
-            raise ValueError(
-                f"too many optional properties (at {path}); an object can have about "
-                f"{ROW // 4 - 10}: make some required, or move them into nested objects"
-            )
+class Document:
+    """A schema's parts by reference, and their places for errors."""
 
-
-class _Rows:
     def __init__(self, root: Any) -> None:
+        """Raises ValueError: it is neither an object nor a boolean."""
+        if not isinstance(root, dict | bool):
+            raise ValueError("a schema must be an object or a boolean")
         self._root = root
-        self._known: dict[int, int] = {}  # by id
+        self._paths: dict[int, str] = {}
+        self._bases: dict[int, str] = {}
+        self._named: dict[str, Any] = {"": root}  # by URI
+        self._desugared: dict[int, Element] = {}
+        self._scan(root)
 
-    def at_beginning(self, schema: Any) -> int:
-        """Returns the items at the beginning of an object of this schema, over all branches."""
-        if not isinstance(schema, dict):
-            return 0
-        if id(schema) not in self._known:
-            self._known[id(schema)] = 0  # a recursive reference adds nothing
-            branches = [self._target(schema.get("$ref"))]
-            for key in ("allOf", "anyOf", "oneOf"):
-                branches += each if isinstance(each := schema.get(key), list) else []
-            own = next(iter(_runs(schema)), 0)
-            self._known[id(schema)] = own + sum(map(self.at_beginning, branches))
-        return self._known[id(schema)]
+    def _scan(self, root: Any) -> None:
+        pending = [("$", "", root)]
+        while pending:
+            path, base, value = pending.pop()
+            if isinstance(value, list):
+                self._paths[id(value)] = path.removesuffix(".oneOf")[:200]
+                steps = [(f"{path}[{i}]", base, each) for i, each in enumerate(value)]
+            elif isinstance(value, dict):
+                base = self._place(path, base, value)
+                steps = [(f"{path}.{key}", base, each) for key, each in value.items()]
+            else:
+                continue
+            pending += [step for step in reversed(steps) if isinstance(step[2], dict | list)]
 
-    def _target(self, reference: Any) -> Any:
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        found = self._root
-        for step in reference[1:].split("/")[1:]:
-            found = found.get(step) if isinstance(found, dict) else None
+    def _place(self, path: str, base: str, part: dict[str, Any]) -> str:
+        if isinstance(given := part.get("$id"), str):
+            base = urljoin(base, given).removesuffix("#")
+            self._named.setdefault(base, part)
+        if isinstance(given := part.get("$anchor"), str):
+            self._named.setdefault(f"{base}#{given}", part)
+        self._paths[id(part)], self._bases[id(part)] = path[:200], base
+        return base
+
+    def at(self, part: Any) -> str:
+        """Returns the place of a part, for an error's end."""
+        path = self._paths.get(id(part))
+        return f" (at {path})" if path else ""
+
+    def target(self, part: dict[str, Any]) -> Any:
+        """Returns the schema that a part's `$ref` names.
+
+        Raises:
+            ValueError: there is none in this document.
+        """
+        reference = part["$ref"]
+        if not isinstance(reference, str):
+            raise ValueError(f"$ref must be a string{self.at(part)}")
+        base, _, fragment = reference.partition("#")
+        uri = urljoin(self._bases.get(id(part), ""), base) if base else self._bases[id(part)]
+        found = self._named.get(uri)
+        if fragment and not fragment.startswith("/"):
+            found = self._named.get(f"{uri}#{fragment}")
+        for step in unquote(fragment).split("/")[1:] if fragment.startswith("/") else ():
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
+            else:
+                found = found.get(step) if isinstance(found, dict) else None
+        if not isinstance(found, dict | bool):
+            where = self.at(part)
+            raise ValueError(f"$ref {reference[:200]} names no schema of this document{where}")
         return found
 
+    def flat(self, elements: Sequence[Element]) -> tuple[Element, ...] | None:
+        """Resolves elements that hold at once to their own assertions and choices, in the order of
+        keywords; None: nothing satisfies them, for they are false or lead only to themselves.
 
-def _runs(schema: dict[str, Any]) -> list[int]:
-    """Returns the items of each run of optional properties between required ones."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict):
-        return []
-    names = set(map(str, required)) if isinstance(required, list) else set()
-    counts = [0]
-    for name in properties:
-        if name in names:
-            counts.append(0)
-        else:
-            counts[-1] += 1
-    if names:
-        first = 3 * counts[0] + 1
-    else:  # any of them may be the last
-        first = 4 * counts[0] + (-1 if schema.get("additionalProperties") is False else 7)
-    return [first, *(2 * count + 3 for count in counts[1:])]
+        Raises:
+            ValueError: a keyword is not supported.
+        """
+        found: dict[Element, None] = {}
+        seen: set[Element] = set()
+        entered: set[Element] = set()
+        pending = [(True, each) for each in reversed(elements)]
+        while pending:
+            enter, each = pending.pop()
+            if not enter:
+                entered.discard(each)
+            elif each.kind != "all":
+                found[each] = None
+            elif each.part is False or each in entered:
+                return None
+            elif each.part is not True and each not in seen:
+                seen.add(each)
+                entered.add(each)
+                pending.append((False, each))
+                pending += [(True, part) for part in reversed(list(self._parts(each.part)))]
+            if len(seen) + len(found) > _MAX_ELEMENTS:
+                raise ValueError(f"more than {_MAX_ELEMENTS} schemas hold at once")
+        return tuple(found)
+
+    def _parts(self, schema: Any) -> Iterator[Element]:
+        if not isinstance(schema, dict):
+            raise ValueError("a schema must be an object or a boolean")
+        self._check(schema)
+        own = False
+        for keyword, value in schema.items():
+            if keyword == "$ref":
+                yield Element("all", self.target(schema))
+            elif keyword in ("allOf", "anyOf", "oneOf"):
+                if not isinstance(value, list) or not value:
+                    raise ValueError(f"{keyword} must be a list of schemas{self.at(schema)}")
+                if keyword == "allOf":
+                    yield from (Element("all", each) for each in value)
+                else:
+                    yield Element("any" if keyword == "anyOf" else "one", value)
+            elif keyword in ("const", "enum") and (choice := self._composite(schema, keyword)):
+                yield choice
+            elif keyword in _OWN and not own:
+                own = True
+                yield Element("own", schema)
+
+    def _check(self, schema: dict[str, Any]) -> None:
+        for keyword in sorted(schema.keys() & _UNSUPPORTED):
+            if _ALWAYS.get(keyword, keyword) != schema[keyword]:
+                raise ValueError(f"{keyword} is not supported{self.at(schema)}")
+        given = schema.get("type", [])
+        for each in given if isinstance(given, list) else [given]:
+            if each not in TYPES and each != "integer":
+                raise ValueError(f"Invalid type: {str(each)[:64]}{self.at(schema)}")
+        if "enum" in schema and not isinstance(schema["enum"], list):
+            raise ValueError(f"enum must be a list{self.at(schema)}")
+
+    def _composite(self, schema: dict[str, Any], keyword: str) -> Element | None:
+        """Returns lists and objects of `const` or `enum` as schemas; None: it has none."""
+        value = schema[keyword]
+        if not composite(schema, keyword):
+            return None
+        if id(value) not in self._desugared:
+            if keyword == "const":
+                self._desugared[id(value)] = Element("all", _desugared(value))
+            else:
+                branches = [{"const": each} for each in value]
+                self._desugared[id(value)] = Element("any", branches)
+        return self._desugared[id(value)]
 
 
-def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (path, object) of all objects in the schema, parents first."""
-    pending: list[tuple[str, Any]] = [("$", schema)]
-    while pending:
-        path, value = pending.pop()
-        if isinstance(value, dict):
-            yield path, value
-            pending += [(f"{path}.{key}", each) for key, each in reversed(value.items())]
-        elif isinstance(value, list):
-            pending += reversed([(f"{path}[{i}]", each) for i, each in enumerate(value)])
+def _desugared(value: Any) -> dict[str, Any]:
+    """Returns the schema of a list or an object alone."""
+    if isinstance(value, dict):
+        properties = {name: {"const": each} for name, each in value.items()}
+        names = list(properties)
+        closed = {"properties": properties, "required": names, "additionalProperties": False}
+        return {"type": "object", **closed}
+    items = [{"const": each} for each in value]
+    return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+
+
+def composite(part: dict[str, Any], keyword: str) -> bool:
+    """Returns whether `const` or `enum` has lists or objects, which `Document.flat` resolves."""
+    value = part[keyword]
+    return any(isinstance(e, dict | list) for e in ([value] if keyword == "const" else value))

@@ -110,6 +110,7 @@ def worker_specs(
 
 
 @host_errors_as_config_errors()
+@saying("preparing device, memory and KV cache")
 def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     """Builds rank `spec.rank`. Blocks until all ranks have joined and the weights are loaded.
 

@@ -28,6 +28,7 @@ from pdserve.common.config.options import CommandParser
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import AMPLE_FILES, bind, memory_left, usable_cores
 from pdserve.common.core.printable import printable
+from pdserve.common.core.waits import saying
 
 PORTS = (8000, 8001, 8002)  # the defaults of HTTP, gRPC and the registry
 CONNECT_TIMEOUT = 3.0  # seconds
@@ -41,7 +42,8 @@ Check = Callable[[], Iterator[Finding]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a check failed, else 0."""
     options = _parser().parse_args(argv)
-    findings = [finding for check in _checks(options) for finding in _run(check)]
+    with saying("checking"):  # a GPU's kernels are compiled
+        findings = [finding for check in _checks(options) for finding in _run(check)]
     if options.json:
         print(json.dumps([asdict(each) for each in findings], indent=2))
     else:

@@ -16,6 +16,7 @@ from pdserve.common.config.sources import CONFIG_EXIT_CODE
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors
 from pdserve.common.core.plugins import import_string, nearest
+from pdserve.common.core.waits import saying
 
 COMMANDS = {
     "Whole clusters": {
@@ -146,7 +147,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     try:
         with host_errors_as_config_errors():
-            return int(import_string(targets[command])(rest))
+            with saying("importing libraries"):
+                program = import_string(targets[command])
+            return int(program(rest))
     except PdserveError as error:
         print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -20,6 +20,7 @@ from pdserve.client.terminal import console_of
 from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.waits import saying
 from pdserve.common.obs.logging import LogWriter
 from pdserve.common.obs.process import dump_stacks_on_signal
 
@@ -61,7 +62,7 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         with console.status("starting; loading weights"):
             started = await cluster.start()
         if started:
-            console.print(ready_line(config, cluster.urls))
+            console.print(ready_line(config, cluster.urls), soft_wrap=True)
             await cluster.ended
         return 0
     except PdserveError as error:
@@ -111,6 +112,7 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
     return cluster
 
 
+@saying("checking the options and the model")
 def with_model(config: ClusterConfig, console: Console) -> ClusterConfig:
     """Returns the config with the model's folder in place of its name. Downloads or unpacks the
     model once, before any role starts.

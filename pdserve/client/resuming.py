@@ -16,16 +16,17 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from http.client import HTTPException, HTTPResponse
 from typing import Any, Self
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request
 from uuid import uuid4
 
 import aiohttp
 
 from pdserve.client.server import Answer, client_session, encode
+from pdserve.client.watch import CONNECT, Watch, watched
 from pdserve.common.core.errors import (
     ConfigError,
     Conflict,
@@ -39,7 +40,7 @@ Chunk = dict[str, Any]
 
 PATIENCE = 30.0  # seconds without a new event after which a stream fails
 PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two tries
-SILENCE = 60.0  # seconds without a byte after which a router counts as dead
+SILENCE = 60.0  # seconds without a byte after which a stream's router counts as dead in any case
 KEY_HEADER = "Idempotency-Key"
 JSON = {"Content-Type": "application/json"}
 LONGEST = 600.0  # seconds that a whole answer may take
@@ -180,8 +181,9 @@ class ResumingClient:
             turn = self._turn
             try:
                 tries.begin()
-                request = Request(self._urls[turn % len(self._urls)] + path, encode(body), headers)
-                with _opened(request, LONGEST) as response:
+                url = self._urls[turn % len(self._urls)]
+                request = Request(url + path, encode(body), headers)
+                with Watch(url) as watch, _opened(request, watch, LONGEST) as response:
                     answer: dict[str, Any] = json.load(response)
                     return answer
             except (OSError, HTTPException, PdserveError) as error:
@@ -194,8 +196,9 @@ class ResumingClient:
         self, url: str, path: str, progress: Progress, headers: Mapping[str, str]
     ) -> Iterator[Chunk]:
         request = Request(url + path, progress.begin(), {**headers, **self._headers})
-        with _opened(request, SILENCE) as response:
+        with Watch(url) as watch, _opened(request, watch, SILENCE) as response:
             for line in response:
+                watch.heard()
                 yield from progress.take(line)
         if not progress.done:
             raise ConnectionError(f"{url} broke off its answer")
@@ -251,19 +254,17 @@ class AsyncResumingClient:
         """Returns the whole answer as `ResumingClient.complete` does. Raises as `stream` does."""
         key = idempotency_key or uuid4().hex
         headers = {**(headers or {}), **JSON, KEY_HEADER: key}
-        timeout = aiohttp.ClientTimeout(total=LONGEST, sock_connect=10.0)
+        timeout = aiohttp.ClientTimeout(total=LONGEST, sock_connect=CONNECT)
         tries = Tries(self._patience)
         while True:
             turn = self._turn
             try:
                 tries.begin()
                 url = self._urls[turn % len(self._urls)]
-                async with self._session.post(
+                post = self._session.post(
                     url + path, data=encode(body), headers=headers, timeout=timeout
-                ) as response:
-                    await _check(response)
-                    answer: dict[str, Any] = await response.json()
-                    return answer
+                )
+                return await watched(_whole(post), self._session, url)
             except (aiohttp.ClientError, OSError, PdserveError) as error:
                 await self._next_router(turn, tries.failed(error))
 
@@ -276,15 +277,15 @@ class AsyncResumingClient:
     async def _once(
         self, url: str, path: str, progress: Progress, headers: Mapping[str, str]
     ) -> AsyncGenerator[Chunk, None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE)
-        async with self._session.post(
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE)
+        post = self._session.post(
             url + path, data=progress.begin(), headers={**headers, **JSON}, timeout=timeout
-        ) as response:
+        )
+        response, rest = await watched(post, self._session, url), b""
+        async with response:
             await _check(response)
-            rest = b""
-            async for (
-                piece
-            ) in response.content.iter_any():  # unlike lines, pieces have no size limit
+            # Unlike lines, pieces have no size limit.
+            while piece := await watched(response.content.readany(), self._session, url):
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     for chunk in progress.take(line):
@@ -299,15 +300,21 @@ def _checked(urls: Sequence[str]) -> list[str]:
     return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
 
-def _opened(request: Request, timeout: float) -> HTTPResponse:
+def _opened(request: Request, watch: Watch, timeout: float) -> HTTPResponse:
     """Returns the open response; raises PdserveError if the request was refused."""
     try:
-        response: HTTPResponse = urlopen(request, timeout=timeout)
-        return response
+        return watch.open(request, timeout)
     except HTTPError as error:
         with error:
             after = error.headers.get("Retry-After")
             raise _refusal(error.code, error.read(), after) from None
+
+
+async def _whole(post: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:
+    async with post as response:
+        await _check(response)
+        answer: dict[str, Any] = await response.json()
+        return answer
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

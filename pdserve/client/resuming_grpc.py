@@ -20,11 +20,20 @@ from typing import Any, ClassVar, Self
 import grpc
 
 from pdserve.client.resuming import LONGEST_PAUSE, PATIENCE, PAUSE
+from pdserve.client.watch import CONNECT, PROBE, QUIET
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.rpc.pb import inference_pb2 as pb
 from pdserve.common.rpc.pb import inference_pb2_grpc
 from pdserve.common.rpc.server import KEEPALIVE
 
+# A router that vanishes or stands still is noticed after six seconds.
+_SOON = {
+    "grpc.keepalive_time_ms": int(1000 * QUIET),
+    "grpc.keepalive_timeout_ms": int(1000 * PROBE),
+    "grpc.http2.ping_timeout_ms": int(1000 * PROBE),
+    "grpc.min_reconnect_backoff_ms": int(1000 * CONNECT),  # bounds the time of a connection
+}
+OPTIONS = [*{**dict(KEEPALIVE), **_SOON}.items()]
 # The router is gone, full, or about to stop (gRPC cancels calls that arrive while a server stops):
 # another one may serve the request.
 ELSEWHERE = {
@@ -101,8 +110,8 @@ class _Routers:
 
     def _channel(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
         if credentials is None:
-            return self._kind.insecure_channel(address, KEEPALIVE)
-        return self._kind.secure_channel(address, credentials, KEEPALIVE)
+            return self._kind.insecure_channel(address, OPTIONS)
+        return self._kind.secure_channel(address, credentials, OPTIONS)
 
     def _call(self, turn: int, progress: Progress) -> Any:
         channel = self._channels[turn % len(self._channels)]

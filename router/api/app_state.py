@@ -205,6 +205,7 @@ class AppState:
             adapter=adapter,
             batch=batch,
             prompt_only=prompt_only,
+            constraint=given.get("constraint") or "",
             before=before,
         )
 

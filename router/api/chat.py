@@ -74,7 +74,8 @@ def make_chat(
     """Builds the generation; `given` are the client's parameters by name. Raises as
     `chat_from_body`."""
     (token_ids,), plan, tokenizer = asked.prompts, asked.answer, state.model.tokenizer
-    given = {**given, "grammar": asked.grammar}
+    constraint = asked.structured and asked.structured.param
+    given = {**given, "grammar": asked.grammar, "constraint": constraint}
     if given.get("skip_special_tokens") is None and plan.shows_special_tokens(state.tool_parser):
         given["skip_special_tokens"] = False
     if state.tool_parser is not None and (stops := _stops(state, state.tool_parser)):

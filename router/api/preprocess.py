@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from pdserve.common.config.router import ChatConfig
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest, PdserveError, RequestTooLarge, is_defect
 from pdserve.common.core.parameters import MAX_CHOICES, check_range
 from pdserve.common.core.prompt_logprobs import check_size
@@ -113,14 +114,15 @@ class Preprocessed(Generic[BodyT]):
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     ignored: Sequence[str] = ()  # as `Ignored.names`
     grammar: str = ""  # the compiled constraint
+    resume: str = ""  # the ids of `GenerationBody.resume`, joined by spaces
 
 
-# Fields of bodies that become token ids, text, or a constraint.
+# Fields of bodies that become token ids, text, a constraint, or are sent beside the body.
 CONSUMED_FIELDS = frozenset({
     "prompt", "messages", "input", "instructions", "system", "tokens",
     "chat_template", "chat_template_kwargs", "documents", "functions", "tools", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_whitespace_pattern",
+    "guided_whitespace_pattern", "resume",
 })  # fmt: skip
 
 
@@ -163,18 +165,30 @@ class Preprocessor:
             self.model.check_name(body.model)
         if not isinstance(body, CompatBody):
             ignored.fields(body.model_extra)
-            return replace(preprocess(self, body), ignored=ignored.names)
+            given = body.resume if isinstance(body, GenerationBody) else None
+            resume = " ".join(given or ())
+            return replace(preprocess(self, body), ignored=ignored.names, resume=resume)
         ignored.fields(body.model_extra, body.elsewhere())
         made = preprocess(self, as_chat(body, ignored))
         return replace(made, body=body, texts=body.echoed(), ignored=ignored.names)
 
 
 def parse(schema: type[BodyT], raw: bytes | bytearray, ignored: Ignored | None = None) -> BodyT:
-    """`ignored` gets the tools that are left out."""
+    """`ignored` gets the tools that are left out.
+
+    Raises:
+        InvalidRequest: the body does not fit the schema.
+    """
     try:
-        return schema.model_validate_json(raw, context=ignored or Ignored())
+        body = schema.model_validate_json(raw, context=ignored or Ignored())
+        # pydantic's parser rounds numbers, of schemas too.
+        if exact_json.may_round(raw) and exact_json.has_exact(exact := exact_json.loads(raw)):
+            return schema.model_validate(exact, context=Ignored())
+        return body
     except ValidationError as error:
         raise _invalid(error) from error
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="INVALID_JSON") from error
 
 
 def as_chat(body: CompatBody, ignored: Ignored, messages: bool = True) -> ChatBody:

@@ -2,7 +2,7 @@
 
     router ── Ask, raw body ──▶ worker             preprocesses it
            ◀── Head: the reply, or a typed error ──
-           ◀── the token ids of each prompt, then each text ──
+           ◀── the token ids of each prompt, then each text, then `resume` ──
            ── Ask of GRAMMAR, a constraint ──▶     compiles it in a child
            ◀── Head: the grammar, or an error ──
 
@@ -46,7 +46,6 @@ MAX_MEMORY = 2 * 2**30  # bytes of data; a body that needs more ends this proces
 NICENESS = 5  # so that small requests, and nodes on this host, do not wait for a large body
 KEEP_MEMORY = 512 * 2**20  # bytes at the peak, above which the process ends after its reply
 MAX_FIELDS = 64 * 1024  # bytes of JSON beside prompt, messages and template
-MAX_RESUME = 2**20  # bytes of JSON of `resume`
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "completion": {"prompt": ""},
     "chat": {"messages": []},
@@ -86,6 +85,7 @@ class Reply:
     # These are frames of their own: arrays of 32 bits, and UTF-8.
     prompts: tuple[bytes, ...] = ()
     texts: tuple[bytes, ...] = ()
+    resume: bytes = b""
     structured: StructuredOutput | None = None
     answer: AnswerPlan = field(default_factory=AnswerPlan)
     ignored: tuple[str, ...] = ()
@@ -156,9 +156,9 @@ def _refusal(error: PdserveError) -> Reply:
 
 
 def _frames(reply: Reply) -> list[bytes]:
-    alone = replace(reply, prompts=(), texts=())
+    alone = replace(reply, prompts=(), texts=(), resume=b"")
     head = msgspec.msgpack.encode(Head(alone, len(reply.prompts), len(reply.texts)))
-    return [head, *reply.prompts, *reply.texts]
+    return [head, *reply.prompts, *reply.texts, reply.resume]
 
 
 def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Reply:
@@ -170,6 +170,7 @@ def answer(preprocessor: Preprocessor, kind: str, raw: bytes | bytearray) -> Rep
         body=_fields(kind, preprocessed),
         prompts=tuple(array("I", ids).tobytes() for ids in preprocessed.prompts),
         texts=tuple(text.encode() for text in preprocessed.texts),
+        resume=preprocessed.resume.encode(),
         structured=preprocessed.structured,
         answer=preprocessed.answer,
         ignored=tuple(preprocessed.ignored),
@@ -181,7 +182,7 @@ def _fields(kind: str, preprocessed: Preprocessed[Any]) -> bytes:
     known = set(type(preprocessed.body).model_fields) - CONSUMED_FIELDS
     rest = preprocessed.body.model_dump(mode="json", include=known, exclude_none=True)
     fields = msgspec.json.encode({**rest, **_PLACEHOLDERS.get(kind, {})})
-    if len(fields) > MAX_FIELDS + (MAX_RESUME if rest.get("resume") else 0):
+    if len(fields) > MAX_FIELDS:
         raise InvalidRequest(f"the parameters take more than {MAX_FIELDS} bytes")
     return fields
 

@@ -44,6 +44,7 @@ class ReceivedReply:
     reply: Reply
     prompts: tuple[array[int], ...]
     texts: tuple[str, ...]
+    resume: str
 
 
 class DiedError(Exception):
@@ -85,7 +86,8 @@ class PreprocessWorkers:
         reply = answer.reply
         body = parse(KINDS[kind][0], reply.body)
         return Preprocessed(
-            body, answer.prompts, answer.texts, reply.structured, reply.answer, reply.ignored
+            *(body, answer.prompts, answer.texts, reply.structured, reply.answer, reply.ignored),
+            resume=answer.resume,
         )
 
     async def compile(self, structured: StructuredOutput, client: str = "") -> Compiled:
@@ -206,7 +208,8 @@ class _Worker:
         head = _heads.decode(await self._receive())
         prompts = [_ids(await self._receive()) for _ in range(head.num_prompts)]
         texts = [(await self._receive()).decode() for _ in range(head.num_texts)]
-        return ReceivedReply(head.reply, tuple(prompts), tuple(texts))
+        resume = (await self._receive()).decode()
+        return ReceivedReply(head.reply, tuple(prompts), tuple(texts), resume)
 
     async def _send(self, data: BodyBuffer) -> None:
         writer = self._fork.writer

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-import msgspec
-
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.router.api.compat import CompatBody, Fields, Objects, Options
 from pdserve.router.api.ignored import Ignored
@@ -93,9 +92,7 @@ class ResponsesBody(CompatBody):
         return {name: value for name, value in fields.items() if value is not None}
 
     def echoed(self) -> tuple[str, ...]:
-        return tuple(
-            msgspec.json.encode(each).decode() for each in (self.instructions, self.tools or [])
-        )
+        return exact_json.dumps(self.instructions), exact_json.dumps(self.tools or [])
 
     def conversation(self, ignored: Ignored) -> list[Fields]:
         given = self.input
@@ -174,7 +171,7 @@ def _output(output: Any, param: str) -> Any:
         return as_parts(output, param)
     if isinstance(output, str | None):
         return output or ""
-    return msgspec.json.encode(output).decode()
+    return exact_json.dumps(output)
 
 
 def _merged(messages: Iterator[Fields]) -> Iterator[Fields]:

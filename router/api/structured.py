@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
 from pdserve.router.api.schema import GenerationBody
@@ -127,7 +127,7 @@ def _of_object(kind: ConstraintKind, value: Any, param: str, **options: Any) -> 
         return StructuredOutput.of_json(kind, value, param, **options)
     made = _of_text(kind, value, param, **options)
     try:
-        if isinstance(json.loads(made.text), dict):
+        if isinstance(exact_json.loads(made.text), dict):
             return made
     except (ValueError, RecursionError) as error:
         raise _wrong(param, f"is not valid JSON: {error}") from error

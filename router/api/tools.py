@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.core.structured import ConstraintKind, Opening, StructuredOutput
 from pdserve.common.text.tokenizer import Tokenizer
@@ -23,7 +23,6 @@ MAX_TOOLS = 128
 _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _NO_SCHEMAS = {"const", "enum", "default", "examples"}
 _NAMES = {"$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
-_OF_ROOTS = "x-guidance"  # llguidance's own keyword, for a schema's root alone
 _TYPES = ("string", "null", "number", "integer", "boolean", "object", "array")
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 
@@ -174,12 +173,8 @@ def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> Structure
     """Returns the constraint that allows a text as in `structured`, or one call instead."""
     calls, moved = _calls(schemas)
     try:
-        text = {key: value for key, value in json.loads(structured.text).items() if key != "$id"}
-        if _OF_ROOTS in text:
-            raise InvalidRequest(
-                f"{structured.param} has {_OF_ROOTS}, which tools exclude",
-                param=structured.param,
-            )
+        given = exact_json.loads(structured.text)
+        text = {key: value for key, value in given.items() if key != "$id"}
         moved["text"] = _moved(text, "#/$defs/text")
     except RecursionError as error:
         raise InvalidRequest(
@@ -192,8 +187,7 @@ def _call_or(structured: StructuredOutput, schemas: dict[str, Any]) -> Structure
             param=structured.param,
         ) from error
     either = {"anyOf": [*calls, {"$ref": "#/$defs/text"}], "$defs": moved}
-    schema = json.dumps(either, ensure_ascii=False, separators=(",", ":"))
-    return replace(structured, text=schema)
+    return replace(structured, text=exact_json.dumps(either))
 
 
 def _list_of_calls(schemas: dict[str, Any], parallel: bool) -> dict[str, Any]:

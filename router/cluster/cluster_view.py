@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster import reports
 from pdserve.router.cluster.health import BreakerState
 from pdserve.router.cluster.kinds import Candidates, Kind
 from pdserve.router.cluster.node import ROLE_NAMES, Node, mismatch
@@ -103,9 +104,8 @@ class ClusterView:
     def placed_by_others(self) -> tuple[int, int]:
         """Returns the choices that other routers have on this cluster's nodes, and how many routers
         there are, by the nodes' reports."""
-        loads = [node.load for node in self.answering() if self.registry.is_alive(node)]
-        routers = max((load.routers for load in loads), default=1)
-        return sum(load.others for load in loads), max(1, routers)
+        alive = [node for node in self.answering() if self.registry.is_alive(node)]
+        return reports.choices(alive), reports.routers(alive)
 
     def replicas(self) -> tuple[int, int, int]:
         """Returns the numbers of replicas that may compute prompts and answers now, and the prompt
@@ -116,7 +116,7 @@ class ClusterView:
         return (
             sum(node.replicas for node in prefills),
             sum(node.replicas for node in decodes),
-            sum(node.load.others_tokens for node in prefills),
+            reports.tokens(prefills),
         )
 
     # ---- reasons -----------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class ClusterView:
         """Returns the reason for the node's state, or its fault if it is usable."""
         why = node.unreachable or self._why_unusable(node) or unpaired.get(node.id)
         why = why or node.load.reason
-        remarks = [each for each in (node.clock_off, node.short) if each]
+        remarks = [each for each in (node.clock_off, node.short, node.impossible) if each]
         return "; ".join([*([] if why in ("", "ok") else [why]), *remarks]) if remarks else why
 
     def _describe(self, node: Node, unpaired: Mapping[str, str]) -> dict[str, Any]:

@@ -5,25 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 
 from pdserve.common.core.errors import PdserveError, TransferError
+from pdserve.router.cluster.failures import Effect, has
 from pdserve.router.cluster.node import Node, Suspect
 from pdserve.router.cluster.registry import Registry
-
-# After one of these errors a node gets no request until its next heartbeat.
-LOST_CODES = frozenset(
-    {
-        "PEER_LOST",
-        "PEER_SILENT",
-        "UNREACHABLE",
-        "DRAINING",
-        "NODE_STOPPING",
-        "RANK_DIED",
-        "ENGINE_STALLED",
-    }
-)
-# Transfer errors caused by the link between two nodes, not by either node.
-LINK_CODES = frozenset({"PEER_LOST", "CONNECT_FAILED", "LEASE_EXPIRED", "NO_COMMON_CONNECTOR"})
-# The node can serve other requests after these errors.
-SOUND_CODES = frozenset({"SEQUENCE_FAILED", "ADAPTER_NOT_LOADED"})
 
 
 class InFlightLoad:
@@ -93,12 +77,12 @@ class InFlightLoad:
         not answer is not used until its next heartbeat."""
         node = self._node
         self.first_in_line = next(iter(node.prefilling), None) is self
-        on_link = isinstance(error, TransferError) and error.code in LINK_CODES
-        if error.blame.value != node.role or on_link or error.code in SOUND_CODES:
+        on_link = isinstance(error, TransferError) and has(error.code, Effect.LINK)
+        if error.blame.value != node.role or on_link or has(error.code, Effect.SOUND):
             node.breaker.undecided(self._trial)
             return
         node.breaker.failed()
-        node.lost = node.lost or error.code in LOST_CODES
+        node.lost = node.lost or has(error.code, Effect.LOST)
         self._registry.kinds.changed(node)
         if error.code == "UNREACHABLE":
             self._registry.unanswered(node, error.message, refused=True)

@@ -8,13 +8,10 @@ from typing import Any
 
 from pdserve.common.core.errors import Blame, NodeError, PdserveError, TransferError
 from pdserve.common.rpc.pb import cluster_pb2 as pb
+from pdserve.router.cluster.failures import Effect, has
 from pdserve.router.cluster.health import AwakeClock, CircuitBreaker
 from pdserve.router.cluster.policy import NOT_MEASURED, Rates
 
-# Errors of calls that a standstill of this router may cause.
-BY_STANDSTILL = frozenset(
-    {"PEER_LOST", "UNREACHABLE", "PEER_SILENT", "TOKEN_STREAM_LOST", "LEASE_EXPIRED"}
-)
 ROLE_NAMES: dict[int, str] = {
     pb.ROLE_PREFILL: "prefill",
     pb.ROLE_DECODE: "decode",
@@ -59,6 +56,7 @@ class Node:
     skew: float = 0.0  # seconds by which its clock is ahead of this host's, if too many
     unreachable: str = ""  # why it does not answer, though its heartbeats may come
     short: str = ""  # that it holds much less context than the router offers
+    impossible: str = ""  # what is wrong with the numbers of its last report
     last_answer: float = 0.0  # the time of its last answer
     # ---- when and whether it is asked for its health; `probe_nodes` writes these
     look_at: float = 0.0
@@ -80,12 +78,12 @@ class Node:
     @property
     def num_requests(self) -> int:
         """The requests on it: this router's now, and others' sequences by its last report."""
-        return self.in_flight + self.load.others
+        return self.in_flight + (0 if self.impossible else self.load.others)
 
     @property
     def num_prefill_tokens(self) -> int:
         """The tokens that it still has to prefill, as `num_requests`."""
-        return self.prefill_tokens + self.load.others_tokens
+        return self.prefill_tokens + (0 if self.impossible else self.load.others_tokens)
 
     @property
     def prompts(self) -> Collection[int]:
@@ -132,7 +130,8 @@ class Node:
         """Returns the error of a call to it, or another one if a standstill of this router explains
         it."""
         between_nodes = isinstance(error, TransferError) and error.code != "LEASE_EXPIRED"
-        if error.code not in BY_STANDSTILL or between_nodes or not self.clock.stood_still():
+        explained = has(error.code, Effect.STANDSTILL) and not between_nodes
+        if not explained or not self.clock.stood_still():
             return error
         return NodeError(
             f"this router stood still: {error.message}",

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
+from time import perf_counter
 
 import grpc
 import msgspec
@@ -24,10 +25,10 @@ from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.kv_events import (
     AllBlocksCleared,
+    BlockRemoved,
     BlockStored,
     KVEvent,
-    KVEventBatch,
-    decode_batch,
+    decode_events,
 )
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.pb import cluster_pb2_grpc as pb_grpc
@@ -40,7 +41,11 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY, LAST_RETRY = 0.5, 30.0  # seconds between two subscriptions, doubled each time
 SETTLED = 60.0  # seconds after which the next retry is a first one
-AT_ONCE = 2048  # blocks that are taken before other work of the router may run; some 2 ms
+AT_ONCE = 256  # blocks that are taken without a look at the clock; some 0.2 ms
+# Events of all nodes together get so many seconds of the event loop at a time, then it is others'.
+WORK, PAUSE = 0.001, 0.002
+SWEEP_PAUSE = 0.01  # seconds after each such time in which cleared places are swept
+MAX_RETIRED = 64  # cleared places that are not swept yet; with more, nodes wait
 PERIOD = 1.0  # seconds between two checks for registered nodes
 
 
@@ -65,6 +70,9 @@ class NodeCaches:
         self._roles = roles
         self._metrics = metrics
         self._following: dict[Node, asyncio.Task[None]] = {}
+        self._share = _LoopShare()
+        self._cleared = asyncio.Event()
+        self._swept = asyncio.Condition()
 
     def match(self, blocks: Callable[[int], Blocks]) -> Mapping[Node, int]:
         """Returns how many of a prompt's first blocks each node has, on one of its replicas.
@@ -96,6 +104,7 @@ class NodeCaches:
 
     async def run(self) -> None:
         """Follows all nodes that are registered, until cancelled."""
+        sweeping = asyncio.create_task(self._sweep())
         try:
             while True:
                 self._follow_those_present()
@@ -103,7 +112,7 @@ class NodeCaches:
                     async with asyncio.timeout(PERIOD):
                         await self._registry.wait_for_change()
         finally:
-            for task in self._following.values():
+            for task in (sweeping, *self._following.values()):
                 task.cancel()
 
     def _follow_those_present(self) -> None:
@@ -136,12 +145,35 @@ class NodeCaches:
             finally:
                 self._forget(node)
             self._metrics.kv_event_resyncs.labels(reason).inc()
+            await self._until_swept()
             delay = FIRST_RETRY if loop.time() - since > SETTLED else min(2 * delay, LAST_RETRY)
             await asyncio.sleep(delay)
 
     def _forget(self, node: Node) -> None:
         for replica in range(node.replicas):
-            self.index.clear((node, replica))
+            self._clear((node, replica))
+
+    def _clear(self, place: tuple[Node, int]) -> None:
+        self.index.clear(place)
+        self._cleared.set()
+
+    async def _sweep(self) -> None:
+        """Sweeps the index whenever places have been cleared, until cancelled."""
+        share = _LoopShare(SWEEP_PAUSE)
+        while True:
+            await self._cleared.wait()
+            self._cleared.clear()
+            async with share:
+                for _ in self.index.sweep():
+                    await share.pause()
+            async with self._swept:
+                self._swept.notify_all()
+
+    async def _until_swept(self) -> None:
+        """Waits while too many places have been cleared: who clears again and again waits for the
+        sweeps that it causes."""
+        async with self._swept:
+            await self._swept.wait_for(lambda: self.index.num_retired < MAX_RETIRED)
 
     async def _read(self, node: Node) -> None:
         """Returns when the node ends the stream.
@@ -159,44 +191,64 @@ class NodeCaches:
                 if message is None or message.number != number:
                     raise Doubtful("malformed" if message is None else "gap")
                 try:
-                    batch = decode_batch(message.batch)
+                    await self._apply(node, *decode_events(message.batch), begun)
                 except msgspec.DecodeError:
                     raise Doubtful("malformed") from None
-                await self._apply(node, batch, begun)
         finally:
             call.cancel()
 
-    async def _apply(self, node: Node, batch: KVEventBatch, begun: set[int]) -> None:
-        """Takes a batch; `begun`: replicas whose snapshot has begun. Lets other work run after each
-        `AT_ONCE` blocks: a node whose cache is reset removes all of them in one message."""
-        replica = batch.data_parallel_rank or 0
+    async def _apply(
+        self, node: Node, replica: int, events: Iterable[KVEvent], begun: set[int]
+    ) -> None:
+        """Takes a batch of a replica; `begun`: replicas whose snapshot has begun."""
         if not 0 <= replica < node.replicas:
             raise Doubtful("unknown_replica")
-        place, taken = (node, replica), 0
-        for event in batch.events:
+        place = node, replica
+        for event in events:
             if isinstance(event, AllBlocksCleared):
                 begun.add(replica)
-                self.index.clear(place)
-            elif isinstance(event, BlockStored) and (
+                self._clear(place)
+                await self._until_swept()
+                continue
+            if isinstance(event, BlockStored) and (
                 event.block_size != node.info.block_size or replica not in begun
             ):
                 raise Doubtful("malformed" if replica in begun else "no_snapshot")
-            for hashes in _parts(event):
-                if isinstance(event, BlockStored):
-                    self.index.store(place, hashes)
-                # What the full index has dropped may be removed, too.
-                elif self.index.remove(place, hashes) and not self.index.num_evicted:
-                    raise Doubtful("unknown_block")
-                taken += 1 + len(hashes)
-                if taken > AT_ONCE:
-                    taken = 0
-                    await asyncio.sleep(0)
+            async with self._share:
+                await self._take(place, event)
         if self.index.num_blocks(place) > node.info.num_blocks:
             raise Doubtful("too_many_blocks")
 
+    async def _take(self, place: tuple[Node, int], event: BlockStored | BlockRemoved) -> None:
+        for start in range(0, len(event.block_hashes), AT_ONCE):
+            hashes = event.block_hashes[start : start + AT_ONCE]
+            if isinstance(event, BlockStored):
+                self.index.store(place, hashes)
+            # What the full index has dropped may be removed, too.
+            elif self.index.remove(place, hashes) and not self.index.num_evicted:
+                raise Doubtful("unknown_block")
+            await self._share.pause()
 
-def _parts(event: KVEvent) -> Iterator[list[int]]:
-    """Cuts the event's blocks into parts of `AT_ONCE` at most; one empty part if it has none."""
-    hashes = [] if isinstance(event, AllBlocksCleared) else event.block_hashes
-    for start in range(0, max(1, len(hashes)), AT_ONCE):
-        yield hashes[start : start + AT_ONCE]
+
+class _LoopShare:
+    """Bounds the time of the event loop that some work takes: in its context is
+    one task at a time, and other work runs after each `WORK` seconds."""
+
+    def __init__(self, pause: float = PAUSE) -> None:
+        self._pause = pause
+        self._lock = asyncio.Lock()
+        self._began = self._used = 0.0
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        self._began = perf_counter()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._used += perf_counter() - self._began
+        self._lock.release()
+
+    async def pause(self) -> None:
+        """Lets other work run if it is due; call it often inside."""
+        if self._used + perf_counter() - self._began >= WORK:
+            await asyncio.sleep(self._pause)
+            self._began, self._used = perf_counter(), 0.0

@@ -25,6 +25,7 @@ MAX_BLOCKS = 10_000_000
 SHARDS = 1024  # a power of two
 FIRST_STEP = 32  # blocks
 EVICTED = 16  # a full shard loses one block of this many, the oldest ones
+SWEEP_STEP = 1024  # blocks; some 0.1 ms
 MAX_INTERNED = 1 << 16  # sets of places of which one copy is shared
 _KEY = (1 << 60) - 1  # an integer of more bits takes half as much again
 
@@ -84,7 +85,6 @@ class PrefixIndex:
         self._counts: dict[int, int] = {}  # blocks by bit
         self._live = 0  # the bits of places
         self._retired = 0  # bits that may still be in masks, of places that were cleared
-        self._sweep: Iterator[None] = iter(())
         self._interned: dict[int, int] = {}
         self.num_evicted = 0
 
@@ -102,7 +102,6 @@ class PrefixIndex:
 
     def store(self, place: Hashable, hashes: Iterable[int]) -> None:
         """Notes that the place has these blocks."""
-        self._tidy()
         bit = self._bit_of(place)
         for block_hash in hashes:
             key = block_hash & _KEY
@@ -134,12 +133,12 @@ class PrefixIndex:
         return unknown
 
     def clear(self, place: Hashable) -> None:
-        """Forgets the place. Its memory is freed later, piece by piece."""
+        """Forgets the place. `sweep` frees its memory."""
         bit = self._bits.pop(place, None)
         if bit is not None:
-            del self._places[bit], self._counts[bit]
+            del self._places[bit]
             self._live &= ~bit
-            self._retired |= bit
+            self._retired |= bit if self._counts.pop(bit) else 0
 
     # ---- who has a prefix -------------------------------------------------------------------
 
@@ -216,19 +215,26 @@ class PrefixIndex:
                 self._counts[bit] -= 1
             self.num_evicted += 1
 
-    def _tidy(self) -> None:
-        """Takes cleared places out of one shard more."""
-        if self._retired and next(self._sweep, self) is self:
-            self._sweep = self._sweeping(self._retired)
+    @property
+    def num_retired(self) -> int:
+        """Returns how many cleared places wait for `sweep`."""
+        return self._retired.bit_count()
 
-    def _sweeping(self, retired: int) -> Iterator[None]:
+    def sweep(self) -> Iterator[None]:
+        """Takes the places that have been cleared so far out of all blocks, in steps of
+        `SWEEP_STEP` blocks. Blocks may be stored and removed between the steps."""
+        retired = self._retired
         for shard in self._shards:
-            for key in [key for key, mask in shard.items() if mask & retired]:
-                if mask := shard[key] & ~retired:
-                    shard[key] = self._intern(mask)
-                else:
-                    del shard[key]
-            yield
+            keys = list(shard)
+            for start in range(0, len(keys), SWEEP_STEP):
+                for key in keys[start : start + SWEEP_STEP]:
+                    if not (mask := shard.get(key, 0)) & retired:
+                        continue
+                    if mask := mask & ~retired:
+                        shard[key] = self._intern(mask)
+                    else:
+                        del shard[key]
+                yield
         self._retired &= ~retired
 
 

@@ -24,6 +24,7 @@ from pdserve.router.cluster.health import (
 )
 from pdserve.router.cluster.kinds import Kinds
 from pdserve.router.cluster.node import Node
+from pdserve.router.cluster.reports import note_impossible
 from pdserve.router.cluster.window import note_short, offered
 
 logger = logging.getLogger(__name__)
@@ -102,8 +103,13 @@ class Registry:
                 info.pipeline_parallel_size, info.expert_parallel_size, info.data_parallel_size,
                 ", ".join(info.kv_connectors) or "none", info.fingerprint,
             )  # fmt: skip
+        self._note_report(self._nodes[info.node_id])
         self._find_window()
         self.notify()
+
+    def _note_report(self, node: Node) -> None:
+        note_impossible(node)
+        self.kinds.changed(node)
 
     def _find_window(self) -> None:
         self.window = offered(self._nodes.values())
@@ -151,7 +157,7 @@ class Registry:
         revived = not self.is_alive(node) or (load.healthy and not node.load.healthy)
         node.load, node.last_seen, node.lost = load, self.now(), False
         node.silent = node.silent and bool(node.unreachable)
-        self.kinds.changed(node)
+        self._note_report(node)
         if revived:
             self.notify()
         return True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 
+from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.rpc import convert
 from pdserve.common.rpc.pb import inference_pb2 as pb
@@ -113,8 +113,8 @@ def _tool(index: int, tool: pb.Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "description": tool.description or None}
     if tool.parameters:
         try:
-            function["parameters"] = msgspec.json.decode(tool.parameters)
-        except (msgspec.DecodeError, RecursionError) as error:
+            function["parameters"] = exact_json.loads(tool.parameters)
+        except (ValueError, RecursionError) as error:
             param = f"tools[{index}].parameters"
             raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
     return {"type": "function", "function": function}

@@ -56,8 +56,7 @@ class ResponseWriter:
             elif isinstance(update, TextDelta):
                 yield self._delta(update)
             elif isinstance(update, Replayed):
-                for delta in update.deltas:
-                    answer(self.id, delta, self._choices)  # the client has these
+                answer(self.id, update.delta, self._choices)  # the client has it
 
     def _delta(self, delta: TextDelta) -> pb.GenerateResponse:
         response = answer(self.id, delta, self._choices)

@@ -256,6 +256,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             structured = from_structured_outputs(structured_fields(given["structured_outputs"]))
             assert structured is not None, "it is given"
             given["grammar"] = await self._state.grammar(structured, client)
+            given["constraint"] = structured.param
         max_tokens = self._model.fit_max_tokens(
             len(token_ids), given.get("max_tokens"), DEFAULT_MAX_TOKENS, "prompt"
         )

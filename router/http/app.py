@@ -92,6 +92,7 @@ ROUTES = (
           "Lists the nodes' metrics addresses for Prometheus' http_sd", operators=True),
     Route("POST", "/reset_prefix_cache", info.reset_prefix_cache,
           "Makes prefix caches forget every prompt", answer="", operators=True),
+    Route("GET", "/", info.root, "Leads a browser to the page, and names this server", open=True),
     # Probes, scrapers and load balancers ask these without a key. Other paths need one, if any.
     Route("GET", "/health", info.health, "Answers while this process lives", answer="", open=True),
     Route("GET", "/ping", info.health, "The same as /health", answer="", open=True),
@@ -183,7 +184,9 @@ def make_app(
         for route in routes:
             path = prefix + route.path.replace("}", ":.+}")  # names of models have slashes
             add = app.router.add_get if route.method == "GET" else app.router.add_post
-            add(path, _for_operators(route.handler) if route.operators else route.handler)
+            handler = _for_operators(route.handler) if route.operators else route.handler
+            for each in {path, path.rstrip("/") or path}:  # the root path with or without a slash
+                add(each, handler)
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -229,7 +232,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 def _path(request: web.Request) -> str:
     """Returns the path without --root-path."""
-    return request.path.removeprefix(request.app[ROOT_PATH])
+    return request.path.removeprefix(request.app[ROOT_PATH]) or "/"
 
 
 def _in_api_format(request: web.Request, refusal: web.Response) -> web.Response:

@@ -34,6 +34,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         logprobs, n = logprobs or 0, body.best_of
     given = body.given(
         grammar=asked.grammar,
+        constraint=asked.structured and asked.structured.param,
         logprobs=logprobs,
         n=n,
         prompt_logprobs=body.prompt_top,

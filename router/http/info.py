@@ -17,6 +17,7 @@ from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import Adapter
 from pdserve.router.cluster.served_model import ServedModel
 from pdserve.router.http.encoding import error_response, json_response
+from pdserve.router.http.openapi import ROOT_PATH, ROUTES
 from pdserve.router.http.request import STATE, authorization_of, client_of, preprocess
 from pdserve.router.http.together import TOGETHER
 
@@ -207,6 +208,20 @@ _UI_HEADERS = {
     "Cache-Control": "no-cache",  # another release has another page
 }
 _UI_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+
+async def root(request: web.Request) -> web.Response:
+    """Leads a browser to the page, or without one to the API's description; names both to other
+    programs."""
+    prefix, paths = request.app[ROOT_PATH], {route.path for route in request.app[ROUTES]}
+    links = {"api": "/v1", "page": "/ui", "docs": "/docs", "openapi": "/openapi.json"}
+    links = {name: prefix + path for name, path in links.items() if name == "api" or path in paths}
+    headers = {"Cache-Control": "no-store"}  # the answer depends on Accept
+    if "text/html" in request.headers.get("Accept", ""):
+        to = links.get("page", links["docs"])
+        return web.Response(status=302, headers={**headers, "Location": to})
+    server = {"name": "pdserve", "version": pdserve.__version__, **links}
+    return json_response(server, headers=headers)
 
 
 def path_of(name: str) -> str:

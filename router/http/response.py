@@ -293,8 +293,7 @@ class OpenAIWriter:
             elif isinstance(update, PromptLogprobs):
                 self._scored(prompt, update)
             elif isinstance(update, Replayed):
-                for delta in update.deltas:
-                    self._events(prompt, delta)  # the client has these
+                self._events(prompt, update.delta)  # the client has these
         return b"".join(events)
 
     def _events(self, prompt: int, delta: TextDelta) -> list[bytes]:

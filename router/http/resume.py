@@ -3,9 +3,8 @@ Idempotency-Key."""
 
 from __future__ import annotations
 
-import binascii
 from base64 import urlsafe_b64decode
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -37,17 +36,29 @@ async def resumable(
     """
     body: GenerationBody = asked.body
     if not body.resumable:
-        if body.resume:
+        if asked.resume:
             raise InvalidRequest("`resume` needs `resumable`: true", param="resume")
         return None
     _check(body)
-    try:
-        ids = [urlsafe_b64decode(each) for each in body.resume or ()]
-    except (ValueError, binascii.Error):
-        raise event_ids.foreign() from None
     digest = _digest(request, asked, generations)
     secrets = request.app[STATE].event_keys
-    return await event_ids.resumable(secrets, digest, ids, generations, drawn)
+    return await event_ids.resumable(secrets, digest, _Encoded(asked.resume), generations, drawn)
+
+
+class _Encoded(Collection[bytes]):
+    """The ids of a body, which may be hundreds of thousands: decoded one by one."""
+
+    def __init__(self, joined: str) -> None:
+        self._joined = joined
+
+    def __len__(self) -> int:
+        return self._joined.count(" ") + 1 if self._joined else 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(urlsafe_b64decode, self._joined.split())
+
+    def __contains__(self, given: object) -> bool:
+        return any(each == given for each in self)
 
 
 def _check(body: GenerationBody) -> None:
@@ -64,7 +75,7 @@ def _digest(
     request: web.Request, asked: Preprocessed[Any], generations: Sequence[GenerationRequest]
 ) -> bytes:
     """Returns a digest of the request and of the API key with which it came."""
-    fields = set(type(asked.body).model_fields) - CONSUMED_FIELDS - {"resume"}
+    fields = set(type(asked.body).model_fields) - CONSUMED_FIELDS
     adapter = generations[0].adapter
     parts = [
         request.path,

@@ -15,7 +15,8 @@ from pdserve.common.rpc.channels import Channels
 from pdserve.common.rpc.pb import cluster_pb2 as pb
 from pdserve.common.rpc.status import failure_from_pb
 from pdserve.common.rpc.tokens import JobEvent, JobTokens, StepEvent
-from pdserve.router.cluster.in_flight import LINK_CODES, InFlightLoad
+from pdserve.router.cluster.failures import Effect, has
+from pdserve.router.cluster.in_flight import InFlightLoad
 from pdserve.router.cluster.node import Node
 from pdserve.router.cluster.node_client import DecodeCall, NodeClient, protocol_error
 from pdserve.router.cluster.node_streams import NodeStreams
@@ -339,7 +340,7 @@ class Attempt:
             self._state.retries.node_failed(error, node, computing, use.alone)
         else:
             self._state.retries.transfer_failed(error, node)
-            if self._prefill is not None and error.code in LINK_CODES:
+            if self._prefill is not None and has(error.code, Effect.LINK):
                 reason = printable(f"{error.message} ({error.code})", MAX_REASON)
                 self._registry.links.failed(self._prefill.id, self._decode.id, reason)
         self._metrics.migrations.labels(node.role, error.code).inc()

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import sleep
 
 import msgspec
 
@@ -24,7 +25,10 @@ from pdserve.common.core.request import FinishReason
 from pdserve.router.requests.generation import GenerationRequest, Past, TextDelta
 
 _MAC_NBYTES = 12
-MANY = 256  # ids, which take two milliseconds; a thread reads more
+# Ids, which take two milliseconds. A thread reads more, and pauses for so many seconds after each
+# such piece, in which the event loop runs.
+MANY, PAUSE = 256, 0.002
+MOST_TOKENS = 512  # of a `Past`
 
 
 class Added(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -114,12 +118,13 @@ class Resumable:
 async def resumable(
     secrets: Sequence[bytes],
     digest: bytes,
-    event_ids: Sequence[bytes],
+    event_ids: Collection[bytes],
     generations: Sequence[GenerationRequest],
     drawn: Drawn,
 ) -> Resumable:
     """Returns the stream, which continues after `event_ids` if there are any; `drawn` is for a new
     one. `secrets`: the first makes ids, all verify them; `digest`: of the request and its API key.
+    Iterating over `event_ids` may raise ValueError.
 
     Raises:
         InvalidRequest: the server has no secret.
@@ -145,12 +150,15 @@ def foreign() -> PermissionDenied:
 
 
 def _resumed(
-    event_ids: Sequence[bytes], keys: Sequence[bytes], generations: Sequence[GenerationRequest]
+    event_ids: Collection[bytes], keys: Sequence[bytes], generations: Sequence[GenerationRequest]
 ) -> Resumable:
     for key in keys:
-        ids = EventIds(key, None)
+        ids, payloads = EventIds(key, None), list[Payload]()
         try:
-            payloads = [ids.read(each) for each in event_ids]
+            for each in event_ids:
+                payloads.append(ids.read(each))
+                if len(payloads) % MANY == 0:
+                    sleep(PAUSE)
         except (ValueError, msgspec.DecodeError):
             continue  # of an older cluster key, perhaps
         if (drawn := payloads[0].drawn) is not None:
@@ -162,12 +170,31 @@ def _past(
     generations: Sequence[GenerationRequest], drawn: Drawn, payloads: Sequence[Payload]
 ) -> list[GenerationRequest]:
     past: list[list[Past]] = [[] for _ in generations]
-    for payload in payloads:
-        for added in payload.added:
-            reason = FinishReason(added.finish_reason) if added.finish_reason else None
-            tokens = tuple(added.token_ids)
-            past[added.prompt].append(Past(added.choice, tokens, reason, added.version))
+    for added in _joined(payloads):
+        reason = FinishReason(added.finish_reason) if added.finish_reason else None
+        tokens = tuple(added.token_ids)
+        past[added.prompt].append(Past(added.choice, tokens, reason, added.version))
     return [
         replace(each, sampling=replace(each.sampling, seed=seed), past=tuple(its))
         for each, seed, its in zip(generations, drawn.seeds, past, strict=True)
     ]
+
+
+def _joined(payloads: Sequence[Payload]) -> Iterator[Added]:
+    """Joins what consecutive events add to one choice."""
+    last: Added | None = None
+    for each in (added for payload in payloads for added in payload.added):
+        if last is not None and _continues(last, each):
+            last.token_ids += each.token_ids
+            last.finish_reason = each.finish_reason
+            continue
+        if last is not None:
+            yield last
+        last = each
+    if last is not None:
+        yield last
+
+
+def _continues(last: Added, each: Added) -> bool:
+    same = (last.prompt, last.choice, last.version) == (each.prompt, each.choice, each.version)
+    return same and len(last.token_ids) < MOST_TOKENS and not last.finish_reason

@@ -38,7 +38,7 @@ MAX_JOINED, MAX_JOINED_TEXT = 64, 1024
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Tokens of a choice that the client has, from another router."""
+    """Some tokens of a choice that the client has, from another router."""
 
     choice: int
     token_ids: tuple[int, ...]
@@ -65,6 +65,7 @@ class GenerationRequest:
     prompt_only: bool = False
     before: Sequence[int] = ()  # tokens whose text the client sees in front of the answer's
     past: tuple[Past, ...] = ()  # what the client has already, in order
+    constraint: str = ""  # the client's field with its grammar, for errors
     key: AnswerKey | None = None  # of an answer that is made once, through whichever routers
 
 
@@ -81,9 +82,9 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The deltas of `GenerationRequest.past`, which bring a writer to where the client is."""
+    """The delta of a `Past`: all of them bring a writer to where the client is."""
 
-    deltas: tuple[TextDelta, ...]
+    delta: TextDelta
 
 
 @dataclass(frozen=True, slots=True)

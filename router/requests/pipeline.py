@@ -33,7 +33,7 @@ from time import monotonic
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Cancelled, PdserveError
+from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.channels import Channels
@@ -146,9 +146,12 @@ class Pipeline:
         self.timelines.begun(state)
         try:
             self._trace(state)
+            await state.replay()
             with self._adapters.using(request.adapter):
                 await self._make(state)
         except PdserveError as error:
+            if request.constraint and isinstance(error, InvalidRequest) and error.param is None:
+                error.param = request.constraint  # nodes know only what became of it
             self._failed(state, error)
             logger.warning("%s failed: %s", state.request_id, error)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,20 +92,19 @@ class RequestState:
             )
             for choice in range(request.n)
         }
-        if request.past:
-            self._replay()
 
-    def _replay(self) -> None:
-        """Takes the tokens that the client has, from another router."""
-        deltas: list[TextDelta] = []
+    async def replay(self) -> None:
+        """Takes the tokens that the client has, from another router. There may be hundreds of
+        thousands, so other work runs after each `Past`."""
         for each in self.request.past:
-            if each.choice in self._open:
-                self.version = each.version
-                tokens = tuple(map(SampledToken, each.token_ids))
-                event = TokenEvent(each.choice, tokens, each.finish_reason)
-                stream, token_ids = self._open[each.choice], list(each.token_ids)
-                deltas.append(self._delta(stream, event, token_ids, monotonic()))
-        self._put(Replayed(tuple(deltas)))
+            if each.choice not in self._open:
+                continue
+            self.version = each.version
+            tokens = tuple(map(SampledToken, each.token_ids))
+            event = TokenEvent(each.choice, tokens, each.finish_reason)
+            stream, token_ids = self._open[each.choice], list(each.token_ids)
+            self._put(Replayed(self._delta(stream, event, token_ids, monotonic())))
+            await asyncio.sleep(0)
         # They were not drawn now.
         self._timeline.clear()
         self._last_token.clear()

@@ -18,13 +18,11 @@ from pdserve.common.core.errors import (
     RequestError,
     TransferError,
 )
+from pdserve.router.cluster.failures import Effect, has
 from pdserve.router.cluster.node import Node
 
 TRANSFER_FAILURES = 2  # failed transfers after which the decode node prefills
 WAITING = 0.125  # weight of a death while the request only waited on the node
-DEATHS = frozenset({"PEER_LOST", "RANK_DIED", "ENGINE_STALLED", "NODE_FAILED"})
-# A request with two such failures, on two nodes if there are two, would fail on any.
-POISONOUS = frozenset({"SEQUENCE_FAILED", "INTERNAL"})
 # Roles that do the same work; their deaths count together.
 ALIKE = {
     "prefill": ("prefill", "both"),
@@ -193,7 +191,7 @@ class Retries:
             self._deaths.pop(each, None)
         for code, nodes in self._alike.items():
             self._alike[code] = [node for node in nodes if node.role not in BEHIND[role]]
-            if code == "SEQUENCE_FAILED":  # which counts for no node until then
+            if has(code, Effect.SOUND):  # which counts for no node until then
                 for node in nodes:
                     if node.role in BEHIND[role]:
                         node.breaker.failed()
@@ -208,12 +206,12 @@ class Retries:
             PdserveError: another try would not help.
         """
         self._note(error, node)
-        if error.code in POISONOUS:
+        if has(error.code, Effect.POISON):
             alike = self._alike.setdefault(error.code, [])
             alike.append(node)
             if len(alike) > 1:
                 raise _poison("it failed twice in the same way", error)
-        if error.code in DEATHS:
+        if has(error.code, Effect.DEATH):
             more = 1 if computing else WAITING
             if not alone and self._num_deaths(node.role) + more > self._limit:
                 self._alone *= 2

@@ -23,7 +23,10 @@ REFUSALS: list[Refusal] = [
     (["--grpc-port={taken}"], r"choose another --grpc-port \(0: a free one\)"),
     (["--registry-port={taken}"], r"choose another --registry-port \(0: a free one\)"),
     (["--port={free}", "--grpc-port={free}"], r"--port and --grpc-port are both \d+: choose two"),
-    (["--tool-call-parser=hermez"], r"--tool-call-parser: unknown name 'hermez'; choose one of:"),
+    (
+        ["--tool-call-parser=hermez"],
+        r"--tool-call-parser: unknown name 'hermez'; did you mean hermes",
+    ),
     (["--reasoning-parser=qwen9"], r"--reasoning-parser.* 'qwen9'"),
     (["--decode-policy=best"], r"--decode-policy: unknown name 'best'; choose one of:"),
     (["--tensor-parallel-size=3"], r"--tensor-parallel-size 3 does not divide .* 4 heads"),

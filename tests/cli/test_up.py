@@ -314,7 +314,8 @@ def test_up_prints_one_log_and_ends_with_zero_on_ctrl_c() -> None:
     up.send_signal(signal.SIGINT)
     _, rest = up.communicate(timeout=120)
     assert up.returncode == 0, output + rest
-    assert re.search(r"cluster ready: http://127.0.0.1:\d+/v1 \(model llama-gqa\)", output)
+    ready = r"cluster ready: (http://127.0.0.1:\d+)/v1 \(model llama-gqa\); the page: \1/ui\n"
+    assert re.search(ready, output)
     assert "prefill-0 │ prefill pid " in output
     assert "router    │ router drained" in rest
     assert len(pids) == 3

@@ -4,6 +4,7 @@ clients find is reported."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from aiohttp import web
 import http_site
 from benchmarks.access import Access
 from benchmarks.soak import crowd, floods
-from benchmarks.soak.attack import HUNG, Attack, Fault, Patience, Wait
+from benchmarks.soak.attack import HUNG, Attack, Fault, Patience, Wait, at_grpc, at_http
 from benchmarks.soak.attackers import Attackers
 from benchmarks.soak.inquiry import Found
 from fakes_pipeline import byte_level_folder
@@ -30,6 +31,7 @@ SOON = Patience(seconds=0.02, looks=4, pause=0.001, longest=60.0)
 FAULT = Fault(0.0, "foreign", "client", 0.1, seed=1)
 SILENT = Found(False, False, "nothing")
 ANSWERED = Found(False, True, "router: unknown")
+ENDED = Found(False, False, "refused", ended=True)
 MOVES = Found(True, True, "router: 3 tokens")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -50,6 +52,8 @@ def attack_on(patience: Patience = SOON, **ports: int) -> Attack:
         ([MOVES] * 9, "answered"),  # a long request
         ([*[ANSWERED] * 3, MOVES, *[ANSWERED] * 3], "answered"),
         ([*[SILENT] * 9, *[ANSWERED] * 5], HUNG),
+        ([*[SILENT] * 9, *[ENDED] * 5], "closed"),  # the fault, or another one, ended the server
+        ([*[ENDED] * 3, SILENT, *[ENDED] * 3], "answered"),  # it was started again
     ],
 )
 async def test_a_request_hangs_if_its_server_answers_others(
@@ -98,6 +102,27 @@ async def test_progress_and_rest_are_no_standstill() -> None:
 
     attack = attack_on(replace(SOON, seconds=0.09))
     assert await attack.outcome_of(request, look) == "answered"
+
+
+@pytest.mark.parametrize("kind", ["at_http", "at_grpc"])
+async def test_a_server_that_has_ended_is_no_hung_request(kind: str) -> None:
+    """It took 600 s, and the soak failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    attack = attack_on()
+    look = (
+        at_http(address)
+        if kind == "at_http"
+        else at_grpc(attack.fleet, f"{address[0]}:{address[1]}")
+    )
+
+    async def request(wait: Wait) -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    assert await attack.outcome_of(request, look) == "closed"
+    assert attack.outcome.hung == []
 
 
 # ---- real servers that swallow one request ----

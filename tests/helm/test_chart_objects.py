@@ -174,6 +174,23 @@ def test_alerts_find_what_is_scraped() -> None:
 
 
 @needs_helm
+def test_limits_of_alerts_are_values(tmp_path: Path) -> None:
+    name, ratio = "time_to_first_token_seconds:p99", "slo_misses:ratio"
+    chosen = {"monitoring": {"enabled": True, "limits": {name: 2.5, ratio: 0.001}}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(chosen))
+    made = render(tmp_path / "values.yaml")
+    (spec,) = [each["spec"] for each in made if each["kind"] == "PrometheusRule"]
+    limits = {
+        rule["record"].removeprefix("pdserve_limit:"): rule["expr"]
+        for group in spec["groups"]
+        for rule in group["rules"]
+        if rule.get("record", "").startswith("pdserve_limit:")
+    }
+    assert limits[name] == "vector(2.5)" and limits[ratio] == "vector(0.001)"
+    assert limits["inter_token_latency_seconds:p99"] == "vector(0.5)"
+
+
+@needs_helm
 def test_a_package_is_whole(tmp_path: Path) -> None:
     run_helm("package", str(CHART), "-d", str(tmp_path))
     (package,) = tmp_path.glob("pdserve-*.tgz")

@@ -42,11 +42,12 @@ def load(
     stage: Stage | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = KV_AUTO,
+    dtype: torch.dtype = torch.float32,
 ) -> CausalLM:
     spec = ModelSpec.from_folder(folder)
     chosen = choose_kernels(kernels, CPU) if isinstance(kernels, str) else kernels
     group = group or GroupCoordinator()
-    sharding = Sharding(group, CPU, torch.float32, kernels=chosen, kv_cache_dtype=kv_cache_dtype)
+    sharding = Sharding(group, CPU, dtype, kernels=chosen, kv_cache_dtype=kv_cache_dtype)
     config = ModelConfig(model=str(folder), quantization=quantization)
     return load_model(spec, config, sharding, stage)
 

@@ -335,6 +335,9 @@ PROGRAMS: dict[str, Callable[[list[str], Mapping[str, str]], None] | None] = {
     "helm": _helm,
     # Foreign programs have no parser here.
     **dict.fromkeys(
-        (".", "cd", "export", "git", "head", "kill", "kubectl", "mkdir", "openssl", "pgrep", "sed")
+        (
+            *(".", "aider", "cd", "claude", "codex", "export", "git", "head", "kill", "kubectl"),
+            *("mkdir", "openssl", "pgrep", "sed"),
+        )
     ),
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import json
-from collections.abc import AsyncIterator, Sequence
+from base64 import urlsafe_b64encode
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,8 @@ from pdserve.router.cluster.claims import AnswerKey
 from pdserve.router.grpc.resume import resumable as grpc_resumable
 from pdserve.router.http.completions import CompletionChoiceWriter
 from pdserve.router.http.response import OpenAIWriter
-from pdserve.router.requests.event_ids import MANY, Drawn, Resumable, resumable
+from pdserve.router.requests import event_ids
+from pdserve.router.requests.event_ids import MANY, Drawn, EventIds, Resumable, resumable
 from pdserve.router.requests.generation import GenerationRequest, Past, Replayed, TextDelta
 from pdserve.router.requests.request_state import RequestState
 
@@ -60,9 +64,8 @@ async def test_a_stream_goes_on_with_what_its_events_added(count: int) -> None:
     assert found.drawn == DRAWN
     for prompt, each in enumerate(found.generations):
         assert each.sampling.seed == DRAWN.seeds[prompt]
-        assert [past.token_ids for past in each.past] == [
-            (10 + i,) for i in range(prompt, count, 2)
-        ]
+        token_ids = [token_id for past in each.past for token_id in past.token_ids]
+        assert token_ids == [10 + i for i in range(prompt, count, 2)]
         assert {past.version for past in each.past} <= {"v"}
     last: Past = found.generations[(count - 1) % 2].past[-1]
     assert last.finish_reason is FinishReason.STOP
@@ -97,6 +100,55 @@ async def test_ids_are_of_one_request_and_of_a_secret_that_is_known() -> None:
     assert found.drawn == DRAWN
     with pytest.raises(InvalidRequest):
         await resume(ids, secrets=())
+
+
+# ---- long answers ----
+
+# Events of a token each.
+long = pytest.mark.parametrize("count", [40_000, pytest.param(200_000, marks=pytest.mark.slow)])
+
+
+def long_ids(digest: bytes, secret: bytes, count: int) -> list[bytes]:
+    ids = EventIds(hmac.digest(secret, digest, "sha256"), Drawn("id", 1_700_000_000, [5]))
+    found = []
+    for i in range(count):
+        ids.add(0, TextDelta(0, "x", (SampledToken(i % 50_000),), None, None, "v"))
+        found.append(ids.next())
+    return found
+
+
+def tokens_of(request: GenerationRequest) -> int:
+    return sum(len(past.token_ids) for past in request.past)
+
+
+async def turns_during(work: Awaitable[Any]) -> tuple[Any, int]:
+    """The result, and how often the event loop turned meanwhile."""
+    task, turns = asyncio.ensure_future(work), 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0.001)
+    return task.result(), turns
+
+
+@long
+async def test_a_long_stream_goes_on_and_the_loop_meanwhile(count: int) -> None:
+    """More than some 31,000 were refused, by a bound that the error did not name."""
+    ids = long_ids(DIGEST, SECRETS[0], count)
+    found, turns = await turns_during(resumable(SECRETS, DIGEST, ids, generations()[:1], DRAWN))
+    (goes_on,) = found.generations
+    assert tokens_of(goes_on) == count and len(goes_on.past) < count / 500
+    assert turns > count / MANY / 2
+
+
+async def test_tokens_of_the_client_are_replayed_in_pieces(tmp_path: Path) -> None:
+    past = tuple(Past(0, tuple(range(10, 60)) * 10, None, "v") for _ in range(40))
+    request = replace(generations()[0], past=past, sampling=SamplingParams(max_tokens=20_000))
+    tokenizer = Tokenizer.from_folder(byte_level_folder(tmp_path))
+    puts: list[Any] = []
+    state = RequestState(request, puts.append, tokenizer, RoutingConfig())
+    _, turns = await turns_during(state.replay())
+    assert len(puts) == 40 and state.generated == [20_000] and state.version == "v"
+    assert turns > 1
 
 
 # ---- over HTTP and gRPC ----
@@ -154,6 +206,37 @@ async def test_no_other_client_or_request_shares_an_idempotency_key(keyed: Site)
     assert len({first, *others}) == 5
 
 
+@long
+@pytest.mark.parametrize("path", ["/v1/completions", "grpc"])
+async def test_a_long_stream_is_taken_up(
+    tmp_path: Path, path: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: list[bytes] = []
+    real = event_ids.resumable
+
+    async def noting(secrets: Any, digest: bytes, *others: Any) -> Resumable:
+        digests.append(digest)
+        return await real(secrets, digest, *others)
+
+    monkeypatch.setattr(event_ids, "resumable", noting)
+    if path == "grpc":
+        request = pb.GenerateRequest(text="a", resumable=True)
+        generation = GenerationRequest("r", (1, 2), SamplingParams(seed=1))
+        await grpc_resumable(SECRET, request, "one", generation, "id")
+        request.resume.extend(long_ids(digests[0], SECRET[0], count))
+        assert request.ByteSize() < 48 * count  # `RouterServer` takes so much for such a window
+        found = await grpc_resumable(SECRET, request, "one", generation, "id")
+        assert found is not None and tokens_of(found.generations[0]) == count
+        return
+    async with serve(byte_level_folder(tmp_path), event_keys=SECRET, limit=32 * 2**20) as site:
+        body = {"prompt": "a", "stream": True, "resumable": True}
+        await site.post(path, body)
+        ids = [urlsafe_b64encode(each).decode() for each in long_ids(digests[0], SECRET[0], count)]
+        answer = await site.post(path, body | {"resume": ids})
+        assert answer.status == 200, await answer.text()
+        assert tokens_of(site.generator.requests[-1]) == count
+
+
 @pytest.mark.parametrize("change", ["api_key", "text", "max_tokens", "prompt"])
 async def test_a_stream_over_grpc_is_of_one_request_and_key(change: str) -> None:
     asked: dict[str, Any] = {"api_key": "one", "text": "a", "max_tokens": 9, "prompt": (1, 2)}
@@ -194,7 +277,7 @@ def test_a_stream_that_goes_on_counts_each_token_once(tmp_path: Path) -> None:
     choices = CompletionChoiceWriter(tokenizer, body, [], [[1, 2]])
     writer = OpenAIWriter("id", "m", body, choices, generations()[:1])
     deltas = [TextDelta(0, "x", (SampledToken(7), SampledToken(8))) for _ in range(3)]
-    assert writer.write([(0, Replayed((deltas[0], deltas[1])))]) == b""
+    assert writer.write([(0, Replayed(deltas[0])), (0, Replayed(deltas[1]))]) == b""
     (event,) = writer.write([(0, deltas[2])]).split(b"\n\n")[:-1]
     usage = json.loads(event.removeprefix(b"data: "))["usage"]
     assert usage == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}

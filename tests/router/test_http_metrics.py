@@ -1,4 +1,4 @@
-"""The metrics of HTTP requests, as `/metrics` shows them."""
+"""The metrics of HTTP requests, as `/metrics` shows them, and of the nodes that a router knows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
+from fake_nodes import fake_cluster
 from fakes_pipeline import byte_level_folder
 from http_site import CHAT, Site, serve
 from pdserve.common.core.errors import Overloaded, Unavailable
 from pdserve.router.api.auth import APIKeys
+from pdserve.router.server import PipelineCollector
 from waiting import eventually
 
 Labels = tuple[str, str, str]  # method, status, handler
@@ -135,3 +137,16 @@ async def test_durations_reach_to_the_end_of_a_stream_and_sizes_are_of_bodies(si
     assert [line.split('le="')[1].split('"')[0] for line in text if line.startswith(name)] == [
         *("0.1", "0.5", "1.0", "+Inf")
     ]
+
+
+async def test_a_role_without_nodes_has_none_ready(tmp_path: Path) -> None:
+    """Else an alert could not see that its last node has gone."""
+
+    def ready() -> dict[str, float]:
+        families = PipelineCollector(cluster.pipeline).collect()
+        samples = [each for family in families for each in family.samples]
+        nodes = [each for each in samples if each.name == "pdserve_nodes"]
+        return {n.labels["role"]: n.value for n in nodes if n.labels["state"] == "ready"}
+
+    async with fake_cluster(tmp_path, ("d0",)) as cluster:
+        assert ready() == {"prefill": 0, "decode": 1, "both": 0}

@@ -4,7 +4,7 @@ cannot be."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -236,26 +236,55 @@ async def test_a_full_index_forgets_and_removals_of_what_it_forgot_are_no_fault(
     (node,) = world.registry.nodes()
     many = [number << 10 for number in range(100)]  # of one shard
     begun: set[int] = set()
-    await world.caches._apply(node, KVEventBatch(0.0, [AllBlocksCleared(), stored(*many)]), begun)
+    await world.caches._apply(node, 0, [AllBlocksCleared(), stored(*many)], begun)
     assert world.caches.index.num_evicted > 0
-    await world.caches._apply(node, KVEventBatch(0.0, [removed(*many)]), begun)
+    await world.caches._apply(node, 0, [removed(*many)], begun)
     assert len(world.caches.index) == 0
 
 
 @pytest.mark.parametrize(
     "events",
-    [[removed(*range(10_000))], [AllBlocksCleared(), stored(1)] * 5_000],
-    ids=["one event", "many events"],
+    [
+        [removed(*range(50_000))],
+        [removed(number) for number in range(10_000)],
+        [stored(number) for number in range(300_000, 310_000)],
+        [AllBlocksCleared(), stored(1)] * 100,
+    ],
+    ids=["one event", "removals", "stores", "clears"],
 )
-async def test_a_long_message_lets_other_work_run(world: World, events: list[Any]) -> None:
-    """A node whose cache is reset removes all of its blocks at once."""
-    world.register("p-1", "127.0.0.1:9", num_blocks=10_000)
-    (node,), begun, turns = world.registry.nodes(), set[int](), 0
-    many = KVEventBatch(0.0, [AllBlocksCleared(), stored(*range(10_000))])
-    await world.caches._apply(node, many, begun)
-    applying = asyncio.create_task(world.caches._apply(node, KVEventBatch(0.0, events), begun))
+async def test_events_take_a_small_share_of_the_event_loop(
+    events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they are: after a clear each event of one block took a millisecond."""
+    world = World(PrefixIndex())
+    index, now = world.caches.index, [0.0]
+    store, remove, sweep = index.store, index.remove, index.sweep
+
+    def costly(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(place: Any, hashes: list[int]) -> Any:
+            now[0] += 3e-6 + 1e-6 * len(hashes)
+            return change(place, hashes)
+
+        return changed
+
+    def costly_sweep() -> Iterator[None]:
+        for _ in sweep():
+            now[0] += 1e-4
+            yield
+
+    monkeypatch.setattr(node_caches, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(index, "store", costly(store))
+    monkeypatch.setattr(index, "remove", costly(remove))
+    monkeypatch.setattr(index, "sweep", costly_sweep)
+    world.register("p-1", "127.0.0.1:9", num_blocks=10**6)
+    (node,), begun, most = world.registry.nodes(), set[int](), 0.0
+    sweeping = asyncio.create_task(world.caches._sweep())
+    before = [AllBlocksCleared(), stored(*range(50_000))]
+    applying = asyncio.create_task(world.caches._apply(node, 0, [*before, *before, *events], begun))
     while not applying.done():
-        turns += 1
+        begins = now[0]
         await asyncio.sleep(0)
+        most = max(most, now[0] - begins)
+    sweeping.cancel()
     await applying
-    assert turns > 4
+    assert 0 < most < 3 * node_caches.WORK  # events', and the sweep's

@@ -76,7 +76,7 @@ async def test_pages_on_localhost_may_ask_with_an_sdks_headers(site: Site, origi
 
 async def test_its_own_pages_may_ask(site: Site) -> None:
     host = {"Host": "gpu.example:8000"}
-    for path in ("/ui", "/docs"):  # a link on any page leads there
+    for path in ("/", "/ui", "/docs"):  # a link on any page leads there
         assert (await send(site, "GET", path, **host, Sec_Fetch_Site="cross-site"))[0] == 200
     path = "/v1/completions"
     assert (await send(site, "POST", path, **host, Origin="http://gpu.example:8000"))[0] == 200

@@ -58,7 +58,7 @@ def test_it_answers_as_plain_sets_do_whatever_places_say() -> None:
         depths = {place: _depth(hashes(asked), has) for place, has in plain.items()}
         assert index.match(prompt(asked)) == {p: n for p, n in depths.items() if n}
         assert [index.num_blocks(place) for place in plain] == [len(has) for has in plain.values()]
-    for _ in range(3 * SHARDS):
+    for _ in index.sweep():
         index.store("new", ())
     assert len(index) == len(set().union(*plain.values())), "what was cleared has left memory"
     assert index._retired == 0

@@ -102,6 +102,17 @@ def while_it_works(monkeypatch: pytest.MonkeyPatch, number: int, times: int = 1)
     return hit
 
 
+@one_loop
+async def test_the_ids_of_a_long_stream_come_beside_the_body(workers: PreprocessWorkers) -> None:
+    """Fields of the body take 64 KiB at most."""
+    ids = [f"{i:032x}" for i in range(60_000)]
+    raw = encode(prompt="once", stream=True, resumable=True, resume=ids)
+    done = await workers.preprocess("completion", BodyBuffer(raw))
+    assert done.resume.split() == ids and done.body.resumable and done.body.resume is None
+    with pytest.raises(InvalidRequest, match="parameters take more than 65536 bytes"):
+        await workers.preprocess("completion", BodyBuffer(encode(prompt="once", user="u" * 70_000)))
+
+
 # ---- a worker that is killed ----------------------------------------------------------------
 
 

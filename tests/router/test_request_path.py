@@ -34,6 +34,7 @@ from pdserve.common.core.errors import (
     Cancelled,
     DeadlineExceeded,
     Gone,
+    InvalidRequest,
     NodeError,
     PdserveError,
     TransferError,
@@ -148,6 +149,15 @@ async def test_a_node_that_does_not_answer_a_router_that_stood_still_is_asked_ag
 
 
 # ---- every path ends ----
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"])
+async def test_an_error_of_a_grammar_names_the_client_s_field(tmp_path: Path, name: str) -> None:
+    async with fake_cluster(tmp_path, ("p0", "d0")) as cluster:
+        cluster[name].on_run = fails(InvalidRequest("its grammar has failed: too complex"))
+        with pytest.raises(InvalidRequest, match="too complex") as caught:
+            await finish(cluster, replace(cluster.request(), constraint="guided_json"))
+        assert caught.value.param == "guided_json"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

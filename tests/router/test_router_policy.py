@@ -508,8 +508,8 @@ async def test_least_load_is_that_of_a_replica(registry):
 
 async def test_requests_of_other_routers_count_as_load(registry):
     """By the node's report: its requests and prompt tokens count as this router's own do."""
-    for i, (others, tokens) in enumerate(((3, 0), (2, 0), (0, 50))):
-        add(registry, f"d{i}", others=others, others_tokens=tokens, routers=2)
+    for i, (others, tokens) in enumerate(((3, 0), (2, 0), (1, 50))):
+        add(registry, f"d{i}", running=3, others=others, others_tokens=tokens, routers=2)
     nodes, able = registry.nodes(), candidates(registry, pb.ROLE_DECODE)
     assert least_load(able).id == "d1"
     alter(registry, nodes[1], in_flight=2)
@@ -517,7 +517,7 @@ async def test_requests_of_other_routers_count_as_load(registry):
     alter(registry, nodes[0], prefill_tokens=51)
     alter(registry, nodes[1], prefill_tokens=51)
     assert least_load(able).id == "d2"
-    assert ClusterView(registry).placed_by_others() == (5, 2)
+    assert ClusterView(registry).placed_by_others() == (6, 2)
 
 
 def test_the_breaker_opens_after_failures_in_a_row_and_allows_one_trial(clock):

@@ -49,8 +49,40 @@ async def test_the_page_needs_no_key_and_the_cluster_s_state_does(
                 assert response.status in (401, 404), path
 
 
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+
+
+async def test_the_root_leads_a_browser_to_the_page_and_names_it_to_other_clients(
+    tmp_path: Path,
+) -> None:
+    folder = byte_level_folder(tmp_path)
+    async with serve(folder, root_path="/llm", keys=APIKeys("secret")) as site:
+        for path in ("/", "/llm", "/llm/"):
+            for method in ("GET", "HEAD"):
+                async with site.session.request(
+                    method, site.url + path, headers=BROWSER, allow_redirects=False
+                ) as response:
+                    assert (response.status, response.headers["Location"]) == (302, "/llm/ui")
+            async with site.session.get(site.url + path, headers=BROWSER) as response:
+                assert await response.read() == (STATIC / "index.html").read_bytes()
+            async with site.session.get(site.url + path) as response:
+                found = await response.json()
+            assert (found["name"], found["api"], found["page"]) == ("pdserve", "/llm/v1", "/llm/ui")
+            async with site.session.head(site.url + path) as response:
+                assert response.status == 200
+            async with site.session.post(site.url + path) as response:
+                assert response.status == 405
+        for path in ("/llmx", "/llm/v1/models", "/llm//"):
+            async with site.session.get(site.url + path, headers=BROWSER) as response:
+                assert response.status in (401, 404), path
+
+
 async def test_without_the_page_there_is_no_trace_of_it(tmp_path: Path) -> None:
     async with serve(byte_level_folder(tmp_path), ui=False) as site:
+        async with site.session.get(site.url, headers=BROWSER, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (302, "/docs")
+        async with site.session.get(site.url) as response:
+            assert "/ui" not in await response.text()
         for path in FILES:
             async with site.session.get(site.url + path) as response:
                 assert response.status == 404

@@ -64,6 +64,14 @@ def test_of_nested_waits_the_last_begun_is_named_and_the_silence_does_not_add_up
     assert len(said) >= 4, "short waits hide nothing"
 
 
+def test_short_waits_that_follow_each_other_are_not_silent_together(every: float) -> None:
+    lines: list[str] = []
+    for _ in range(12):
+        with saying("importing", write=lines.append):
+            time.sleep(every / 3)
+    assert len(lines) >= 2
+
+
 def test_a_line_asks_for_the_state_of_its_moment(every: float) -> None:
     lines: list[str] = []
     done = 0

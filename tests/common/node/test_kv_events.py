@@ -274,7 +274,7 @@ def config(tmp_path: Path) -> KVEventsConfig:
 async def test_tools_of_vllm_s_read_and_replay_them(config: KVEventsConfig) -> None:
     """Read without pdserve's own types, as the wire has them."""
     publisher = KVEventPublisher(config, 1)
-    serving = asyncio.create_task(publisher.serve_replays())
+    serving = asyncio.create_task(publisher.serve())
     context = zmq.asyncio.Context()
     endpoint, replay = config.of_replica(1)
     assert endpoint.endswith("events_dp1")
@@ -326,7 +326,7 @@ async def test_tools_of_vllm_s_read_and_replay_them(config: KVEventsConfig) -> N
 
 async def test_a_replay_ends_with_a_mark(config: KVEventsConfig) -> None:
     publisher = KVEventPublisher(config, 0)
-    serving = asyncio.create_task(publisher.serve_replays())
+    serving = asyncio.create_task(publisher.serve())
     for ts in (0.0, 1.0, 2.0):
         publisher.publish(KVEventBatch(ts, []))
     context = zmq.asyncio.Context()
@@ -346,7 +346,7 @@ async def test_a_replay_ends_with_a_mark(config: KVEventsConfig) -> None:
 
 async def test_an_endpoint_in_use_is_an_error_at_start(config: KVEventsConfig) -> None:
     tcp = KVEventPublisher(KVEventsConfig(endpoint="tcp://*:0"), 0)
-    address = tcp._pub.getsockopt(zmq.LAST_ENDPOINT).decode().replace("0.0.0.0", "*")
+    address = f"tcp://*:{tcp._doors[0].port}"
     try:
         with pytest.raises(ConfigError, match=r"--kv-events-config: cannot use tcp.*in use"):
             KVEventPublisher(KVEventsConfig(endpoint=address), 0)
@@ -376,9 +376,9 @@ def test_replicas_have_ports_of_their_own() -> None:
     on = {"enable_kv_cache_events": True, "replay_endpoint": "tcp://*:6000"}
     config = KVEventsOptions(kv_events_config=on).kv_events
     assert config is not None
-    assert config.of_replica(0) == ("tcp://*:5557", "tcp://*:6000")
-    assert config.of_replica(2) == ("tcp://*:5559", "tcp://*:6002")
+    assert config.of_replica(0) == ("tcp://lo:5557", "tcp://*:6000")
+    assert config.of_replica(2) == ("tcp://lo:5559", "tcp://*:6002")
     moved = KVEventsOptions(kv_events_config=on).moved(4).kv_events
-    assert moved is not None and moved.of_replica(1) == ("tcp://*:5562", "tcp://*:6005")
+    assert moved is not None and moved.of_replica(1) == ("tcp://lo:5562", "tcp://*:6005")
     assert KVEventsOptions(kv_events_config={**on, "publisher": "null"}).kv_events is None
     assert KVEventsOptions(kv_events_config={"enable_kv_cache_events": False}).kv_events is None

@@ -37,7 +37,7 @@ class Site:
             self.publisher.publish(KVEventBatch(float(number), [BlockRemoved([2**63] * blocks)]))
         self.context = zmq.asyncio.Context()
         self.clients: list[zmq.asyncio.Socket] = []  # an unreferenced socket is closed
-        self.serving = asyncio.create_task(self.publisher.serve_replays())
+        self.serving = asyncio.create_task(self.publisher.serve())
 
     def client(self) -> zmq.asyncio.Socket:
         socket = self.context.socket(zmq.DEALER)

@@ -56,7 +56,7 @@ async def test_a_drain_that_takes_too_long_is_a_failure() -> None:
 async def test_a_failure_ends_it_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     error = NodeError("rank 1 died", code="RANK_DIED")
     assert await serve(lambda failed: failed.set_exception(error)) == 1
-    assert "[RANK_DIED, blame=decode] rank 1 died" in caplog.text
+    assert "[RANK_DIED, blame=node] rank 1 died" in caplog.text
 
 
 async def test_a_failure_during_the_drain_is_reported(caplog: pytest.LogCaptureFixture) -> None:
