@@ -223,7 +223,12 @@ def bind(host: str, port: int, purpose: str, flag: str, shared: bool = False) ->
 
 
 def cannot_listen(host: str, port: int, purpose: str, flag: str, error: OSError) -> ConfigError:
-    advice = f": choose another {flag} (0: a free one)" if error.errno == errno.EADDRINUSE else ""
+    advice = {
+        errno.EADDRINUSE: f": choose another {flag} (0: a free one)",
+        errno.EACCES: f": choose {flag} above 1023",
+        errno.EADDRNOTAVAIL: ": --host must be an address of this host",
+        socket.EAI_NONAME: ": --host must be an address of this host",
+    }.get(error.errno or 0, "")
     return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{advice}")
 
 
