@@ -283,7 +283,7 @@ def test_steps_are_counted_by_their_tokens() -> None:
     (found,) = (
         each
         for each in SchedulerCollector(two[:1]).collect()
-        if each.name == "pdserve_iteration_tokens_total"
+        if each.name == "pdserve_iteration_tokens"
     )
     values = {(each.name, each.labels.get("le")): each.value for each in found.samples}
     assert values[f"{found.name}_bucket", "1.0"] == 1
