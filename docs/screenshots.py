@@ -127,10 +127,12 @@ async def asks(session: ClientSession, url: str) -> None:
         number += 1
         body: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}]}
         body["max_tokens"] = 30 if number % 5 else -1
-        headers = {"X-SLO-TTFT-Ms": "1000"}
+        headers = {"X-SLO-TTFT-Ms": "2000"}
         path = f"{url}/v1/chat/completions"
         async with session.post(path, json=body, headers=headers) as response:
             await response.read()
+        if not response.ok:
+            await asyncio.sleep(1)
 
 
 async def ask(page: Page) -> None:
@@ -162,7 +164,7 @@ async def shoot(page: Page, path: Path, scheme: str, whole: bool = True) -> None
 
 
 def pack(path: Path) -> None:
-    Image.open(path).quantize(64).save(path, optimize=True)
+    Image.open(path).quantize(128).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
 
 

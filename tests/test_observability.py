@@ -212,6 +212,9 @@ def prometheus(
         ):
             assert time.monotonic() < deadline
             cluster.complete("Once upon a time there was a girl", max_tokens=8)
+        while not _sees(server, "model:pdserve_request_failures:ratio_rate5m", 1):  # rules follow
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         yield server
     finally:
         server.process.terminate()

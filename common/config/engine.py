@@ -215,6 +215,12 @@ class ParallelConfig:
         "alone)",
         metavar="FILE",
     )
+    host_nodes: int = option(
+        1,
+        "nodes of this host, which share its memory if they compute on its CPUs (pdserve up counts "
+        "its own)",
+        minimum=1,
+    )
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     distributed_timeout: float = option(
         30.0, "seconds without a sign of life after which a rank counts as dead", minimum=0.1

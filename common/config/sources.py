@@ -155,6 +155,8 @@ def _take_words(
     word: str | None,
 ) -> None:
     """Sets the option `word` to the positional argument. Ends the process at any other word."""
+    if len(rest) > (word is not None and "--model" not in arguments):  # one may be the model
+        _check_keys(parser, found, rest, arguments)
     if word is not None and rest and not any(each.startswith("-") for each in rest):
         setattr(namespace, word, _word(parser, word, rest, arguments))
     elif rest:
@@ -164,6 +166,16 @@ def _take_words(
         has_model = any(option.name == "model" for option in found)
         hint = f"; did you mean --model {name}?" if has_model and not name.startswith("-") else ""
         parser.error(unknown_option(parser, name) + hint)
+
+
+def _check_keys(
+    parser: _Parser, found: Sequence[Option], rest: Sequence[str], arguments: Sequence[str]
+) -> None:
+    """Ends the process at `--api-key KEY KEY`, as vLLM takes it, without showing a key."""
+    flags = {option.flag for option in found if option.metadata.get("secret")}
+    for flag, word in zip(arguments, arguments[2:], strict=False):
+        if flag in flags and word in rest:
+            parser.error(f"{flag} takes one word: give several keys with commas between")
 
 
 def _word(parser: _Parser, name: str, words: Sequence[str], arguments: Sequence[str]) -> str:
@@ -184,8 +196,22 @@ def _hyphened(word: str) -> str:
 
 
 class _Parser(configargparse.ArgumentParser):
+    several: frozenset[str] = frozenset()  # options of text that is a list with commas
+
+    def convert_item_to_command_line_arg(self, action: Any, key: str, value: Any) -> Any:
+        """Joins a file's list with commas where the option takes that."""
+        if isinstance(value, list) and action is not None and not action.nargs:
+            if action.dest not in self.several:
+                self.error(f"{key} takes one value, not a list")
+            value = ",".join(map(str, value))
+        return super().convert_item_to_command_line_arg(action, key, value)
+
     def error(self, message: str) -> NoReturn:
-        end_with(self.prog, message)
+        # argparse's words for a switch that is neither true nor false
+        end_with(
+            self.prog,
+            message.replace("ignored explicit argument", "a switch takes true or false, not"),
+        )
 
 
 def _parser(
@@ -198,6 +224,7 @@ def _parser(
         add_env_var_help=False,
         add_config_file_help=False,
         config_file_parser_class=_YAMLFile,
+        config_file_open_func=partial(_open, prog),
         formatter_class=partial(argparse.HelpFormatter, max_help_position=34, width=100),
         usage=f"%(prog)s {f'[{word.upper()}] ' if word else ''}[options]",
         epilog="Precedence: flag, then environment variable, then YAML file, then default.",
@@ -209,12 +236,25 @@ def _parser(
         env_var=CONFIG_VARIABLE,
         help=f"YAML file of options by flag name [{CONFIG_VARIABLE}]",
     )
+    parser.several = frozenset(option.name for option in found if _is_list_of_words(option))
     groups: dict[str, Any] = {}
     for option in found:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         _add(groups[option.group], option)
     return parser
+
+
+def _open(prog: str, path: str, mode: str = "r") -> IO[str]:
+    try:
+        return open(path, mode, encoding="utf-8")
+    except OSError as error:
+        end_with(prog, f"--config {path}: {error.strerror}")
+
+
+def _is_list_of_words(option: Option) -> bool:
+    several = "," in option.metadata.get("metavar", "") or option.metadata.get("secret", False)
+    return option.kind is str and several
 
 
 def _add(group: Any, option: Option) -> None:

@@ -131,8 +131,9 @@ def from_program(name: str, value: Any) -> Given | None:
     found = find(name.replace("_", "-"))
     if found is None:
         return None
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value)
-    return Given(name, text, found[0])
+    if not isinstance(value, str):
+        value = "" if value is None else json.dumps(value, default=str)
+    return Given(name, _negated(value) if found[1] else value, found[0])
 
 
 def switches(words: Iterable[str], known: Iterable[str]) -> list[str]:

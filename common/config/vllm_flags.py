@@ -44,7 +44,7 @@ def zero(value: str) -> bool:
     """Accepts `image=0,video=0` and `{"image": 0}`."""
     try:
         counts = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         counts = dict(pair.partition("=")[::2] for pair in value.split(","))
     return isinstance(counts, dict) and all(off(str(count)) for count in counts.values())
 
@@ -55,7 +55,7 @@ def backend(value: str) -> bool:
         return True
     try:
         given = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     kept = {"backend", "disable_fallback"}
     return isinstance(given, dict) and all(

@@ -80,10 +80,14 @@ class PdserveError(Exception):
 
 
 class ConfigError(PdserveError):
-    """This process cannot start as configured; the message names the fix."""
+    """This process cannot start as configured; the message names the fix. Operators read it, so it
+    stands without code and blame."""
 
     default_code = "BAD_CONFIG"
     default_blame = Blame.OPERATOR
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class InvalidCheckpoint(ConfigError):

@@ -57,8 +57,13 @@ def usable_cores(proc: Path = PROC) -> int:
 def memory_left(proc: Path = PROC) -> int | None:
     """Returns the bytes left until a memory limit of this process's cgroups, None without a limit.
     Cached files, which the kernel reclaims, count as free."""
-    left = list(_memory_left(proc))
+    left = [limit - used for limit, used in _memory_limits(proc)]
     return max(0, min(left)) if left else None
+
+
+def memory_limit(proc: Path = PROC) -> int | None:
+    """Returns the tightest memory limit of this process's cgroups in bytes, None without one."""
+    return min((limit for limit, _ in _memory_limits(proc)), default=None)
 
 
 def _cpu_quotas(proc: Path) -> Iterator[float]:
@@ -71,7 +76,8 @@ def _cpu_quotas(proc: Path) -> Iterator[float]:
             yield int(quota) / int(period)
 
 
-def _memory_left(proc: Path) -> Iterator[int]:
+def _memory_limits(proc: Path) -> Iterator[tuple[int, int]]:
+    """Yields each limit and the bytes used of it."""
     for group in _groups("memory", proc):
         for limit, usage, cached in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -82,7 +88,7 @@ def _memory_left(proc: Path) -> Iterator[int]:
             if most.isdigit() and taken.isdigit():
                 stat = _words(group / "memory.stat")
                 numbers = dict(zip(stat[::2], stat[1::2], strict=False))
-                yield int(most) - int(taken) + int(numbers.get(cached, 0))
+                yield int(most), int(taken) - int(numbers.get(cached, 0))
 
 
 def _groups(controller: str, proc: Path) -> Iterator[Path]:
@@ -223,7 +229,12 @@ def bind(host: str, port: int, purpose: str, flag: str, shared: bool = False) ->
 
 
 def cannot_listen(host: str, port: int, purpose: str, flag: str, error: OSError) -> ConfigError:
-    advice = f": choose another {flag} (0: a free one)" if error.errno == errno.EADDRINUSE else ""
+    advice = {
+        errno.EADDRINUSE: f": choose another {flag} (0: a free one)",
+        errno.EACCES: f": choose {flag} above 1023",
+        errno.EADDRNOTAVAIL: ": --host must be an address of this host",
+        socket.EAI_NONAME: ": --host must be an address of this host",
+    }.get(error.errno or 0, "")
     return ConfigError(f"cannot listen on {host}:{port} for {purpose}: {error.strerror}{advice}")
 
 

@@ -15,7 +15,7 @@ from time import monotonic
 
 logger = logging.getLogger(__name__)
 
-EVERY = 10.0  # seconds between two lines, and before the first
+EVERY = 9.0  # seconds between two lines, and before the first: none is late by more than a second
 SOON = 1.0  # seconds before the first line about a wait that is likely to be long
 
 
@@ -57,9 +57,9 @@ class _Waits:
         self._changed = threading.Condition()
         self._waits: list[_Wait] = []
         # When the last one ended, and when the next line is to be written. A process waits from its
-        # first moment on.
+        # first moment on, which may be seconds ago on a busy host.
         self._ended = monotonic()
-        self._due = self._ended + EVERY
+        self._due = self._ended + EVERY / 2
         self._running = False
 
     def begin(self, wait: _Wait, first: float) -> None:

@@ -72,7 +72,7 @@ def _ray_answers(address: str | None) -> bool:
     try:
         _connect_to_ray(address)
     except ConfigError as error:
-        logger.info("the ranks do not fit on this host, and Ray cannot be used: %s", error.message)
+        logger.info("the ranks do not fit on this host, and Ray cannot be used: %s", error)
         return False
     return True
 

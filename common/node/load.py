@@ -127,7 +127,7 @@ ACCEPTED_PER_POS = (
     "Drafted tokens that were accepted, by their position in the draft",
 )
 
-STEPS = ("iteration_tokens_total", "Tokens of a step, prompt tokens and drafts included")
+STEPS = ("iteration_tokens", "Tokens of a step, prompt tokens and drafts included")
 
 
 class SchedulerCollector(Collector):

@@ -56,7 +56,6 @@ NODE_NAMES: Mapping[str, Sequence[str]] = _same(
     "estimated_flops_per_gpu",
     "estimated_read_bytes_per_gpu",
     "estimated_write_bytes_per_gpu",
-    "iteration_tokens_total",
     "num_preemptions",
     "prefix_cache_hits",
     "prefix_cache_queries",
@@ -65,6 +64,7 @@ NODE_NAMES: Mapping[str, Sequence[str]] = _same(
     "spec_decode_num_draft_tokens",
     "spec_decode_num_drafts",
 ) | {
+    "iteration_tokens": ("iteration_tokens_total",),
     "kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     "sequences_failed": ("corrupted_requests",),
 }

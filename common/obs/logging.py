@@ -6,10 +6,10 @@ fields are untrusted. The lines of a traceback are indented.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ from io import TextIOBase
 from typing import Any, ClassVar
 
 from pdserve.common.config.shared import LogConfig
-from pdserve.common.core.printable import cut, json_printable, printable
+from pdserve.common.core.printable import cut, printable
+from pdserve.common.obs.json_lines import JSONStream, json_line
 from pdserve.common.obs.process import dump_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,32 @@ def setup_logging(
         old.close()
     root.addHandler(handler)
     root.setLevel(config.log_level.upper())
+    if config.log_format == "json" and isinstance(handler, LogWriter):
+        _log_everything(name, handler)
     # gRPC's own lines have another format, and tell of each peer that stops.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # The role itself logs each request once, with its id and outcome.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+def _log_everything(name: str, writer: LogWriter) -> None:
+    """Has warnings, uncaught exceptions and what is printed to stderr become objects of the log;
+    only crashes within native code still write text."""
+    logging.captureWarnings(True)
+    sys.stderr = JSONStream(name, writer.put, lambda: _STDERR)
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            logger.info("interrupted")
+        else:
+            logger.critical("uncaught exception: %s", error, exc_info=(kind, error, trace))
+
+    def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+    sys.excepthook = uncaught
+    threading.excepthook = uncaught_in_thread
 
 
 def log_notes(notes: Iterable[str]) -> None:
@@ -100,8 +123,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """Keys: time (UTC), level, role, logger, message; request_id, exception, and an error's code
-    and blame if present."""
+    """Keys: time (UTC), level, process, role, logger, message; request_id, exception, and an
+    error's code and blame if present. `process` is the role here; `pdserve up` has its own
+    names."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -111,6 +135,7 @@ class JSONFormatter(logging.Formatter):
         event: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
+            "process": self.name,
             "role": self.name,
             "logger": record.name,
             "message": cut(record.getMessage(), MAX_MESSAGE_LENGTH),
@@ -120,7 +145,7 @@ class JSONFormatter(logging.Formatter):
         event |= getattr(record, "error", {})
         if trace := _trace(self, record):
             event["exception"] = "\n".join(trace)
-        return json_printable(json.dumps(event, ensure_ascii=False))
+        return json_line(event)
 
 
 def _request_id() -> str:
@@ -197,7 +222,11 @@ class LogWriter(logging.Handler):
             self._lines.clear()
             self._dropped, self._writing = 0, True
         if dropped:
-            lines.append(f"{dropped} log lines were dropped here, because they were not read\n")
+            told = f"{dropped} log lines were dropped here, because they were not read"
+            record = logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None)
+            lines.append(
+                (self.format(record) if isinstance(self.formatter, JSONFormatter) else told) + "\n"
+            )
         return "".join(lines)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
 
-from pdserve.common.core.errors import ConfigError, PdserveError
+from pdserve.common.core.errors import PdserveError
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,9 @@ async def _first(signal_name: Awaitable[str], failed: asyncio.Future[None]) -> s
 
 
 def log_error(error: PdserveError, level: int = logging.ERROR) -> None:
-    """Logs an error that ends a process; a wrong configuration as its sentence alone. A JSON line
-    has code and blame as fields."""
+    """Logs an error that ends a process; a JSON line has code and blame as fields."""
     fields = {"code": error.code, "blame": str(error.blame)}
-    text = error.message if isinstance(error, ConfigError) else str(error)
-    logger.log(level, "%s", text, extra={"error": fields})
+    logger.log(level, "%s", error, extra={"error": fields})
 
 
 def _report(failed: asyncio.Future[None]) -> int:

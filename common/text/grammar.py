@@ -228,7 +228,7 @@ def _tag(name: str, structure: Any, triggers: Sequence[Any]) -> Iterator[str]:
             found = [each for each in triggers if isinstance(each, str) and begin.startswith(each)]
             if not found:
                 raise ValueError(f"no trigger is the beginning of {begin[:64]!r}")
-            made = json_grammar.JSONGrammar(schema, f"{name}_json")
+            made = json_grammar.JSONGrammar(schema, f"{name}j")
             trigger = f"ANY {found[0]}"  # a special token
             if not _SPECIAL.fullmatch(found[0]):
                 trigger = f"{name}_trigger"

@@ -59,14 +59,15 @@ Shape = Text | Other | Array | Object
 class JSONGrammar:
     """The rules of one schema; their names begin with `prefix`."""
 
-    def __init__(self, schema: Any, prefix: str = "pdserve") -> None:
+    def __init__(self, schema: Any, prefix: str = "j") -> None:
         """Raises ValueError: it is not supported, or no finite text matches it."""
         self._document = Document(schema)
         self._prefix = prefix
         self._names: dict[tuple[Element, ...], str] = {}
         self._shapes: dict[str, list[Shape]] = {}
         self._pending: list[tuple[Element, ...]] = []
-        self._keys: dict[str, str] = {}  # names of terminals
+        self._keys: dict[str, str] = {}  # names of terminals, by their texts
+        self._terminals: dict[str, str] = {}
         self._places: dict[str, Any] = {}  # a schema of each rule
         self._exclusive: list[tuple[Any, list[str]]] = []
         self.start = self._rule([Element("all", schema)])
@@ -329,15 +330,18 @@ class JSONGrammar:
                     alternatives.append(f"{name}_{number}")
                     yield from shape.rules(alternatives[-1], self._fits)
         if texts:
-            alternatives.append(name.upper())
-            yield name.upper(), texts
+            terminal = " | ".join(texts)
+            if terminal not in self._terminals:
+                self._terminals[terminal] = name.upper()
+                yield name.upper(), [terminal]
+            alternatives.append(self._terminals[terminal])
         yield name, alternatives
 
 
 def separators(whitespace: str | None) -> list[str]:
     """Returns the terminals between values; `whitespace` is a regex of one space between them,
     None: there is none."""
-    space = "" if whitespace is None else "PDSERVE_SPACE?"
+    space = "" if whitespace is None else "J_S?"
     lines = [
         f'{COMMA}: {space} "," {space}', f'{COLON}: {space} ":" {space}',
         f'{ARRAY}: "[" {space}', f'{END_ARRAY}: {space} "]"', f'{NO_ITEMS}: "[" {space} "]"',
@@ -345,7 +349,7 @@ def separators(whitespace: str | None) -> list[str]:
     ]  # fmt: skip
     if whitespace is not None:
         regex = regex_to_lark(whitespace, "")
-        lines.append(rf"PDSERVE_SPACE: /{regex}/ & /[ \n\r\t]*/")
+        lines.append(rf"J_S: /{regex}/ & /[ \n\r\t]*/")
     return lines
 
 

@@ -16,9 +16,10 @@ from pdserve.common.text.json_strings import quoted
 _MAX_STATES = 20_000  # properties × the number of them to count
 
 # Terminals, with the white space around them.
-COMMA, COLON = "PDSERVE_COMMA", "PDSERVE_COLON"
-ARRAY, END_ARRAY, NO_ITEMS = "PDSERVE_ARRAY", "PDSERVE_END_ARRAY", "PDSERVE_NO_ITEMS"
-OBJECT, END_OBJECT, NOTHING = "PDSERVE_OBJECT", "PDSERVE_END_OBJECT", "PDSERVE_NOTHING"
+# Names are short, for a grammar's size is bounded, and unlike clients' own.
+COMMA, COLON = "J_C", "J_N"
+ARRAY, END_ARRAY, NO_ITEMS = "J_A", "J_AE", "J_A0"
+OBJECT, END_OBJECT, NOTHING = "J_O", "J_OE", "J_O0"
 
 Fits = Callable[[str], bool]  # whether a rule has a finite text
 Rule = tuple[str, list[str]]  # a name and its alternatives

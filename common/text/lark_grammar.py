@@ -33,7 +33,7 @@ def with_schemas(lark: str) -> str:
             pieces.append(token[0])
             continue
         end = json.JSONDecoder().raw_decode(lark, place)[1]
-        made = JSONGrammar(exact_json.loads(lark[place:end]), f"pdserve{len(pieces)}_json")
+        made = JSONGrammar(exact_json.loads(lark[place:end]), f"j_{len(pieces)}_")
         pieces.append(made.start)
         lines += made.rules()
         place = end

@@ -18,7 +18,7 @@ import torch
 
 from pdserve.common.config.engine import EngineConfig
 from pdserve.common.core.errors import ConfigError
-from pdserve.common.core.host import memory_left
+from pdserve.common.core.host import memory_left, memory_limit
 from pdserve.common.core.kv_groups import STATES_HELD, KVGroup
 from pdserve.common.distributed.group import GroupCoordinator
 from pdserve.common.engine.messages import CacheShape
@@ -41,7 +41,7 @@ from pdserve.common.worker.runner import ModelRunner, StageLink, num_dummy_block
 
 logger = logging.getLogger(__name__)
 
-# Shares of the available RAM without --kv-cache-memory: of one rank, and of all ranks of a node.
+# Shares of the RAM without --kv-cache-memory: of one rank, and of all ranks of a host.
 CPU_MEMORY_SHARE, CPU_MEMORY_SHARES = 0.1, 0.5
 CPU_MEMORY_LIMIT = 4 * 2**30
 
@@ -204,13 +204,16 @@ def available_bytes(
     link: StageLink,
     memory: GpuMemory | None = None,
 ) -> int:
-    """Returns the bytes for KV blocks of `block_bytes` per KV group. On a CPU a share of the
-    available RAM; on a GPU, which needs its `memory`, the rest of the node's share after its own
-    weights, the largest step's activations and what it holds outside torch."""
+    """Returns the bytes for KV blocks of `block_bytes` per KV group. On a CPU a share of the RAM
+    without weights, whatever else uses it at the moment, so that equal nodes have equal caches; on
+    a GPU, which needs its `memory`, the rest of the node's share after its own weights, the largest
+    step's activations and what it holds outside torch."""
     if device.type == "cpu":
         counts = blocks_per_sequence(config, model.spec.kv_groups, max_model_len)
         sequence = sum(map(mul, counts, block_bytes))
-        return cpu_cache_bytes(available_ram(), config.parallel.world_size_across_dp, sequence)
+        ranks = config.parallel.host_nodes * config.parallel.world_size_across_dp
+        room = total_ram() - ranks * model.weights_bytes
+        return cpu_cache_bytes(room, ranks, sequence)
     assert memory is not None, "a rank on a GPU knows its memory"
     peak = _peak_of_largest_step(config, model, shapes, max_model_len, device, link)
     others = memory.outside_torch(device)
@@ -225,17 +228,23 @@ def available_bytes(
     return gpu_cache_bytes(memory.total, config.cache.gpu_memory_utilization, others, peak)
 
 
+def total_ram() -> int:
+    """Returns the bytes that the host, or this container if less, may use altogether."""
+    host, own = psutil.virtual_memory().total, memory_limit()
+    return host if own is None else min(host, own)
+
+
 def available_ram() -> int:
     """Returns the bytes that the host, or this container if less, has left."""
     host, own = psutil.virtual_memory().available, memory_left()
     return host if own is None else min(host, own)
 
 
-def cpu_cache_bytes(available: int, ranks: int, sequence: int) -> int:
-    """Returns a rank's share of `available` bytes; at least the bytes of one longest `sequence`, if
-    all ranks together then still leave half of the memory free."""
-    most = available * CPU_MEMORY_SHARES / ranks
-    share = min(available * CPU_MEMORY_SHARE, most, CPU_MEMORY_LIMIT)
+def cpu_cache_bytes(room: int, ranks: int, sequence: int) -> int:
+    """Returns a rank's share of `room` bytes; at least the bytes of one longest `sequence`, if all
+    `ranks` of the host together then still leave half of the room."""
+    most = max(0, room) * CPU_MEMORY_SHARES / ranks
+    share = min(room * CPU_MEMORY_SHARE, most, CPU_MEMORY_LIMIT)
     return int(max(share, min(sequence, most)))
 
 
@@ -245,8 +254,8 @@ def check_ram(size: int) -> None:
     if size > (left := available_ram()):
         raise ConfigError(
             f"a KV cache of {format_bytes(size)} does not fit into the {format_bytes(left)} of "
-            "free memory: lower --kv-cache-memory or --num-gpu-blocks-override, or raise the "
-            "container's memory limit"
+            "free memory: set a smaller --kv-cache-memory or --num-gpu-blocks-override, end other "
+            "programs, or raise the container's memory limit"
         )
 
 

@@ -74,6 +74,7 @@ def share_host(
     file = engine.parallel.share_cores
     lends = file is None and not gpus and len(nodes) > 1 and total * threads <= cores
     file = None if file == NO_SHARING else file
+    neighbours = max(0 if gpus else len(nodes), engine.parallel.host_nodes)
     cache = replace(
         engine.cache, gpu_memory_utilization=engine.cache.gpu_memory_utilization / sharers
     )
@@ -86,7 +87,9 @@ def share_host(
             NodeShare(
                 replace(
                     engine,
-                    parallel=replace(node, cpu_threads=threads, share_cores=file),
+                    parallel=replace(
+                        node, cpu_threads=threads, share_cores=file, host_nodes=neighbours
+                    ),
                     cache=cache,
                 ),
                 {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))} if own else {},

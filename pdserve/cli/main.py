@@ -17,6 +17,7 @@ from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.host import host_errors_as_config_errors
 from pdserve.common.core.plugins import import_string, nearest
 from pdserve.common.core.waits import saying
+from pdserve.common.obs.json_lines import JSONStream, wants_json
 
 COMMANDS = {
     "Whole clusters": {
@@ -85,8 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong. PDSERVE_CONFIG_EXIT_CODE replaces the 2, for supervisors that restart on any failure:
     a restart does not fix a configuration."""
     _repair_streams()
+    given, stderr = list(sys.argv[1:] if argv is None else argv), sys.stderr
+    if wants_json(given):  # also of errors before the log is set up
+        sys.stderr = JSONStream(given[0] if given else "pdserve", stderr.write, stderr.fileno)
     try:
-        code = _run(argv)
+        code = _run(given)
         return 1 if not _written() else _exit_code(code)
     except BrokenPipeError:  # as with `| head`
         _drop_output()
@@ -95,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stop.code == 2:
             raise SystemExit(_exit_code(2)) from stop
         raise
+    finally:
+        if argv is not None:  # a call within another program
+            sys.stderr = stderr
 
 
 def _repair_streams() -> None:
@@ -134,8 +141,8 @@ def _exit_code(code: int) -> int:
     return int(os.environ.get(CONFIG_EXIT_CODE) or code) if code == 2 else code
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+def _run(argv: Sequence[str]) -> int:
+    command, *rest = argv or [""]
     if command in ("-h", "--help"):
         print(help_text())
         return 0

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     if config.model is None and not config.topology:
-        raise ConfigError("--model must be a checkpoint folder, its config.json, or org/name")
+        raise ConfigError("--model must name a checkpoint folder, its config.json, or org/name")
     plans = [] if config.model is None else plan(_with_folder(config))
     topology = read_topology() if config.topology else None
     if config.json:

@@ -68,18 +68,18 @@ def _check_names(config: ClusterConfig) -> None:
 def _check_ports(config: ClusterConfig) -> None:
     server = config.server
     ports = {
-        "--port": server.port,
-        "--grpc-port": server.grpc_port,
-        "--registry-port": server.registry_port,
+        "--port": (server.port, "HTTP"),
+        "--grpc-port": (server.grpc_port, "gRPC"),
+        "--registry-port": (server.registry_port, "nodes"),
     }
     given: dict[int, str] = {}
-    for flag, port in ports.items():
+    for flag, (port, purpose) in ports.items():
         if port and (other := given.setdefault(port, flag)) != flag:
             raise ConfigError(
                 f"{other} and {flag} are both {port}: choose two ports (0: free ones)"
             )
         if port:
-            bind(server.host, port, flag.strip("-"), flag).close()
+            bind(server.host, port, purpose, flag).close()
 
 
 def _check_gpus(config: ClusterConfig) -> None:

@@ -1,4 +1,4 @@
-"""`pdserve top`: shows the nodes of a cluster and their load, live."""
+"""`pdserve top`: shows the nodes of a cluster, their load, and the router's latencies, live."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.cli.traffic import Traffic, shown_rates
 from pdserve.client.server import LOOK_TIMEOUT, Server, add_server_options, session_of
 from pdserve.client.terminal import console_of, number
 from pdserve.common.config.options import CommandParser
@@ -51,6 +52,7 @@ class ClusterState(msgspec.Struct):
     reason: str
     running: int
     waiting: int
+    traffic: dict[str, float | str | None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve top",
-        description="Show the nodes of a cluster, live; once if standard output is no terminal.",
+        description="Show the nodes of a cluster, live; once if standard output is no terminal. "
+        "TTFT, ITL, tokens per second and prefix hits are means of the router's last 10 seconds; "
+        "when shown once, of its whole life.",
     )
     add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
@@ -80,31 +84,51 @@ def make_parser() -> argparse.ArgumentParser:
 async def _watch(options: argparse.Namespace) -> int:
     console = console_of()
     async with session_of(options) as session:
-        server = Server(session, options.url)
-        found = await server.get("/v1/cluster")
-        state = _read(found, server)
+        look = _Look(Server(session, options.url))
+        found = await look.next()
         if options.json:
-            return await _lines(server, found, options)
+            return await _lines(look, found, options)
+        shown = table(_read(found, look.server))
         if options.once or not console.is_terminal:
-            console.print(table(state))
-            return 0 if state.ready else 1
-        with Live(table(state), console=console, auto_refresh=False) as live:
+            console.print(shown)
+            return 0 if found["ready"] else 1
+        with Live(shown, console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(options.interval)
                 try:
-                    state = _read(await server.get("/v1/cluster"), server)
-                    live.update(table(state), refresh=True)
+                    found = await look.next()
+                    live.update(table(_read(found, look.server)), refresh=True)
                 except PdserveError as error:  # the server may come back
                     live.update(Text(error.message, style="red"), refresh=True)
 
 
-async def _lines(server: Server, found: Any, options: argparse.Namespace) -> int:
+class _Look:
+    """Asks a router for its nodes and metrics."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._traffic = Traffic()
+
+    async def next(self) -> dict[str, Any]:
+        """Returns /v1/cluster with the key `traffic`: rates, or `error` if there are none."""
+        found = await self.server.get("/v1/cluster")
+        if not isinstance(found, dict):
+            raise NodeError(f"{self.server.url} is not a router of this version")
+        try:
+            uptime = float(found.get("uptime_seconds") or 0.0)
+            self._traffic.add(await self.server.get("/metrics"), uptime)
+            return {**found, "traffic": self._traffic.rates()}
+        except PdserveError as error:
+            return {**found, "traffic": {"error": error.message}}
+
+
+async def _lines(look: _Look, found: dict[str, Any], options: argparse.Namespace) -> int:
     while True:
         print(json.dumps(found), flush=True)
         if options.once:
             return 0 if found["ready"] else 1
         await asyncio.sleep(options.interval)
-        found = await server.get("/v1/cluster")
+        found = await look.next()
 
 
 def _read(found: Any, server: Server) -> ClusterState:
@@ -116,7 +140,9 @@ def _read(found: Any, server: Server) -> ClusterState:
 
 def table(state: ClusterState) -> Table:
     """Returns a title for the cluster, and a row per node, sorted by role and id."""
-    title = f"{state.running} running, {state.waiting} waiting"
+    error = state.traffic.get("error")
+    traffic = printable(f"no rates: {error}", 200) if error else shown_rates(state.traffic)
+    title = f"{state.running} running, {state.waiting} waiting; {traffic}"
     if not state.ready:
         title = f"not ready: {printable(state.reason, 200)}; {title}"
     found = Table(title=title, title_justify="left", box=None, pad_edge=False)

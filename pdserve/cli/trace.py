@@ -1,5 +1,5 @@
 """`pdserve trace`: shows the stages and times of a request, running or finished; without an id it
-lists the running requests and what they wait for."""
+lists the running requests and what they wait for, and the last ones that ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from pdserve.common.core.request import PromptPath, Timeline
 T = TypeVar("T")
 
 COLOURS = {"finished": "green", "running": "yellow", "failed": "red"}
-SHOWN = 50  # running requests; the ones without progress for longest
+SHOWN = 50  # running requests, the ones without progress for longest; and as many ended ones
+MOST = 1000  # requests that a server lists
+RUNNING = "running"
 
 
 class Standing(msgspec.Struct):
@@ -56,18 +58,23 @@ class Found(msgspec.Struct):
     data: list[Traced]
 
 
-class Served(msgspec.Struct):
-    """One prompt in the answer of /v1/timelines?standing=true."""
+class Listed(msgspec.Struct):
+    """One prompt in the answer of /v1/timelines."""
 
     request_id: str
+    status: str
     prompt_tokens: int
     completion_tokens: int
     seconds: float
-    standing: Standing
+    model: str | None = None
+    error: dict[str, str] | None = None
+    first_token: float | None = None
+    finish_reasons: list[str] = []
+    standing: Standing | None = None  # None: it has ended
 
 
-class AllServed(msgspec.Struct):
-    data: list[Served]
+class AllListed(msgspec.Struct):
+    data: list[Listed]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(found))
     elif options.request_id is None:
-        console_of().print(_served(_read(found, AllServed).data))
+        listed = _read(found, AllListed).data
+        console = console_of()
+        console.print(_served([each for each in listed if each.standing is not None]))
+        if ended := [each for each in listed if each.standing is None]:
+            console.print(_ended(ended))
     else:
         show(_read(found, Found).data, console_of())
     return 0
@@ -86,16 +97,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve trace",
         description="Show the stages of a request, their times, and what it waits for; without an "
-        "id list the running requests, those without progress for longest first. The router keeps "
-        "the timelines of the last requests (--kept-timelines); they have more detail if the "
-        "request asked for its timeline.",
+        "id list the running requests, those without progress for longest first, and the last ones "
+        "that ended. The router keeps the timelines of the last requests (--kept-timelines); they "
+        "have more detail if the request asked for its timeline.",
     )
     add_server_options(parser, LOOK_TIMEOUT, operators=True)
     parser.add_argument(
         "request_id",
         metavar="REQUEST_ID",
         nargs="?",
-        help="its X-Request-Id, or the id of its answer (default: all running requests)",
+        help="its X-Request-Id, or the id of its answer (default: list the last ones)",
     )
     parser.add_argument("--json", action="store_true", help="print the server's JSON")
     return parser
@@ -103,10 +114,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def _ask(options: argparse.Namespace) -> Any:
     async with session_of(options) as session:
-        path = f"/v1/timelines?standing=true&limit={SHOWN}"
+        server = Server(session, options.url)
         if options.request_id is not None:
-            path = f"/v1/timelines/{quote(options.request_id, safe='')}"
-        return await Server(session, options.url).get(path)
+            return await server.get(f"/v1/timelines/{quote(options.request_id, safe='')}")
+        return await _list(server)
+
+
+async def _list(server: Server) -> dict[str, Any]:
+    """Returns the running requests and the last ones that ended, as JSON."""
+    running = await server.get(f"/v1/timelines?standing=true&limit={SHOWN}")
+    last = await server.get(f"/v1/timelines?limit={MOST}")  # begins with all running ones
+    try:
+        ended = [each for each in last["data"] if each["status"] != RUNNING]
+        return {**running, "data": [*running["data"], *ended[:SHOWN]]}
+    except (KeyError, TypeError) as error:
+        raise NodeError(f"the server's timelines cannot be read: {error!r}") from error
 
 
 def _read(found: Any, kind: type[T]) -> T:
@@ -168,13 +190,14 @@ def _end(standing: Standing) -> str:
     return f"without progress it fails in {max(0.0, standing.gives_up_in):.1f} s"
 
 
-def _served(requests: Sequence[Served]) -> Table:
+def _served(requests: Sequence[Listed]) -> Table:
     table = Table("request", "tokens", "age", "stands", "waits for", box=None, pad_edge=False)
     table.title, table.title_justify = f"{len(requests)} served", "left"
     for name in (1, 2, 3):
         table.columns[name].justify = "right"
     for each in requests:
         standing = each.standing
+        assert standing is not None
         why = [standing.waits_for, _end(standing)]
         if standing.last_error is not None:
             why.append(f"failed {standing.failures} times: {standing.last_error}")
@@ -186,6 +209,32 @@ def _served(requests: Sequence[Served]) -> Table:
             Text(printable("; ".join(why))),
         )
     return table
+
+
+def _ended(requests: Sequence[Listed]) -> Table:
+    """Returns a row per request that has ended, the newest first."""
+    table = Table("request", "model", "tokens", "TTFT", "took", "ended", box=None, pad_edge=False)
+    table.title, table.title_justify = "the last to end", "left"
+    for name in (2, 3, 4):
+        table.columns[name].justify = "right"
+    for each in requests:
+        first = "" if each.first_token is None else f"{1e3 * each.first_token:.1f} ms"
+        table.add_row(
+            Text(printable(each.request_id)),
+            Text(printable(each.model or "")),
+            f"{each.prompt_tokens}+{each.completion_tokens}",
+            first,
+            f"{each.seconds:.2f} s",
+            Text(printable(_how(each)), style=COLOURS.get(each.status, "")),
+        )
+    return table
+
+
+def _how(ended: Listed) -> str:
+    """Returns the finish reasons of a request's choices, or its error."""
+    if ended.error is not None:
+        return f"{ended.status}: {ended.error.get('code', '')}"
+    return ", ".join(dict.fromkeys(ended.finish_reasons)) or ended.status
 
 
 def _stages(line: Timeline) -> Table:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import IO, cast
@@ -21,6 +23,7 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.waits import saying
+from pdserve.common.obs.json_lines import JSONStream, in_log
 from pdserve.common.obs.logging import LogWriter
 from pdserve.common.obs.process import dump_stacks_on_signal
 
@@ -48,7 +51,7 @@ def _run(prog: str, argv: Sequence[str] | None, word: str | None = None) -> int:
         word=word,
         say=notes.append,
     )
-    console = console_of(file=cast(IO[str], LogStream()))
+    console = console_of(file=cast(IO[str], log_stream(config)))
     for note in notes:
         log_writer(config, console)("up", note)
     return asyncio.run(serve(with_model(config, console), console, prog))
@@ -77,6 +80,17 @@ def ready_line(config: ClusterConfig, urls: Sequence[str]) -> str:
     apis = ", ".join(f"{url}/v1" for url in urls)
     page = f"; the page: {urls[0]}/ui" if config.server.ui else ""
     return f"cluster ready: {apis} (model {model_name(config)}){page}"
+
+
+def log_stream(config: ClusterConfig) -> io.TextIOBase:
+    """Returns the stream for the log of all roles; with JSON, lines of this process are objects,
+    too, also those of libraries."""
+    stream = LogStream()
+    if config.log.log_format != "json":
+        return stream
+    logging.captureWarnings(True)
+    sys.stderr = JSONStream("up", stream.write, stream.fileno)
+    return sys.stderr
 
 
 class LogStream(io.TextIOBase):
@@ -140,9 +154,10 @@ def model_name(config: ClusterConfig) -> str:
 
 
 def log_writer(config: ClusterConfig, console: Console) -> Write:
-    """Returns a writer that prints `name │ line` in a colour per name; JSON lines unchanged."""
+    """Returns a writer that prints `name │ line` in a colour per name; with JSON, objects that name
+    the process."""
     if config.log.log_format == "json":
-        return lambda name, line: console.print(Text(line), soft_wrap=True)
+        return lambda name, line: console.print(Text(in_log(name, line)), soft_wrap=True)
     colours: dict[str, str] = {}
     width = max(map(len, (*router_names(config), *node_names(config))))
 

@@ -13,10 +13,10 @@ TABLE = "docs/clients.md#supported-and-not"  # lists what this server does not d
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The key that has the text, by the part's type. A refusal is what the assistant said."""
 _MEDIA = {
-    "images": ("image", "image_url", "input_image", "computer_screenshot", "image_embeds"),
-    "audio": ("input_audio", "audio", "audio_url", "audio_embeds"),
-    "videos": ("video", "video_url", "input_video"),
-    "files": ("file", "input_file", "document", "container_upload"),
+    "images are": ("image", "image_url", "input_image", "computer_screenshot", "image_embeds"),
+    "audio is": ("input_audio", "audio", "audio_url", "audio_embeds"),
+    "videos are": ("video", "video_url", "input_video"),
+    "files are": ("file", "input_file", "document", "container_upload"),
 }
 _WHAT = {kind: what for what, kinds in _MEDIA.items() for kind in kinds}
 
@@ -42,9 +42,7 @@ def text_of(part: Part | Mapping[str, Any] | Any, param: str) -> str:
     kind = kind if isinstance(kind, str) else ""
     if what := _WHAT.get(kind):
         raise InvalidRequest(
-            f"{what} are not supported: {param} may only have text (see {TABLE})".replace(
-                "audio are", "audio is"
-            ),
+            f"{what} not supported: {param} may only have text (see {TABLE})",
             param=param,
         )
     if kind not in TEXTS:

@@ -6,7 +6,7 @@ those of other servers and of tools that only others run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from pdserve.common.core import exact_json
@@ -26,6 +26,7 @@ _CALLS = {
     "shell_call": ("shell", "action"),
 }
 _OUTPUTS = {f"{kind}_output" for kind in ("function_call", *_CALLS)}
+_DOT = "."  # between a namespace and a function
 # Items that tell of a provider's own tools, and of a client's own state.
 _LEFT_OUT = frozenset({
     "code_interpreter_call", "file_search_call", "ghost_snapshot", "image_generation_call",
@@ -77,7 +78,7 @@ class ResponsesBody(CompatBody):
     def parameters(self, ignored: Ignored) -> Fields:
         fields: Fields = {"parallel_tool_calls": self.parallel_tool_calls, "stop": self.stop}
         fields["max_completion_tokens"] = self.max_output_tokens
-        fields["tools"] = [_tool_of(tool) for tool in self.tools] if self.tools else None
+        fields["tools"] = list(_tools_of(self.tools)) if self.tools else None
         fields["tool_choice"] = _named(self.tool_choice)
         fields["store"] = self.store
         reasoning, text = self.reasoning or ReasoningOptions(), self.text or TextOptions()
@@ -101,10 +102,28 @@ class ResponsesBody(CompatBody):
         return first + list(_merged(_item(i, item, ignored) for i, item in enumerate(items)))
 
 
-def _tool_of(tool: Fields) -> Fields:
-    if tool.get("type") != "function":
-        return tool
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+def _tools_of(tools: Iterable[Any], namespace: str = "") -> Iterator[Any]:
+    """Yields chat's tools. A namespace's functions have its name before theirs; so do calls of
+    these, as long as they are in a chat."""
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        inner = tool.get("tools") if kind == "namespace" else None
+        if isinstance(inner, list) and isinstance(name := tool.get("name"), str):
+            yield from _tools_of(inner, namespace + name + _DOT)
+        elif kind == "function":
+            function = {key: value for key, value in tool.items() if key != "type"}
+            if namespace:
+                function["name"] = f"{namespace}{function.get('name')}"
+            yield {"type": "function", "function": function}
+        else:
+            yield tool
+
+
+def namespaces_of(tools: Iterable[Any]) -> dict[str, str]:
+    """Returns the namespaces of functions that have one, by their names in a chat."""
+    found = (tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "namespace")
+    names = (each["function"]["name"] for each in _tools_of(found) if "function" in each)
+    return {name: name.rpartition(_DOT)[0] for name in names}
 
 
 def _named(choice: Any) -> Any:
@@ -124,7 +143,9 @@ def _item(index: int, item: Fields, ignored: Ignored) -> Fields:
     if kind == "reasoning":
         return {"role": "assistant", "reasoning": _thought(item)}
     if kind == "function_call":
-        return _call(item, item.get("name"), item.get("arguments"))
+        name, namespace = item.get("name"), item.get("namespace")
+        name = f"{namespace}{_DOT}{name}" if namespace else name
+        return _call(item, name, item.get("arguments"))
     if kind in _CALLS:
         name, key = _CALLS[kind]
         given = item.get(key)
@@ -158,7 +179,8 @@ def _call_id(item: Fields) -> Any:
 def _thought(item: Fields) -> str:
     """Returns the text of a thought; empty if it is encrypted."""
     parts = item.get("content")
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if parts else []
+    found = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = (part.get("text") for part in found)
     return "".join(text for text in texts if isinstance(text, str))
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from pdserve.common.core.errors import PdserveError
 from pdserve.router.api.chat import ChatRequest, chat_from_body
 from pdserve.router.api.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
-from pdserve.router.api.responses_body import ResponsesBody
+from pdserve.router.api.responses_body import ResponsesBody, namespaces_of
 from pdserve.router.http.encoding import error_body
 from pdserve.router.http.events import ServerEvent, respond_as
 from pdserve.router.http.request import STATE, client_of, preprocess
@@ -37,6 +37,8 @@ class ResponsesFormat:
     def __init__(self, model: str, chat: ChatRequest, body: ResponsesBody) -> None:
         instructions, tools = map(msgspec.Raw, chat.echoed)
         self._choices = chat.choices
+        has_some = '"namespace"' in chat.echoed[1]
+        self._namespaces = namespaces_of(msgspec.json.decode(chat.echoed[1])) if has_some else {}
         self._items: list[Item] = []
         # The stem of the items' ids; ids sort in order of the items, because some clients sort
         # them.
@@ -83,8 +85,10 @@ class ResponsesFormat:
                 yield from self._text("reasoning", text)
             case CallStart(_, call_id, name):
                 yield from self._close()
-                names = {"call_id": call_id, "name": name, "arguments": ""}
-                yield from self._add("function_call", "fc", names)
+                fields = {"call_id": call_id, "name": name, "arguments": ""}
+                if space := self._namespaces.get(name):
+                    fields |= {"name": name.removeprefix(f"{space}."), "namespace": space}
+                yield from self._add("function_call", "fc", fields)
             case CallArguments(_, text):
                 self._items[-1]["arguments"] += text
                 yield self._item_event("response.function_call_arguments.delta", delta=text)

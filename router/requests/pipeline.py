@@ -100,7 +100,7 @@ class Pipeline:
         self.view = ClusterView(registry)
         self.unread = Unread()
         self._long_prompts = _LongPrompts()
-        self.timelines = Timelines(config.kept_timelines, self.view.glance)
+        self.timelines = Timelines(config.kept_timelines, self.view.glance, self._traces.model_name)
         self.streams = NodeStreams(channels)
         self.claims = Claims(registry, channels)
         policies = load_policies(config)

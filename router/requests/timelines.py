@@ -35,6 +35,7 @@ class Ended:
     end: float  # monotonic
     error: dict[str, str] | None = None
     http_status: int | None = None  # of its error
+    model: str = ""  # or its adapter; empty if it was refused before that was known
     standing: Standing | None = None  # None: it is over
 
 
@@ -43,9 +44,13 @@ class Timelines:
     room: the client with the most timelines loses its oldest, so that one client with many
     requests, or many refused ones, does not drive out the others'."""
 
-    def __init__(self, kept: int, look: Look = lambda node_id: {"node_id": node_id}) -> None:
-        """`kept`: the number of ended ones to keep. `look`: returns the state of a node."""
+    def __init__(
+        self, kept: int, look: Look = lambda node_id: {"node_id": node_id}, model: str = ""
+    ) -> None:
+        """`kept`: the number of ended ones to keep. `look`: returns the state of a node. `model`:
+        the name of the served one."""
         self._kept = kept
+        self._model = model
         self._look = look
         self._numbers = count()
         self._ended: dict[int, Ended] = {}  # the oldest first
@@ -61,7 +66,12 @@ class Timelines:
         if self._kept:
             client, why = state.request.batch.client, _described(error)
             status = error.http_status if error is not None else None
-            self._keep(Ended(ids, client, state.stats(), monotonic(), why, status))
+            model = self._model_of(state)
+            self._keep(Ended(ids, client, state.stats(), monotonic(), why, status, model))
+
+    def _model_of(self, state: RequestState) -> str:
+        adapter = state.request.adapter
+        return self._model if adapter is None else adapter.name
 
     def refused(self, error: PdserveError, client: str, http_status: int | None = None) -> None:
         """Keeps a request that did not get as far as `begun`. Those without a valid key are left
@@ -114,7 +124,8 @@ class Timelines:
     def _now(self, state: RequestState) -> Ended:
         ids, client = self._served[state], state.request.batch.client
         standing = standing_of(state, self._look)
-        return Ended(ids, client, state.stats(), monotonic(), standing=standing)
+        model = self._model_of(state)
+        return Ended(ids, client, state.stats(), monotonic(), model=model, standing=standing)
 
     def _newest(
         self, client: str | None, is_wanted: Callable[[tuple[str, ...]], bool] = lambda ids: True
@@ -164,6 +175,7 @@ def _state(found: Ended) -> dict[str, Any]:
     return {
         "id": found.ids[0],
         "request_id": found.ids[-1],
+        "model": found.model or None,
         "status": _status(found),
         "error": found.error,
         "http_status": found.http_status,

@@ -21,7 +21,7 @@ class RequestTraces:
 
     def __init__(self, tracer: Tracer, model_name: str = "") -> None:
         self._tracer = tracer
-        self._model_name = model_name
+        self.model_name = model_name
 
     def begin(
         self, request: GenerationRequest, arrival: RequestArrival | None, stages: Stages
@@ -32,15 +32,15 @@ class RequestTraces:
         began = wall_ns(stages.start)
         operation = arrival.operation if arrival is not None else "text_completion"
         span = self._tracer.begin(
-            f"{operation} {self._model_name}",
+            f"{operation} {self.model_name}",
             "SERVER",
             arrival.traceparent if arrival is not None else "",
             began,
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "pdserve",
-                "gen_ai.request.model": self._model_name,
-                "gen_ai.response.model": self._model_name,
+                "gen_ai.request.model": self.model_name,
+                "gen_ai.response.model": self.model_name,
                 "gen_ai.response.id": request.request_id,
                 "gen_ai.request.id": request.request_id,
                 **_asked(request),

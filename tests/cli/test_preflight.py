@@ -19,9 +19,13 @@ REFUSALS: list[Refusal] = [
     (["--model=/no/such/model"], r"--model: the folder /no/such/model does not exist"),
     (["--model={tmp}"], r"--model: .* has no config\.json: it is not a checkpoint folder"),
     (["--model={tmp}/file"], r"--model: .*/file is a file, not a checkpoint folder"),
-    (["--port={taken}"], r"cannot listen on 127.0.0.1:\d+ for port: .*: choose another --port"),
+    (["--port={taken}"], r"cannot listen on 127.0.0.1:\d+ for HTTP: .*: choose another --port"),
     (["--grpc-port={taken}"], r"choose another --grpc-port \(0: a free one\)"),
     (["--registry-port={taken}"], r"choose another --registry-port \(0: a free one\)"),
+    (
+        ["--host=192.0.2.1", "--insecure", "--port={free}"],
+        r"--host must be an address of this",
+    ),
     (["--port={free}", "--grpc-port={free}"], r"--port and --grpc-port are both \d+: choose two"),
     (
         ["--tool-call-parser=hermez"],

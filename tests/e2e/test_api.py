@@ -772,6 +772,44 @@ def test_unknown_fields_are_ignored(cluster: WarmCluster) -> None:
     assert text(answer) == expected(cluster.model, PET, 3)
 
 
+def test_a1_hosted_tools_and_the_like_are_left_out_and_named(cluster: WarmCluster) -> None:
+    plain: dict[str, Any] = {"temperature": 0, "tools": [{"type": "web_search"}], "store": True}
+    chat = {"messages": CHAT, "max_tokens": 12, "reasoning_effort": "high", "verbosity": "low"}
+    items = {"input": CHAT, "max_output_tokens": 12, "text": {"verbosity": "low"}}
+    turns = {"messages": CHAT, "max_tokens": 12, "thinking": {"type": "adaptive"}}
+    for path, body, names in (
+        ("/v1/chat/completions", chat, "tools.web_search, store, verbosity"),
+        ("/v1/responses", items, "tools.web_search, store, text.verbosity"),
+        ("/v1/messages", turns, "tools.web_search, store"),
+    ):
+        answer = cluster.post(path, **plain, **body)
+        assert answer.status_code == 200, answer.text
+        named = answer.headers["X-Ignored-Parameters"]
+        assert sorted(named.split(", ")) == sorted(names.split(", "))
+
+
+def test_a4_absent_endpoints_and_media_name_themselves(cluster: WarmCluster) -> None:
+    error = cluster.post("/v1/embeddings", model=MODEL, input="a").json()["error"]
+    assert error["code"] == "unsupported_endpoint" and "embeddings" in error["message"]
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    messages = [{"role": "user", "content": [part]}]
+    error = cluster.post("/v1/chat/completions", messages=messages).json()["error"]
+    assert "images are not supported" in error["message"]
+
+
+def test_b11_an_echo_and_its_answer_are_one_text(cluster: WarmCluster) -> None:
+    """Wherever the prompt's ids end, and streamed as well."""
+    ids = reference.encode(cluster.model, "Zoë 🙂")
+    options: dict[str, Any] = {"echo": True, "max_tokens": 6, "return_token_ids": True}
+    for end in range(2, len(ids) + 1):
+        (choice,) = cluster.complete(ids[:end], **options)["choices"]
+        tokens = [*ids[:end], *choice["token_ids"]]
+        whole = cluster.post("/detokenize", tokens=tokens).json()["prompt"]
+        assert choice["text"] == whole
+        parts = list(cluster.stream(ids[:end], **options))
+        assert "".join(text(part) for part in parts) == whole
+
+
 # ---- the rest -------------------------------------------------------------------------------
 
 

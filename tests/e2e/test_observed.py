@@ -72,8 +72,7 @@ def test_promtool_finds_no_fault(cluster: WarmCluster) -> None:
 def test_vllm_s_names_are_there_once(cluster: WarmCluster) -> None:
     names = {
         role: {
-            name if kind == "histogram" else name.removesuffix("_total")
-            for name, kind in re.findall(r"^# TYPE pdserve_(\w+) (\w+)", page, re.M)
+            name.removesuffix("_total") for name in re.findall(r"^# TYPE pdserve_(\w+)", page, re.M)
         }
         for role, page in pages(cluster).items()
     }
@@ -246,6 +245,15 @@ def test_a_request_is_found_while_it_is_served_and_afterwards(
     assert found["timeline"]["migrations"] >= 1  # or more: a late node may be lost, too
     assert "migration" in seconds(found["timeline"])
     assert traced(cluster, found["id"]) == [found]
+    assert main(["trace", "--url", cluster.url]) == 0
+    running, _, ended = capsys.readouterr().out.partition("the last to end")
+    assert "mine-1" not in running
+    (row,) = (line.split() for line in ended.splitlines() if line.startswith("mine-1 "))
+    assert row[1] == "llama-gqa" and row[2].endswith("+30") and row[-1] == "length"
+    assert row[4] == "ms" and row[6] == "s" and float(row[5]) * 1e3 > float(row[3]) > 0
+    assert main(["trace", "--url", cluster.url, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["data"]
+    assert "finished" in {each["status"] for each in listed if each["request_id"] == "mine-1"}
     assert main(["trace", "mine-1", "--url", cluster.url]) == 0
     shown = capsys.readouterr().out
     assert "finished" in shown and "migration" in shown and "prefill queue" in shown

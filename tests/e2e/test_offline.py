@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -508,6 +509,8 @@ def test_top(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "prefill" in text and "decode" in text and text.count("ready") == 2
+    rates = r"TTFT [0-9.]+ ms, ITL [0-9.]+ ms, [0-9,.]+ tok/s, prefix hits [0-9]+%"
+    assert re.search(rates, text), text
     assert main(["top", "--url", url, "--once", "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
     assert state["ready"] and {node["role"] for node in state["nodes"]} == {"prefill", "decode"}

@@ -51,7 +51,13 @@ def cluster() -> Iterator[WarmCluster]:
 def test_each_knows_of_the_other_what_nodes_report(cluster: WarmCluster) -> None:
     """The page shows sums over both routers where they are known, and says that there are two."""
     other = cluster.at(OTHER)
-    assert cluster.state()["routers"] == 2
+    cluster.wait_for(lambda: cluster.state()["routers"] == 2)
+
+    def sampled() -> bool:
+        events = other.get("/v1/cluster/history").json()["events"]
+        return len([each for each in events if "registered" in each["text"]]) == 2
+
+    cluster.wait_for(sampled)
     before = other.get("/v1/cluster/history").json()["samples"][-1]["at"]
     cluster.complete(fresh_prompt(24), max_tokens=12, ignore_eos=True)
 

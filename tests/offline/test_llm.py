@@ -129,12 +129,14 @@ def test_a_start_that_fails_says_why(
         ({"restart": "maybe"}, "restart: 'maybe' is none of on-failure, no"),
         ({"max_client_share": float("nan")}, "not a finite number"),
         ({"prefill": 0}, "need each other"),
+        ({"enable_chunked_prefill": False}, "chunked prefill is always on"),
         ({"model": None, "max_model_len": None, "prefill": 0}, "need each other"),
     ],
 )
 def test_options_are_checked_as_flags_are(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as error:
         LLM(**options)
+    assert not str(error.value).startswith("["), "a user reads it, without code and blame"
     assert fakes() == []
 
 

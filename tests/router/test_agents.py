@@ -321,6 +321,7 @@ def test_a1_codex_s_replayed_items_become_messages() -> None:
              "content": [{"type": "input_text", "text": "sandbox"}]},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go"}]},
             {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+            {"type": "reasoning", "summary": [], "content": 1.5},
             {"type": "reasoning", "summary": [],
              "content": [{"type": "reasoning_text", "text": "hm"}]},
             {"type": "message", "role": "assistant",
@@ -361,6 +362,7 @@ def test_a1_codex_s_replayed_items_become_messages() -> None:
         ({"type": "compaction", "encrypted_content": "x"}, "stored"),
         ({"type": "wizardry"}, "must be a message"),
         ({"type": ["message"]}, "must be a message"),
+        ({"type": "message", "role": "user", "content": [5]}, "parts of type text"),
         ({"type": "computer_call_output", "call_id": "c",
           "output": {"type": "computer_screenshot", "image_url": "x"}}, "images are not supported"),
         ({"type": "function_call_output", "call_id": "c",
@@ -464,3 +466,32 @@ async def test_a4_parts_of_a_chat_are_refused_by_name(
     error = await check_error(response, 400, "messages[0].content")
     assert words in error["message"]
     assert ("docs/clients.md#" in error["message"]) == ("not supported" in words)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a1_functions_of_namespaces_are_called(agent_site: Site, stream: bool) -> None:
+    """Codex has those of an MCP server in one."""
+    inner = [{"type": "function", "name": "f", "parameters": PARAMETERS}, {"type": "web_search"}]
+    body = {
+        "input": [
+            {"role": "user", "content": "go"},
+            {"type": "function_call", "call_id": "c", "name": "f", "namespace": "mcp__a",
+             "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "1"},
+        ],
+        "tools": [OWN[RESPONSES], {"type": "namespace", "name": "mcp__a", "tools": inner}],
+        "stream": stream,
+    }  # fmt: skip
+    agent_site.tokenizer.use_chat_template("{{ {'m': messages, 't': tools}|tojson }}")
+    agent_site.generator.text = '<tool_call>{"name": "mcp__a.f", "arguments": {}}</tool_call>'
+    response = await agent_site.post(RESPONSES, body)
+    assert response.headers[HEADER] == "tools.web_search"
+    given = json.loads(
+        agent_site.tokenizer.decode(agent_site.generator.requests[-1].prompt_token_ids)
+    )
+    assert [tool["function"]["name"] for tool in given["t"]] == ["f", "mcp__a.f"]
+    assert given["m"][1]["tool_calls"][0]["function"]["name"] == "mcp__a.f"
+    text_ = await response.text()
+    last = json.loads(text_.rpartition("data: ")[2])["response"] if stream else json.loads(text_)
+    (call,) = last["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "f", "mcp__a")

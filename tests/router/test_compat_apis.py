@@ -171,7 +171,7 @@ def test_ids_of_items_sort_as_they_come() -> None:
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0)
     generation = SimpleNamespace(request_id="resp-1", sampling=sampling)
     asked: Any = SimpleNamespace(
-        echoed=(b"null", b"[]"),
+        echoed=("null", "[]"),
         generation=generation,
         choices=None,
         body=SimpleNamespace(reasoning_effort=None),

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 from test_router_policy import add
+from yarl import URL
 
 from fake_nodes import fails, fake_cluster
+from fakes_pipeline import byte_level_folder
+from http_site import serve
 from pdserve.common.config.router import RoutingConfig
 from pdserve.common.core.errors import Blame, NodeError, PdserveError
 from pdserve.common.obs.metrics import RouterMetrics
@@ -202,3 +205,12 @@ def test_a_worker_that_hangs_does_not_hold_the_others_up() -> None:
     histories = [history_of(sample(1, 2, 2, "OK")), history_of(sample(50, 3, 3, "OK"))]
     assert [each["at"] for each in merged_histories(histories)["samples"]] == [1, 50]
     assert merged_histories([history_of(), history_of()])["samples"] == []
+
+
+async def test_a_time_that_is_none_is_refused(tmp_path) -> None:
+    async with serve(byte_level_folder(tmp_path)) as site:
+        for since in ("x", "", "nan", "inf", "-1e999", "1,5", "²"):
+            url = URL(f"{site.url}/v1/cluster/history").with_query(since=since)
+            async with site.session.get(url) as response:
+                assert response.status == 400, since
+                assert (await response.json())["error"]["param"] == "since"

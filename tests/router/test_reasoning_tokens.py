@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import pytest
 from fakes_pipeline import byte_level_folder
 from http_site import CHAT, Site, serve
 from pdserve.common.config.router import HARMONY, ChatConfig
+from pdserve.common.core.request import Timeline
+from pdserve.common.core.sampling import SamplingParams
 from pdserve.router.api.parsers.parser import Reasoning
 from pdserve.router.api.parsers.thought_count import ThoughtCount
+from pdserve.router.grpc.response import ResponseWriter
+from pdserve.router.requests.generation import GenerationRequest, GenerationStats
 
 WORDS = ["<eos>", "<think>", "</think>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
 WORDS += ["analysis", "final", " ", "a", "b", "<|tool_calls_section_begin|>"]
@@ -106,3 +111,13 @@ async def test_a1_usage_has_the_reasoning_tokens(thinking_site: Site) -> None:
     thinking_site.generator.text = "hello"
     assert details((await thinking_site.chat())["usage"]) == 0
     assert "completion_tokens_details" not in (await thinking_site.complete())["usage"]
+
+
+async def test_a1_usage_over_grpc_has_the_reasoning_tokens() -> None:
+    stats = GenerationStats(7, 5, 0, Timeline())
+    generation = GenerationRequest("chat-1", (1,), SamplingParams())
+    choices: Any = SimpleNamespace(reasoning_tokens=3)
+    for counted, tokens in ((choices, 3), (None, 0)):
+        writer = ResponseWriter("chat-1", generation, counted)
+        (last,) = [response async for response in writer.write([(0, stats)])]
+        assert last.usage.reasoning_tokens == tokens

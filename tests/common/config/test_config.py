@@ -182,7 +182,7 @@ def test_unusable_options_are_refused_in_one_line(
     [
         ("prot: 1", "unknown option --prot; did you mean --port?"),
         ("max_modal_len: 1", "did you mean --max-model-len?"),
-        ("port: [1, 2]", "port can't be set to a list"),
+        ("port: [1, 2]", "port takes one value, not a list"),
         ("port: many", "--port: 'many' is not a whole number"),
         ("- port", "not a mapping of options"),
         ("port: {", "pdserve.yaml: while parsing"),

@@ -148,7 +148,7 @@ def test_c14_values_have_vllm_s_forms(capsys: pytest.CaptureFixture[str]) -> Non
     assert config.engine.cache.kv_cache_memory == "4G"
     assert config.engine.model.model_impl == "native"
     assert load(ClusterConfig, "--enforce-eager=yes")[0].engine.compilation.enforce_eager
-    assert "explicit argument 'maybe'" in refusal(capsys, "--enforce-eager=maybe")
+    assert "a switch takes true or false, not 'maybe'" in refusal(capsys, "--enforce-eager=maybe")
 
 
 def test_c14_and_c16_a_yaml_file_of_vllm_s_is_read(
@@ -209,6 +209,20 @@ def test_c14_a_file_s_key_comes_before_vllm_s_variable(tmp_path: Path) -> None:
     file.write_text("api_key: own\n")
     config, _ = load(RouterConfig, f"--config={file}", env={"VLLM_API_KEY": "secret"})
     assert config.server.api_key == "own"
+
+
+def test_c14_several_keys_are_one_word_and_never_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("api_key: [one, two]\n")
+    assert load(RouterConfig, f"--config={file}")[0].server.api_key == "one,two"
+    for argv in (["--api-key", "one", "two"], ["--model=m", "--api-key", "one", "two", "three"]):
+        line = refusal(capsys, *argv, cls=ClusterConfig)
+        assert line == "--api-key takes one word: give several keys with commas between"
+    assert "two" not in refusal(capsys, "--api-key", "one", "two", cls=RouterConfig)
+    config, _ = load(ClusterConfig, "--api-key", "one", "org/name", word="model")
+    assert (config.server.api_key, config.engine.model.model) == ("one", "org/name")
 
 
 def test_c14_variables_are_taken_or_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from paths import MODELS
 from pdserve.common.core import host as cgroup
-from pdserve.common.core.host import memory_left, usable_cores
+from pdserve.common.core.host import memory_left, memory_limit, usable_cores
 
 GIB = 2**30
 
@@ -85,6 +85,7 @@ def test_version_1(tmp_path: Path, quota: str, cores: int) -> None:
     found = proc(tmp_path, memberships, V1, files)
     assert usable_cores(found) == cores
     assert memory_left(found) == 400 * 10**6
+    assert memory_limit(found) == 900 * 10**6
 
 
 def test_a_group_that_is_not_mounted_here(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_without_limits_it_is_the_affinity(tmp_path: Path) -> None:
     assert memory_left(proc(tmp_path, "0::/\n", V2, unlimited)) is None
     nowhere = tmp_path / "no-proc"
     assert usable_cores(nowhere) == 8
-    assert memory_left(nowhere) is None
+    assert memory_left(nowhere) is None and memory_limit(nowhere) is None
 
 
 # ---- a real group ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.common.core import native
+from pdserve.common.core import native_library
 from pdserve.common.core.host import helper_environment, loading, role_environment
 from pdserve.common.distributed.launch import spawn
 from pdserve.kv_transfer.conformance.remote import Process
@@ -79,7 +79,9 @@ async def test_processes_that_work_for_another_inherit_no_secrets(tmp_path: Path
         rank.kill()
         peer.kill()
         await rank.wait()
-    check(native._run(["env"], 0, str(tmp_path)))
+    found = tmp_path / "environment"
+    native_library._run(["sh", "-c", f"env > {found}"], None, str(tmp_path))
+    check(found.read_text())
 
 
 def test_loaded_modules_are_not_searched() -> None:

@@ -173,26 +173,42 @@ def test_ranks_of_a_cpu_node_leave_memory(
     replicas: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=2)
-    free = kv_cache.psutil.virtual_memory()._replace(available=10**9)
-    monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(kv_cache, "memory_left", lambda: None)
+    found = kv_cache.psutil.virtual_memory()._replace(total=10**9)
+    monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: found)
+    monkeypatch.setattr(kv_cache, "memory_limit", lambda: None)
     assert room_on_cpu(parallel) == int(10**9 * share)
 
 
-def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16) -> int:
+def test_kv_size_on_cpus_does_not_depend_on_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on the nodes that `up` starts here, and on their weights."""
+    whole = kv_cache.psutil.virtual_memory()._replace(total=10**9)
+    monkeypatch.setattr(kv_cache, "memory_limit", lambda: None)
+    for free in (9 * 10**8, 10**6):
+        now = whole._replace(available=free, free=free, percent=50.0)
+        monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda now=now: now)
+        assert room_on_cpu(ParallelConfig()) == 10**8
+        assert room_on_cpu(ParallelConfig(host_nodes=10)) == 5 * 10**7
+        assert room_on_cpu(ParallelConfig(host_nodes=10), weights=5 * 10**7) == 25 * 10**6
+        assert room_on_cpu(ParallelConfig(), weights=2 * 10**9) == 0
+    with pytest.raises(ConfigError, match=r"does not fit into .* of free memory: set a smaller"):
+        kv_cache.check_ram(10**8)
+
+
+def room_on_cpu(parallel: ParallelConfig, max_model_len: int = 16, weights: int = 0) -> int:
     """Returns the room of a rank whose blocks of 16 tokens have 1 KiB."""
     unused: Any = None
     engine = EngineConfig(parallel=parallel)
-    model: Any = SimpleNamespace(spec=SimpleNamespace(kv_groups=(KVGroup((0,), 1, 8),)))
+    spec = SimpleNamespace(kv_groups=(KVGroup((0,), 1, 8),))
+    model: Any = SimpleNamespace(spec=spec, weights_bytes=weights)
     cpu = worker.torch.device("cpu")
     return kv_cache.available_bytes(engine, model, unused, [1024], max_model_len, cpu, unused)
 
 
 def test_a_container_s_cache_is_sized_from_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of 100 MiB holds 10,240 blocks, half 51,200; one sequence comes before the tenth."""
-    monkeypatch.setattr(kv_cache, "memory_left", lambda: 500 * 10**6)
+    monkeypatch.setattr(kv_cache, "memory_limit", lambda: 500 * 10**6)
     assert room_on_cpu(ParallelConfig()) == 50 * 10**6
-    monkeypatch.setattr(kv_cache, "memory_left", lambda: 100 * 2**20)
+    monkeypatch.setattr(kv_cache, "memory_limit", lambda: 100 * 2**20)
     assert room_on_cpu(ParallelConfig(), 16 * 40_000) == 40_000 * 2**10
     assert room_on_cpu(ParallelConfig(), 16 * 60_000) == 50 * 2**20
     pair = ParallelConfig(tensor_parallel_size=2)
@@ -283,7 +299,7 @@ def test_steps_are_counted_by_their_tokens() -> None:
     (found,) = (
         each
         for each in SchedulerCollector(two[:1]).collect()
-        if each.name == "pdserve_iteration_tokens_total"
+        if each.name == "pdserve_iteration_tokens"
     )
     values = {(each.name, each.labels.get("le")): each.value for each in found.samples}
     assert values[f"{found.name}_bucket", "1.0"] == 1

@@ -335,3 +335,18 @@ def test_hostile_schemas_take_bounded_time(walker: Walker, name: str) -> None:
     except InvalidRequest as error:
         assert error.param == "field" and not re.search("Traceback|object at", error.message)
     assert process_time() - start < 5
+
+
+def test_a_hundred_tools_fit_into_a_grammar(walker: Walker) -> None:
+    """A grammar's size is bounded, and each tool's is larger than its schema."""
+    names = [f"parameter_{i}" for i in range(8)]
+    tool = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    calls = [
+        {"type": "object", "properties": {"name": {"const": f"t{i}"}, "arguments": tool},
+         "required": ["name", "arguments"], "additionalProperties": False}
+        for i in range(100)
+    ]  # fmt: skip
+    schema = {"type": "array", "items": {"anyOf": calls}}
+    assert len(json.dumps(schema)) > 40_000
+    text = '[{"name": "t99", "arguments": {"parameter_7": "x"}}]'
+    assert accepts(walker, schema, text)
