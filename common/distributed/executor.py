@@ -111,6 +111,15 @@ class Executor(ABC):
         """
 
     @abstractmethod
+    async def ping(self, rank: int) -> None:
+        """Returns when the process of the rank answers, whatever it computes; at once if it is this
+        process.
+
+        Raises:
+            NodeError: a rank has died.
+        """
+
+    @abstractmethod
     async def step(self, message: bytes) -> bytes:
         """Runs one step on all ranks and returns the answer of their `output_rank`. Several may
         be in flight: every rank runs them in the order of the calls, and a pipeline's stages
@@ -181,6 +190,9 @@ class InProcessExecutor(Executor):
         if answer is not None:
             return answer
         return await self._run(self._calls, lambda: extension.handle(message))
+
+    async def ping(self, rank: int) -> None:
+        self._running()
 
     async def shutdown(self, deadline: float) -> None:
         worker, self._worker = self._worker, None

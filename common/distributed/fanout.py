@@ -137,6 +137,9 @@ class FanOutExecutor(Executor):
             raise NodeError(f"rank {rank} does not exist")
         return await self._request([(rank, Link.CALLS)], message)
 
+    async def ping(self, rank: int) -> None:
+        await self.call(rank, wire.PING)
+
     async def _request(self, links: Sequence[tuple[int, Link]], message: bytes) -> bytes:
         number = self._next_number
         self._next_number += 1

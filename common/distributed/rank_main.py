@@ -181,9 +181,13 @@ def _run(spec: WorkerSpec, steps: zmq.Socket, calls: zmq.Socket, out: Outbox) ->
 def _serve_calls(calls: zmq.Socket, worker: Worker, out: Outbox) -> None:
     extension = worker.extension
     handle = extension.handle if extension is not None else _no_extension
+
+    def answer(message: bytes) -> bytes:
+        return wire.PING if message == wire.PING else handle(message)
+
     try:
         with calls:
-            deadline = _serve(calls, handle, out, on_error=RankMessage.FAILURE)
+            deadline = _serve(calls, answer, out, on_error=RankMessage.FAILURE)
         if extension is not None:
             extension.close(deadline)
     except Exception:  # otherwise calls would hang without a log line

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 NUMBER = struct.Struct("<Q")
 HEADER = struct.Struct("<HBQ")
+PING = b""  # a call that the rank's process answers with the same
 STOP = 2**64 - 1
 
 

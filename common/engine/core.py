@@ -187,6 +187,16 @@ class EngineCore:
         finally:
             del self._calls[number]
 
+    async def ping(self, rank: int) -> None:
+        """Like `Executor.ping`, watched as a call: so a rank that stands still is noticed without
+        any work."""
+        number = next(self._call_numbers)
+        self._calls[number] = rank
+        try:
+            await self._executor.ping(rank)
+        finally:
+            del self._calls[number]
+
     def progress(self) -> EngineProgress:
         scheduler, pool = self.scheduler, self.scheduler.pool
         head = scheduler.waiting[0].num_tokens if scheduler.waiting else 0

@@ -211,8 +211,11 @@ class EngineNode(ABC, Generic[S, T]):
         self._kv_events.start([each.scheduler.pool for each in self.replicas], self.spawn)
         if self.adapters.enabled:
             await self._serve_adapters()
+        period = self.config.engine.scheduler.engine_stall_timeout / _CHECKS
         for replica in self.replicas:
             self.spawn(replica.engine.run())
+            for rank in replica.ranks.ready:
+                self.spawn(replica.ping(rank.rank, period))
         self.spawn(self._watch())
         prefix = self.config.observability.metrics_prefix
         shown = Exposition(self.metrics.registry, self.facts.name, prefix, NODE_NAMES)
@@ -262,7 +265,7 @@ class EngineNode(ABC, Generic[S, T]):
     async def _watch(self) -> None:
         """Fails the sessions of a replica when a rank stalls, so that routers move them elsewhere.
         Their blocks stay held until the rank continues: `EngineCore.stop` and the KV transfer wait
-        for it."""
+        for it. Ends the node, which its supervisor restarts, when it does not."""
         period = min(0.5, self.config.engine.scheduler.engine_stall_timeout / _CHECKS)
         while True:
             for replica in self.replicas:
@@ -271,6 +274,8 @@ class EngineNode(ABC, Generic[S, T]):
                     error = self._stalled(replica.unhealthy_reason)
                     logger.warning("%s; %d requests fail", error, len(replica.sessions))
                     replica.fail_sessions(error)
+                if replica.watchdog.hopeless:
+                    raise self._stalled(f"{replica.unhealthy_reason}; the node ends")
             await asyncio.sleep(period)
 
     def _stalled(self, reason: str) -> NodeError:

@@ -6,8 +6,10 @@ there, because a sequence's KV is in the blocks of one replica.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
@@ -96,6 +98,13 @@ class Replica(Generic[S, T]):
     def is_healthy(self) -> bool:
         return not self.watchdog.reason
 
+    async def ping(self, rank: int, period: float) -> None:
+        """Asks a rank every `period` seconds whether it answers, until it has died."""
+        with suppress(NodeError):  # its death is reported to the node
+            while True:
+                await self.engine.ping(rank)
+                await asyncio.sleep(period)
+
     def check_health(self) -> bool:
         """Runs the watchdog; returns whether the replica has stalled since the last check."""
         stalled = self.watchdog.stalled
@@ -159,8 +168,12 @@ class Watchdog:
     queue finds no blocks. A long queue alone is no fault: while steps are computed, tokens are
     produced.
 
-    `check` must be called several times within `timeout` seconds, because it measures the time.
+    `check` must be called several times within `timeout` seconds, because it measures the time. A
+    stall for `GIVE_UP` times `timeout` is for good (`hopeless`). The time between two checks counts
+    up to a quarter of `timeout`, because the whole host may have stood still.
     """
+
+    GIVE_UP = 3
 
     def __init__(self, timeout: float, now: Callable[[], float] = monotonic) -> None:
         self._timeout = timeout
@@ -170,6 +183,14 @@ class Watchdog:
         """Whether a rank stalls, so that the engine makes no progress."""
         self.reason = ""
         """The reason why the engine cannot produce tokens; empty if it can."""
+        self._now = now
+        self._checked = now()
+        self._stalled_for = 0.0  # seconds, beyond `timeout`
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether a rank stalls for so long that the node must end."""
+        return self._stalled_for >= (self.GIVE_UP - 1) * self._timeout
 
     def check(self, progress: EngineProgress) -> None:
         """Sets `stalled` and `reason` for the present state of the engine."""
@@ -189,6 +210,9 @@ class Watchdog:
                 f"{progress.needed_blocks} blocks, {progress.free_blocks} of "
                 f"{progress.total_blocks} are free"
             )
+        since, self._checked = self._checked, self._now()
+        passed = min(self._checked - since, self._timeout / 4)
+        self._stalled_for = self._stalled_for + passed if self.stalled else 0.0
 
 
 class _Stopwatch:

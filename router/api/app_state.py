@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.common.config.router import ChatConfig
-from pdserve.common.core.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.common.core.errors import InvalidRequest, Overloaded, PdserveError, Unavailable
 from pdserve.common.core.parameters import PARAMETERS
 from pdserve.common.core.request import new_request_id
 from pdserve.common.core.structured import StructuredOutput
@@ -27,6 +27,7 @@ from pdserve.router.api.preprocess_workers import PreprocessWorkers
 from pdserve.router.api.sampling import make_choices, make_sampling, make_stop
 from pdserve.router.cluster.adapters import ServedAdapters
 from pdserve.router.cluster.served_model import ServedModel
+from pdserve.router.requests.brake import RefusalBrake
 from pdserve.router.requests.fair_share import FairExecutor
 from pdserve.router.requests.generation import GenerationRequest
 from pdserve.router.requests.pipeline import Pipeline
@@ -96,6 +97,8 @@ class AppState:
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     cache_epoch: CacheEpoch = field(default_factory=CacheEpoch)
     event_keys: tuple[bytes, ...] = ()  # for the ids of events; none: no stream can be resumed
+    refusals: RefusalBrake = field(default_factory=RefusalBrake)
+    overloads: LogThrottle = field(default_factory=lambda: LogThrottle(logger))
     unread_calls: LogThrottle = field(default_factory=lambda: LogThrottle(logger, _UNREAD_PERIOD))
     grammar: GrammarCompiler = field(init=False)
     threads: FairExecutor = field(
@@ -149,6 +152,18 @@ class AppState:
             return await workers.preprocess(
                 kind, raw, client, adapters, costly=True, window=self.window()
             )
+
+    def check_room(self, client: str, tokens: int = 1) -> None:
+        """Raises Overloaded if the queue has no room for a body of the client: before the body is
+        parsed, and when its tokens are known."""
+        self.pipeline.check_room(client, tokens)
+
+    async def brake(self, error: PdserveError, client: str) -> None:
+        """Waits before an answer that refuses a client for lack of room: longer and longer if there
+        are many."""
+        if isinstance(error, Overloaded):
+            self.overloads.warning("a client is refused: %s", error.message)
+            await asyncio.sleep(self.refusals.delay(client))
 
     def refused(self, error: PdserveError, client: str, http_status: int | None = None) -> None:
         """Counts a request that fails, and lists it among the last requests, unless the pipeline

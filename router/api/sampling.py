@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +48,12 @@ def make_sampling(given: Mapping[str, Any], model: ServedModel, max_tokens: int)
     params = SamplingParams(**values)
     check_sampling(params, model.vocab_size)
     return params
+
+
+def with_seed(params: SamplingParams, given: int | None) -> SamplingParams:
+    """Returns the parameters for another prompt of a body: with a seed of its own, unless the
+    client gave one."""
+    return params if given not in (None, -1) else replace(params, seed=secrets.randbits(63))
 
 
 @lru_cache(maxsize=32)  # the prompts of a body have the same, and so have a client's requests

@@ -106,6 +106,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 )
             )
             client = client_of(self._state.keys, context)
+            self._state.check_room(client)
             generation, choices = await self._make_request(request, client)
             key = metadata_of(context, AUTHORIZATION) or ""
             given = metadata_of(context, IDEMPOTENCY_KEY.lower())
@@ -164,7 +165,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             yield
         except PdserveError as error:
-            self._state.refused(error, client_of(self._state.keys, context))
+            client = client_of(self._state.keys, context)
+            self._state.refused(error, client)
+            await self._state.brake(error, client)
             raise
 
     @asynccontextmanager

@@ -227,6 +227,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     # Else a circle: their frames know the error, and all of the request.
     refused.__traceback__ = refused.__context__ = refused.__cause__ = None
     _count(request, refused)
+    await request.app[STATE].brake(refused, client_of(request))
     return _in_api_format(request, error_response(refused))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -12,12 +13,12 @@ from pdserve.common.core.prompt_logprobs import PromptLogprobs
 from pdserve.common.core.request import new_request_id
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.app_state import DEFAULT_MAX_TOKENS
-from pdserve.router.api.sampling import make_choices
+from pdserve.router.api.sampling import make_choices, with_seed
 from pdserve.router.api.schema import CompletionBody
 from pdserve.router.http.logprobs import CompletionLogprobs, prompt_logprobs
 from pdserve.router.http.request import STATE, client_of, preprocess
 from pdserve.router.http.response import OpenAIWriter, respond
-from pdserve.router.requests.generation import MAX_BURST, TextDelta
+from pdserve.router.requests.generation import MAX_BURST, GenerationRequest, TextDelta
 from pdserve.router.requests.queue_bounds import Batch
 
 
@@ -39,7 +40,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         n=n,
         prompt_logprobs=body.prompt_top,
     )
+    state.check_room(batch.client, batch.num_tokens)
     generations = []
+    alike: dict[int, GenerationRequest] = {}  # by max_tokens: all else is the body's
     for i, token_ids in enumerate(prompts):
         if i % MAX_BURST == MAX_BURST - 1:
             await asyncio.sleep(0)
@@ -47,18 +50,20 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         max_tokens = state.model.fit_max_tokens(
             len(token_ids), 1 if prompts_only else body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
         )
-        generations.append(
-            state.make_request(
+        own: dict[str, Any] = {"request_id": request_id, "prompt_token_ids": token_ids}
+        own["before"] = token_ids if body.echo and not prompts_only else ()
+        if (like := alike.get(max_tokens)) is None:
+            like = alike[max_tokens] = state.make_request(
                 given,
-                request_id=request_id,
-                prompt_token_ids=token_ids,
+                **own,
                 max_tokens=max_tokens,
                 batch=batch,
                 model=body.model,
                 prompt_only=prompts_only,
-                before=token_ids if body.echo and not prompts_only else (),
             )
-        )
+            generations.append(like)
+        else:
+            generations.append(replace(like, **own, sampling=with_seed(like.sampling, body.seed)))
     choices = CompletionChoiceWriter(state.model.tokenizer, body, asked.texts, prompts)
     model = state.response_model(body.model)
     writer = OpenAIWriter(response_id, model, body, choices, generations, best)

@@ -111,6 +111,7 @@ def encoding_of(request: web.Request) -> str:
 
 
 STATE = web.AppKey("state", AppState)
+GENERATING = frozenset({"completion", "chat", "responses", "messages"})  # bodies that want tokens
 BODIES = web.AppKey("bodies", Bodies)
 
 
@@ -140,6 +141,8 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
     arrival.slo = slo_of(request.headers.get)
     async with request.app[BODIES].reading(request, client) as raw:
         arrival.read = monotonic()
+        if kind in GENERATING:
+            request.app[STATE].check_room(client)
         done = await request.app[STATE].preprocess(kind, raw, client)
     asked = request.headers.get(TIMELINE_HEADER, "").lower() in ("1", "true")
     arrival.operation = "text_completion" if kind == "completion" else "chat"

@@ -157,6 +157,15 @@ class Admission:
 
     # ---- one prompt ----------------------------------------------------------------------------
 
+    def check_room(self, client: str, tokens: int = 1) -> None:
+        """Raises Overloaded if the queue has no room for a body of the client with so many prompt
+        tokens. Costs little and changes nothing, so it comes before anything is made of the
+        body; `enter` decides."""
+        if not self._slots.has_room(client):
+            for line, new in ((self._prompts, 1), (self._tokens, tokens)):
+                line.check_own(client, new)
+                line.giving_way(client, new, self._waiting, [])
+
     def enter(self, ask: Ask) -> None:
         """Queues the request; `ask.tell` is called when it gets its slot, possibly at once.
         However it ends, call `leave`.

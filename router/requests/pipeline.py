@@ -33,7 +33,7 @@ from time import monotonic
 from typing import Any
 
 from pdserve.common.config.router import RoutingConfig
-from pdserve.common.core.errors import Cancelled, InvalidRequest, PdserveError
+from pdserve.common.core.errors import Cancelled, InvalidRequest, Overloaded, PdserveError
 from pdserve.common.obs.metrics import RouterMetrics
 from pdserve.common.obs.tracing import Tracer
 from pdserve.common.rpc.channels import Channels
@@ -119,6 +119,10 @@ class Pipeline:
         )
         self.history = History(metrics, self.view, self.admission)
 
+    def check_room(self, client: str, tokens: int = 1) -> None:
+        """Raises Overloaded as `Admission.check_room` does."""
+        self.admission.check_room(client, tokens)
+
     def generate(
         self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
     ) -> AsyncGenerator[Updates, None]:
@@ -153,7 +157,8 @@ class Pipeline:
             if request.constraint and isinstance(error, InvalidRequest) and error.param is None:
                 error.param = request.constraint  # nodes know only what became of it
             self._failed(state, error)
-            logger.warning("%s failed: %s", state.request_id, error)
+            if not isinstance(error, Overloaded):  # a door logs it
+                logger.warning("%s failed: %s", state.request_id, error)
             raise
         except asyncio.CancelledError:
             if state.finished:

@@ -129,3 +129,15 @@ def test_a_step_that_does_not_return(cluster: WarmCluster) -> None:
         assert text_of(iter(begin)) + text_of(stream) == expected(cluster, LONG)
     check_green(cluster, node_id)
     check_said(cluster, "step")
+
+
+def test_an_idle_rank_that_stands_still_is_noticed_and_given_up(cluster: WarmCluster) -> None:
+    """No request has to find out, and the node ends, so that its supervisor restarts it."""
+    cluster.wait_idle()
+    (name,) = cluster.names("decode")
+    decode = psutil.Process(cluster.pids[name])
+    with suspended(rank_of(cluster, 1)):
+        cluster.wait_for(lambda: "rank 1 has not answered a call" in cluster.get("/ready").text)
+        decode.wait(timeout=60 * STALL)
+    assert "rank 1 has not answered a call" in (log := cluster.log())
+    assert "the node ends" in log

@@ -127,6 +127,8 @@ class StepsAlone(Executor):
     async def start(self) -> Sequence[bytes]:
         return []
 
+    async def ping(self, rank: int) -> None: ...
+
     async def call(self, rank: int, message: bytes) -> bytes:
         return b""
 

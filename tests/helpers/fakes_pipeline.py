@@ -99,6 +99,9 @@ class FakeGenerator:
         self.closed = asyncio.Event()
         self.timelines = Timelines(kept=8)
 
+    def check_room(self, client: str, tokens: int = 1) -> None:
+        """It has room for all."""
+
     def generate(
         self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
     ) -> AsyncGenerator[Updates, None]:

@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache
 from itertools import count
@@ -83,7 +83,8 @@ def suspended(*ranks: psutil.Process) -> Iterator[None]:
         yield
     finally:
         for rank in ranks:
-            rank.resume()
+            with suppress(psutil.NoSuchProcess):  # its node has ended it
+                rank.resume()
 
 
 @contextmanager

@@ -55,6 +55,27 @@ class Watched:
         return self.watchdog.reason
 
 
+def test_a_rank_that_stands_still_for_good_is_given_up() -> None:
+    watched = Watched()
+    still = replace(IDLE, call=(1, 1))
+    while not watched.watchdog.stalled:
+        watched.after(4.0, still)
+    for _ in range(8):
+        watched.after(4.0, still)
+        assert watched.watchdog.stalled and not watched.watchdog.hopeless
+    watched.after(4.0, still)
+    assert watched.watchdog.hopeless
+    watched.after(4.0, IDLE)
+    assert not watched.watchdog.hopeless
+
+
+def test_a_host_that_stood_still_gives_no_rank_up() -> None:
+    watched = Watched()
+    watched.after(1.0, replace(IDLE, call=(1, 1)))
+    watched.after(10_000.0, replace(IDLE, call=(1, 1)))
+    assert not watched.watchdog.hopeless
+
+
 # ---- the engine -----------------------------------------------------------------------------
 
 
