@@ -20,7 +20,7 @@ disable_log_requests: true
 """
 
 
-def test_c14_vllm_s_file_flags_and_key_start_a_closed_server(tmp_path: Path) -> None:
+def test_vllm_s_file_flags_and_key_start_a_closed_server(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(FILE)
     environment = {"VLLM_API_KEY": KEY, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_USE_V1": "1"}
@@ -44,7 +44,7 @@ def test_c14_vllm_s_file_flags_and_key_start_a_closed_server(tmp_path: Path) -> 
         assert all(KEY not in " ".join(each.cmdline()) for each in up.children(recursive=True))
 
 
-def test_c14_a_flag_that_cannot_be_left_out_ends_the_start_before_anything_runs() -> None:
+def test_a_flag_that_cannot_be_left_out_ends_the_start_before_anything_runs() -> None:
     pdserve = Path(sys.executable).with_name("pdserve")
     ended = subprocess.run(
         [str(pdserve), "serve", str(MODELS / "llama-gqa"), "--ssl-ca-certs", "/ca.pem"],
