@@ -30,6 +30,7 @@ from pdserve.router.api.parsers.detect import resolved
 from pdserve.router.api.parsers.tool_parser import tool_parser
 from pdserve.router.api.preprocess_worker import Spec
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
+from pdserve.router.api.trial import load_tried
 from pdserve.router.cluster.adapter_sync import AdapterSync
 from pdserve.router.cluster.adapters import AdaptersCollector, read_adapters
 from pdserve.router.cluster.probes import probe_nodes
@@ -39,7 +40,6 @@ from pdserve.router.cluster.registry_service import (
     ElsewhereRegistry,
     RegistryService,
 )
-from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.grpc.door import MAX_NBYTES, ClientDoor, Messages, max_streams
 from pdserve.router.grpc.service import InferenceServicer
 from pdserve.router.http.app import make_app
@@ -96,9 +96,10 @@ class RouterServer:
         )
         self._https = https_context(server)
         self._https_files = https_renewals(server)
-        self._channels = self._credentials.channels()
         with saying("loading the tokenizer"):
-            self._model = model = load_served_model(config.model)
+            self._model, cheap = load_tried(config.model)  # forks: before gRPC has threads
+        model = self._model
+        self._channels = self._credentials.channels()
         self._registry = Registry(routing, router_id=node_id)
         adapters = read_adapters(config.lora, model)
         metrics = RouterMetrics(model.max_model_len)
@@ -135,6 +136,7 @@ class RouterServer:
             priorities=routing.scheduling_policy == "priority",
             tool_parser=tool_parser(chat.calls) if chat.calls else None,
             workers=self._workers,
+            cheap_template=cheap,
             event_keys=key.derive("event ids") if (key := self._credentials.key) else (),
         )
         bodies = Bodies(server.max_body_size, routing.queue_timeout, routing.max_client_share)

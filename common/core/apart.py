@@ -3,6 +3,7 @@ its own bounds. However the child ends, this process continues."""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import resource
@@ -71,9 +72,7 @@ def try_files(what: str, work: Callable[[], bytes], bounds: Bounds) -> bytes:
     """
     result = run_apart(lambda: _tried(what, work), bounds).result
     if result is None:
-        raise ConfigError(
-            f"{what} takes more than {bounds}, or ends the process: the files are damaged"
-        )
+        raise ConfigError(f"{what} takes more than {bounds}, or ends its process")
     if result.startswith(_REFUSED):
         raise ConfigError(result[1:].decode())
     return result[1:]
@@ -116,6 +115,7 @@ def _work_and_exit(work: Callable[[], bytes], bounds: Bounds, pipe: int) -> None
         signal.setitimer(signal.ITIMER_PROF, bounds.cpu_seconds)
         signal.alarm(bounds.wall_seconds)
         die_with_parent()
+        faulthandler.disable()  # a library may abort
         logging.disable()  # the thread that writes the log is the parent's
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + bounds.memory, hard))

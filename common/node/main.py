@@ -16,6 +16,7 @@ from pdserve.common.core.plugins import import_string
 from pdserve.common.core.waits import saying
 from pdserve.common.obs.logging import log_notes, setup_logging
 from pdserve.common.obs.process import exit_within, log_error
+from pdserve.common.text.tokenizer_file import try_tokenizer
 
 OPEN_FILES = 512  # ranks and libraries take some 60, each router and peer a few more
 SPINS = "1000"  # rounds, about 20 µs, that a torch thread spins before it sleeps
@@ -41,6 +42,7 @@ def run_node(
         with host_errors_as_config_errors():
             raise_open_file_limit(OPEN_FILES)
             model = resolve_model(config.engine.model)
+            try_tokenizer(model.tokenizer or model.model or "", model.tokenizer_mode)
             config = replace(config, engine=replace(config.engine, model=model))
             with saying("importing torch and its libraries"), loading():
                 made = import_string(node)

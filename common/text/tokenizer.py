@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 
+from pdserve.common.core.checkpoint_config import read_json
 from pdserve.common.core.errors import ConfigError, InvalidRequest
 from pdserve.common.core.printable import cut
 from pdserve.common.text.tokenizer_file import byte_level_alphabet, byte_tokenizer
@@ -149,6 +150,12 @@ class Tokenizer:
             text = self._texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
 
+    def steps(self) -> list[Any]:
+        """Returns the parts of a `tokenizer.json` that rewrite or cut texts."""
+        backend = self._backend
+        steps = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+        return [json.loads(step.__getstate__()) for step in steps if step is not None]
+
     def to_json(self) -> str:
         """Returns the content of a `tokenizer.json`."""
         return str(self._backend.to_str())
@@ -236,7 +243,7 @@ def _eos_from_config(folder: Path) -> tuple[int, ...] | None:
     """Returns `eos_token_id` of generation_config.json, else of config.json, else None."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        eos = read_json(path).get("eos_token_id") if path.is_file() else None
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     return None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.common.core.apart import Bounds, try_files
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.text.tokenizer_formats import TokenizerSource, converted_json, find_source
+
+_BOUNDS = Bounds(cpu_seconds=60.0, memory=2 * 2**30, wall_seconds=300)
+_PADDING = re.compile(r'"(?:padding|truncation)"\s*:\s*\{')
 
 
 def read_tokenizer_json(
@@ -27,7 +33,36 @@ def read_tokenizer_json(
     source = find_source(folder, mode)
     if source is not TokenizerSource.JSON:
         return converted_json(folder, source)
-    return (folder / source.value).read_text(encoding="utf-8")
+    return _unpadded((folder / source.value).read_text(encoding="utf-8"))
+
+
+def try_tokenizer(folder: str | Path, mode: str = "auto") -> None:
+    """Reads a `tokenizer.json` in a child with bounds, and encodes a letter: what panics or takes
+    gigabytes does so there. Errors that the readers name by themselves are theirs.
+
+    Raises:
+        ConfigError: it panics, or takes more than the bounds.
+    """
+
+    def work() -> bytes:
+        with suppress(Exception):
+            if find_source(folder, mode) is TokenizerSource.JSON:
+                text = read_tokenizer_json(str(folder), None, None, mode)
+                tokenizers.Tokenizer.from_str(text).encode("a")
+        return b""
+
+    if has_tokenizer(folder):
+        try_files(f"reading the tokenizer of {folder}", work, _BOUNDS)
+
+
+def _unpadded(text: str) -> str:
+    """Returns a `tokenizer.json` that neither pads nor truncates: libraries do it at once."""
+    if not _PADDING.search(text):
+        return text
+    backend = tokenizers.Tokenizer.from_str(text)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
 
 
 def has_tokenizer(folder: str | Path) -> bool:

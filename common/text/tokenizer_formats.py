@@ -12,13 +12,13 @@ tokenizer_config.json applies.
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.common.core.checkpoint_config import MAX_JSON, read_json
 from pdserve.common.core.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -57,11 +57,11 @@ def find_source(folder: str | Path, mode: str = "auto") -> TokenizerSource:
     if mode == "mistral":
         if TokenizerSource.TEKKEN not in there:
             raise ConfigError(f"{folder} has no tekken.json, which --tokenizer-mode mistral needs")
-        return TokenizerSource.TEKKEN
+        return _not_too_large(folder, TokenizerSource.TEKKEN)
     if mode == "hf":
         there = [source for source in there if source is not TokenizerSource.TEKKEN]
     if there:
-        return there[0]
+        return _not_too_large(folder, there[0])
     if _is_code(folder):
         raise ConfigError(
             f"the tokenizer in {folder} is Python code (auto_map in tokenizer_config.json), which "
@@ -73,12 +73,17 @@ def find_source(folder: str | Path, mode: str = "auto") -> TokenizerSource:
     )
 
 
+def _not_too_large(folder: Path, source: TokenizerSource) -> TokenizerSource:
+    if (folder / source.value).stat().st_size > MAX_JSON:
+        raise ConfigError(f"{folder / source.value} has more than {MAX_JSON} bytes")
+    return source
+
+
 def _is_code(folder: Path) -> bool:
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
+        return bool(read_json(folder / "tokenizer_config.json").get("auto_map"))
+    except ConfigError:
         return False
-    return isinstance(config, dict) and bool(config.get("auto_map"))
 
 
 def convert(folder: str | Path, source: TokenizerSource) -> PreTrainedTokenizerFast:
@@ -157,7 +162,7 @@ def _of_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
 def _is_legacy(folder: Path) -> bool:
     """Returns `legacy` of tokenizer_config.json, by default true as in sentencepiece."""
     config = folder / "tokenizer_config.json"
-    return not config.is_file() or json.loads(config.read_bytes()).get("legacy") is not False
+    return not config.is_file() or read_json(config).get("legacy") is not False
 
 
 def _need(package: str, extra: str, file: Path) -> None:

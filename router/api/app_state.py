@@ -93,6 +93,7 @@ class AppState:
     tool_parser: type[ToolParser] | None = None  # --tool-call-parser
     # None: threads take large bodies and costly templates, too, without bounds.
     workers: PreprocessWorkers | None = None
+    cheap_template: bool = True  # `Verdict.cheap` of the server's own
     ignored_log: IgnoredLog = field(default_factory=IgnoredLog)
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     cache_epoch: CacheEpoch = field(default_factory=CacheEpoch)
@@ -140,18 +141,23 @@ class AppState:
         adapters, workers = self.adapters.names(), self.workers
         if workers is not None and len(raw) > SMALL:
             return await workers.preprocess(kind, raw, client, adapters, window=self.window())
-        templates: Templates = "here" if workers is None else "elsewhere"
-        preprocessor = Preprocessor(self.model, self.chat, adapters, templates)
+        preprocessor = Preprocessor(self.model, self.chat, adapters, self._templates)
         try:
             if len(raw) <= INLINE:
                 return preprocessor.preprocess(kind, raw.whole())
             work = partial(asyncio.to_thread, preprocessor.preprocess, kind, raw.whole())
             return await self.threads.run(client, work)
-        except CostlyTemplate:
+        except CostlyTemplate as error:
             assert workers is not None
             return await workers.preprocess(
-                kind, raw, client, adapters, costly=True, window=self.window()
+                kind, raw, client, adapters, costly=not error.own, window=self.window()
             )
+
+    @property
+    def _templates(self) -> Templates:
+        if self.workers is None:
+            return "here"
+        return "ordinary" if self.cheap_template else "elsewhere"
 
     async def brake(self, error: PdserveError, client: str) -> None:
         """Waits before an answer that refuses a client for lack of room: longer and longer if there

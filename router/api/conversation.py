@@ -27,13 +27,20 @@ _NUMBER, _LONG, _MANY = 2**16, 1024, 64
 NO_THINKING = {"enable_thinking": False, "thinking": False, "thinking_budget": 0}
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
-Templates = Literal["here", "elsewhere", "apart"]
-"""Where to render a template that may take any time: here without bounds, in another process, or in
-a child of this one."""
+Templates = Literal["here", "ordinary", "elsewhere", "own apart", "apart"]
+"""Where to render: here without bounds; here if the template is the server's, which is cheap, and
+the conversation of ordinary size, else in another process; all in another process; the server's
+template in a child of this process, a client's in another one; all in a child."""
+MAX_PARTS = 256  # messages, content parts, calls, tools and documents of ordinary size
 
 
 class CostlyTemplate(Exception):
     """Another process must render the template."""
+
+    def __init__(self, own: bool) -> None:
+        """`own`: it is the server's, not a client's or with a client's large values."""
+        super().__init__()
+        self.own = own
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +67,17 @@ def render_bounded(
         CostlyTemplate: another process must do it.
         InvalidRequest: as `render`, or it took more than BOUNDS.
     """
-    if templates == "here" or not _may_be_costly(config, body):
+    own = body.chat_template is None and _is_slight(body.chat_template_kwargs)
+    refused = body.chat_template is not None and not config.trust_request_chat_template
+    ordinary = own and templates == "ordinary" and _is_ordinary(body, messages)
+    if templates == "here" or refused or ordinary:
         return render(tokenizer, config, body, messages)
-    if templates == "elsewhere":
-        raise CostlyTemplate
+    if templates != "apart" and not (templates == "own apart" and own):
+        raise CostlyTemplate(own)
     done = run_apart(lambda: _try(tokenizer, config, body, messages), BOUNDS).result
     if done is None:
-        param = "chat_template_kwargs" if body.chat_template is None else "chat_template"
+        param = "messages" if own else "chat_template_kwargs"
+        param = param if body.chat_template is None else "chat_template"
         raise InvalidRequest(f"the chat template takes more than {BOUNDS}", param=param)
     rendered = _rendered.decode(done)
     if rendered.error is not None:
@@ -85,11 +96,16 @@ def _try(
     return msgspec.msgpack.encode(rendered)
 
 
-def _may_be_costly(config: ChatConfig, body: ChatTemplateBody) -> bool:
-    """Returns True for a client's own template, and for the server's with large values."""
-    if body.chat_template is not None:
-        return config.trust_request_chat_template  # otherwise `render` refuses it
-    return not _is_slight(body.chat_template_kwargs)
+def _is_ordinary(body: ChatTemplateBody, messages: list[Message]) -> bool:
+    """Returns whether the conversation has no more parts than those for which the template is known
+    to be cheap. The body's size bounds its text."""
+    inner = sum(
+        len(message.tool_calls or ())
+        + isinstance(message.content, list) * len(message.content or ())
+        for message in messages
+    )
+    outer = len(messages) + len(body.tools or ()) + len(body.documents or ())
+    return inner + outer <= MAX_PARTS
 
 
 def _is_slight(value: Any) -> bool:

@@ -134,7 +134,7 @@ def _work(preprocessor: Preprocessor, log: LogConfig, connection: socket.socket)
 def frames_of(preprocessor: Preprocessor, ask: Ask, raw: bytes) -> list[bytes]:
     """Returns the frames of the reply; every body has one."""
     request_id_var.set(ask.request_id)
-    templates: Templates = "apart" if ask.costly else "elsewhere"
+    templates: Templates = "apart" if ask.costly else "own apart"
     model = preprocessor.model.within(ask.window)
     asked = replace(preprocessor, model=model, adapters=ask.adapters, templates=templates)
     try:

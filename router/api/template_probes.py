@@ -39,6 +39,12 @@ def takes_late_systems(tokenizer: Tokenizer, template: str | None) -> bool:
     return _takes(tokenizer, template, tokenizer.chat_template, "late systems")
 
 
+def try_probes(tokenizer: Tokenizer) -> None:
+    """Renders all of them with the model's template, whatever comes of it."""
+    for what in _PROBES:
+        _takes(tokenizer, None, tokenizer.chat_template, what)
+
+
 @lru_cache(maxsize=_TEMPLATES)
 def _takes(tokenizer: Tokenizer, template: str | None, _: str, what: str) -> bool:
     """The third argument is the model's template, on which the answer depends, too."""

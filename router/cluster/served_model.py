@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.config.engine import ModelConfig
-from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFound
+from pdserve.common.core.checkpoint_config import read_json
+from pdserve.common.core.errors import ConfigError, InvalidRequest, ModelNotFound, PdserveError
 from pdserve.common.core.generic_spec import Outline, read_outline
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.parameters import MAX_LOGPROBS, MAX_TOKENS, PARAMETERS, check_token_ids
@@ -174,7 +174,6 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: Outline | ModelSpec
     tokenizer = Tokenizer.from_folder(config.tokenizer or folder, config.tokenizer_mode)
     if config.chat_template is not None:
         tokenizer.use_chat_template(_load_template(config.chat_template))
-    _check_template(tokenizer, config)
     if past := tokenizer.tokens_past(spec.vocab_size):
         logger.warning(
             "the model's vocabulary of %d lacks %d of the tokenizer's tokens, such as %r: prompts "
@@ -184,8 +183,8 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: Outline | ModelSpec
     return tokenizer
 
 
-def _check_template(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Logs a warning if the chat template fails. Raises ConfigError for a syntax error."""
+def check_template(tokenizer: Tokenizer, config: ModelConfig) -> str:
+    """Returns a warning if the chat template fails. Raises ConfigError for a syntax error."""
     own = "the checkpoint's chat template"
     where = own if config.chat_template is None else "--chat-template"
     try:
@@ -193,8 +192,7 @@ def _check_template(tokenizer: Tokenizer, config: ModelConfig) -> None:
     except ConfigError as error:
         cure = " (--chat-template replaces it)" if where == own else ""
         raise ConfigError(f"{where}, {error.message}{cure}") from error
-    if failed:
-        logger.warning("%s refuses a message of a user, and chats may fail: %s", where, failed)
+    return failed and f"{where} refuses a message of a user, and chats may fail: {failed}"
 
 
 def _load_template(given: str) -> str:
@@ -224,13 +222,13 @@ def _load_defaults(config: ModelConfig, folder: Path) -> dict[str, Any]:
     if own and not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
         defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
         for name, value in defaults.items():
             PARAMETERS[name].check_range(value)
             defaults[name] = int(value) if name == "top_k" else value
-    except (OSError, ValueError, TypeError, AttributeError, InvalidRequest) as error:
-        reason = error.message if isinstance(error, InvalidRequest) else error
+    except (ArithmeticError, ValueError, TypeError, ConfigError, InvalidRequest) as error:
+        reason = error.message if isinstance(error, PdserveError) else error
         raise ConfigError(f"{file}: {reason} (--generation-config vllm ignores it)") from error
     if defaults:
         logger.info("defaults of %s: %s", file, defaults)

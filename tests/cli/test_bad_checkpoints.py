@@ -50,6 +50,11 @@ def template_with(text: str) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / "tokenizer_config.json", chat_template=text)
 
 
+def normalized_by(steps: list[object]) -> Callable[[Path], None]:
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    return lambda folder: edit_json(folder / "tokenizer.json", normalizer=normalizer)
+
+
 def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -76,6 +81,21 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "filter": ("router", template_with("{{ messages | shout }}"), "No filter named 'shout'"),
     "tokenizer": ("router", without_tokenizer, "tokenizer.json"),
+    "endless template": (
+        "router",
+        template_with("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3),
+        "chat template (--chat-template replaces it), tried on a few messages, takes more than",
+    ),
+    "charsmap": (
+        "router",
+        normalized_by([{"type": "Precompiled", "precompiled_charsmap": "AAAA"}]),
+        "PanicException: Precompiled",
+    ),
+    "charsmap of an endless size": (
+        "decode_node",
+        normalized_by([{"type": "Precompiled", "precompiled_charsmap": "/////w=="}]),
+        "or ends its process",
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from paths import MODELS
 from pdserve.common.config.engine import ModelConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.router.api.sampling import make_sampling
+from pdserve.router.api.trial import load_tried
 from pdserve.router.cluster.served_model import load_served_model
 from pdserve.router.http.app import ROUTES
 
@@ -171,7 +172,7 @@ def test_a_checkpoints_defaults(tmp_path: Path) -> None:
 )
 def test_files_that_cannot_be_used(options: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
-        load_served_model(model_config(**options))
+        load_tried(model_config(**options))
 
 
 def test_a_checkpoints_default_that_no_request_may_have(tmp_path: Path) -> None:
