@@ -75,7 +75,7 @@ def test_a_config_error_is_one_line(
         ("model a b", "no option takes the word b"),
     ],
 )
-def test_what_no_command_knows_is_one_line_with_the_nearest(
+def test_an_unknown_word_is_one_line_with_the_nearest_one(
     argv: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit:

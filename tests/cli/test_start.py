@@ -183,7 +183,9 @@ def test_no_room_for_the_embedded_model(small_disk: Path, monkeypatch: pytest.Mo
 # ---- models ----------------------------------------------------------------------------------
 
 
-def test_what_no_checkpoint_is_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_checkpoint_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def says(path: Path) -> str:
         assert main(["model", str(path)]) == 2
         return capsys.readouterr().err
