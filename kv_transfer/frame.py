@@ -22,14 +22,17 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from zlib import crc32
 
 from pdserve.common.core.errors import Blame, TransferError
 from pdserve.kv_transfer.layout import WIRE_VERSION, Rect
 
 MAGIC = b"pdKV"
-# magic, version, kind, transfer id, epoch, rectangle, first block, blocks, payload bytes
+# magic, version, kind, transfer id, epoch, rectangle, first block, blocks, payload bytes; then the
+# CRC-32 of these: a flipped bit would name another transfer, and this one would wait for its lease.
 _HEADER = struct.Struct("!4sHH16sI4IIIQ")
-HEADER_NBYTES = _HEADER.size
+_CRC = struct.Struct("!I")
+HEADER_NBYTES = _HEADER.size + _CRC.size
 MAX_GREETING = 4096  # bytes of a frame from a peer that is not authenticated yet
 
 
@@ -64,7 +67,7 @@ class Frame:
     nbytes: int = 0
 
     def encode(self) -> bytes:
-        return _HEADER.pack(
+        header = _HEADER.pack(
             MAGIC,
             WIRE_VERSION,
             self.kind,
@@ -75,15 +78,18 @@ class Frame:
             self.count,
             self.nbytes,
         )
+        return header + _CRC.pack(crc32(header))
 
     @classmethod
     def decode(cls, header: bytes) -> Frame:
         """Raises TransferError BAD_FRAME unless it is a header of this wire version."""
         if len(header) != HEADER_NBYTES:
             raise bad_frame(f"a header of {len(header)} bytes")
-        magic, version, kind, transfer_id, epoch, *rest = _HEADER.unpack(header)
+        magic, version, kind, transfer_id, epoch, *rest = _HEADER.unpack_from(header)
         if magic != MAGIC or version != WIRE_VERSION:
             raise bad_frame(f"magic {magic!r}, wire version {version} ≠ {WIRE_VERSION}")
+        if _CRC.unpack_from(header, _HEADER.size) != (crc32(header[: _HEADER.size]),):
+            raise bad_frame("the checksum of its header is wrong")
         try:
             known = FrameKind(kind)
         except ValueError as error:

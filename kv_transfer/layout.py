@@ -24,7 +24,7 @@ from pdserve.common.core.errors import Blame, ConfigError, TransferError
 if TYPE_CHECKING:
     import torch
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class Part(Protocol):

@@ -85,6 +85,12 @@ _OPTIONS = [
 ]
 
 
+def _is_no_late_status(record: logging.LogRecord) -> bool:
+    """Leaves out gRPC's traceback of a status that could not be sent, because the client ended the
+    call at the same moment."""
+    return not str(record.msg).startswith("ExecuteBatchError raised in core by servicer method")
+
+
 class GrpcServer:
     """A grpc.aio server with the standard health service and reflection."""
 
@@ -141,6 +147,7 @@ class GrpcServer:
         names = [*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self.server)
         await self.server.start()
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_late_status)
 
     async def set_healthy(self, healthy: bool) -> None:
         """Sets the health of every service, and of the server as a whole ('')."""

@@ -18,6 +18,7 @@ from pdserve.common.text import json_strings
 from pdserve.common.text.json_keywords import (
     culprit,
     items_of,
+    keys_of,
     listed,
     properties_of,
     required_of,
@@ -41,10 +42,12 @@ from pdserve.common.text.json_shapes import (
     Other,
     Rule,
     Text,
+    least_fixpoint,
 )
 
 MAX_RULES = 5000
 ROW = 2000  # llguidance's limit of items (possible continuations)
+MAX_FIRST = 10_000  # of prefixItems
 MAX_BRANCHES = 300  # of a oneOf, which are compared in pairs
 _ONE_OF = (
     "oneOf with branches that may match at once is not supported: use anyOf, or give each branch a "
@@ -77,7 +80,7 @@ class JSONGrammar:
             if len(self._names) > MAX_RULES:
                 raise ValueError(f"it has more than {MAX_RULES} combinations of schemas")
         order = self._cut_cycles()
-        self._fitting = self._least_fixpoint()
+        self._fitting = self._with_finite_text()
         self._check_width(order)
         for part, names in self._exclusive:
             self._check_disjoint(part, names)
@@ -131,8 +134,8 @@ class JSONGrammar:
         least, most = json_strings.bounds_of(schemas, "minItems", "maxItems")
         lists = [items_of(each) for each in schemas]
         longest = max((len(first) for first, _ in lists), default=0)
-        if longest > (self_most := 10_000):
-            raise ValueError(f"prefixItems has more than {self_most} schemas")
+        if longest > MAX_FIRST:
+            raise ValueError(f"prefixItems has more than {MAX_FIRST} schemas")
         first = []
         for place in range(longest if most is None else min(longest, most)):
             held = [f[place] if place < len(f) else rest for f, rest in lists]
@@ -144,14 +147,28 @@ class JSONGrammar:
         least, most = json_strings.bounds_of(schemas, "minProperties", "maxProperties")
         maps = [properties_of(each) for each in schemas]
         required = [name for each in schemas for name in required_of(each)]
-        names = list(dict.fromkeys([n for properties, _ in maps for n in properties] + required))
+        held = self._of_keys(schemas)
+        listed = keys_of(held)
+        declared_names = [name for properties, _ in maps for name in properties]
+        names = list(dict.fromkeys([*declared_names, *required, *(listed or ())]))
         patterns = list(dict.fromkeys(p for _, by_pattern in maps for p in by_pattern))
         needed = set(required)
         declared = tuple(
-            (name, self._rule(list(schemas_of(name, schemas, maps))), name in needed)
+            (name, self._rule(list(schemas_of(name, schemas, maps, held))), name in needed)
             for name in names
         )
-        return Object(declared, tuple(self._free(schemas, maps, patterns, names)), least, most)
+        free = () if listed is not None else self._free(schemas, maps, patterns, names, held)
+        return Object(declared, tuple(free), least, most)
+
+    def _of_keys(self, schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the schemas of `propertyNames`."""
+        given = [each["propertyNames"] for each in schemas if "propertyNames" in each]
+        found = self._document.flat([Element("all", each) for each in given])
+        if found is None:
+            return [{"enum": []}]
+        if any(each.kind != "own" for each in found):
+            raise ValueError("propertyNames with anyOf or oneOf is not supported")
+        return [each.part for each in found]
 
     def _free(
         self,
@@ -159,6 +176,7 @@ class JSONGrammar:
         maps: list[tuple[dict[str, Any], dict[str, Any]]],
         patterns: list[str],
         names: list[str],
+        of_keys: list[dict[str, Any]],
     ) -> Iterator[tuple[str, str]]:
         """Yields a terminal and a rule for the keys of each pattern, and for all others."""
         if not json_strings.disjoint(patterns):
@@ -171,7 +189,8 @@ class JSONGrammar:
             ]
             if any(each is False for each in held):
                 continue
-            key = json_strings.key(pattern, [] if pattern is not None else patterns, names)
+            excluded = patterns if pattern is None else []
+            key = json_strings.key(pattern, excluded, names, of_keys)
             if key is not None:
                 name = self._keys.setdefault(key, f"{self._prefix.upper()}_KEY{len(self._keys)}")
                 yield name, self._rule([Element("all", each) for each in held])
@@ -221,21 +240,16 @@ class JSONGrammar:
                     "required, or move them into nested objects"
                 )
 
-    def _least_fixpoint(self) -> set[str]:
-        """Returns the rules that have a finite text."""
-        users: dict[str, set[str]] = {name: set() for name in self._shapes}
-        for name, shapes in self._shapes.items():
-            for shape in shapes:
-                for needed in shape.needs():
-                    users[needed].add(name)
-        found: set[str] = set()
-        pending = list(self._shapes)
-        while pending:
-            name = pending.pop()
-            if name not in found and any(s.fits(found.__contains__) for s in self._shapes[name]):
-                found.add(name)
-                pending += users[name]
-        return found
+    def _with_finite_text(self) -> set[str]:
+        needs = {
+            name: {needed for shape in shapes for needed in shape.needs()}
+            for name, shapes in self._shapes.items()
+        }
+
+        def fits(name: str, found: set[str]) -> bool:
+            return any(shape.fits(found.__contains__) for shape in self._shapes[name])
+
+        return least_fixpoint(needs, fits)
 
     def _reason(self) -> str:
         """Returns the place of a required property that has no text, for the error."""

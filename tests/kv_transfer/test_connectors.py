@@ -99,6 +99,23 @@ def test_frames_survive_the_wire() -> None:
             Frame.decode(bytes(broken))
 
 
+def test_a_flipped_bit_of_a_header_ends_its_transfer_at_once(rank: Callable[..., Rank]) -> None:
+    """In most fields it named another transfer, and this one waited for its lease: 23 seconds."""
+    sink = rank(TCPConnector)
+    for position in range(0, HEADER_NBYTES, 3):
+        transfer_id = bytes([position]) * 16
+        sink.connector.accept(SinkTransfer(transfer_id, 1, 0, SINK_IDS))
+        with greeted(sink) as pipe:
+            say(pipe, Frame(FrameKind.BEGIN, transfer_id, 1, RECT))
+            frame, payload = data_frame(0, 4, transfer_id=transfer_id)
+            header = bytearray(frame.encode())
+            header[position] ^= 1 << position % 8
+            pipe.sock.sendall(bytes(header) + payload)
+            assert closed(pipe)
+        failed = sink.expect(Failed)
+        assert (failed.transfer_id, failed.code) == (transfer_id, "BAD_FRAME")
+
+
 def test_a_refusal_is_read_when_the_sink_has_left_in_mid_greeting(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
