@@ -15,4 +15,6 @@ def test_all_processes_of_a_cluster_write_json() -> None:
         found = [json.loads(line) for line in cluster.log().splitlines()]
     processes = {each["process"] for each in found}
     assert {"up", "router"} < processes and len(processes) == 4, processes
-    assert any("cluster ready" in each["message"] for each in found if each["process"] == "up")
+    own = [each for each in found if each["process"] == "up"]
+    assert any("cluster ready" in each["message"] for each in own)
+    assert {each["level"] for each in own} == {"info"}
