@@ -39,7 +39,7 @@ def flags_of_up() -> set[str]:
     }
 
 
-def test_c14_every_flag_has_one_row_and_only_what_is_here_is_an_option() -> None:
+def test_every_flag_has_one_row_and_only_what_is_here_is_an_option() -> None:
     here = flags_of_up() | {"config"}
     assert [name for name in SAME if name not in here] == []
     assert set(NOTES) <= set(SAME)
@@ -50,11 +50,11 @@ def test_c14_every_flag_has_one_row_and_only_what_is_here_is_an_option() -> None
 
 
 @pytest.mark.parametrize("name", COMMON)
-def test_c14_a_flag_of_vllm_is_in_the_table(name: str) -> None:
+def test_a_flag_of_vllm_is_in_the_table(name: str) -> None:
     assert name in SAME or name in flags()
 
 
-def test_c14_a_flag_that_is_called_otherwise_names_an_option() -> None:
+def test_a_flag_that_is_called_otherwise_names_an_option() -> None:
     here = flags_of_up()
     called = [rule.here.removeprefix("no-") for rule in (*CALLED, *SGLANG) if rule.here]
     assert [name for name in called if name not in here] == []
@@ -62,13 +62,13 @@ def test_c14_a_flag_that_is_called_otherwise_names_an_option() -> None:
     assert [name for name in taken if name.replace("_", "-") not in here] == []
 
 
-def test_c14_a_sentence_names_flags_that_exist() -> None:
+def test_a_sentence_names_flags_that_exist() -> None:
     known = {*flags_of_up(), "advertise-host", *flags()}
     said = " ".join([*(rule.why for rule in RULES), *(each.why for each in VARIABLES)])
     assert [name for name in re.findall(r"--([a-z0-9-]+)", said) if name not in known] == []
 
 
-def test_c14_the_page_has_every_flag_once() -> None:
+def test_the_page_has_every_flag_once() -> None:
     part = PAGE.partition("## Flags")[2].partition("## Requests")[0]
     for name in (*SAME, *(flag.name for rule in ABSENT for flag in names(rule))):
         assert name.startswith("-") or f"`--{name}`" in part, name

@@ -25,7 +25,9 @@ class ValueKind:
     fits: Callable[[Any], bool]
 
 
-def _whole(least: int, most: int = MAX_INT) -> ValueKind:
+def whole(least: int, most: int = MAX_INT) -> ValueKind:
+    """Returns the kind of whole numbers within these bounds."""
+
     def fits(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
@@ -44,7 +46,7 @@ def _list_of(kind: type, says: str) -> ValueKind:
     return ValueKind(f"a list of {says}", fits)
 
 
-SIZE, COUNT = _whole(1), _whole(0)
+SIZE, COUNT = whole(1), whole(0)
 POSITIVE = ValueKind("a positive number", _is_number)
 FLAG = ValueKind("true or false", lambda value: isinstance(value, bool))
 TEXT = ValueKind("a string", lambda value: isinstance(value, str))
@@ -84,9 +86,9 @@ NATIVE = {
     **dict.fromkeys(_SIZES, SIZE),
     **dict.fromkeys(_COUNTS, COUNT),
     **dict.fromkeys(_FLAGS, FLAG),
-    **dict.fromkeys(_EXPERTS, _whole(0, MAX_EXPERTS)),
-    "num_hidden_layers": _whole(1, MAX_LAYERS),
-    "num_nextn_predict_layers": _whole(0, MAX_LAYERS),
+    **dict.fromkeys(_EXPERTS, whole(0, MAX_EXPERTS)),
+    "num_hidden_layers": whole(1, MAX_LAYERS),
+    "num_nextn_predict_layers": whole(0, MAX_LAYERS),
     "rms_norm_eps": POSITIVE,
     "routed_scaling_factor": POSITIVE,
     "hidden_act": TEXT,

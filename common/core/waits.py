@@ -7,11 +7,14 @@ a line names the wait that began last. Lines come from a thread, as a wait may b
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
+
+from pdserve.common.core.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,24 @@ def saying(
         yield
     finally:
         _waits.end(wait)
+
+
+@contextmanager
+def progress(command: str) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes on standard error what the command begins now; until the next
+    call, the line comes again as with `saying`."""
+
+    def write(line: str) -> None:
+        print(f"{command}: {line}", file=sys.stderr, flush=True)
+
+    with ExitStack() as waiting:
+
+        def say(doing: str) -> None:
+            waiting.close()
+            write(doing := printable(doing))
+            waiting.enter_context(saying(doing, write=write))
+
+        yield say
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,10 +41,12 @@ from pdserve.common.text.json_shapes import (
     Other,
     Rule,
     Text,
+    least_fixpoint,
 )
 
 MAX_RULES = 5000
 ROW = 2000  # llguidance's limit of items (possible continuations)
+MAX_FIRST = 10_000  # of prefixItems
 MAX_BRANCHES = 300  # of a oneOf, which are compared in pairs
 _ONE_OF = (
     "oneOf with branches that may match at once is not supported: use anyOf, or give each branch a "
@@ -77,7 +79,7 @@ class JSONGrammar:
             if len(self._names) > MAX_RULES:
                 raise ValueError(f"it has more than {MAX_RULES} combinations of schemas")
         order = self._cut_cycles()
-        self._fitting = self._least_fixpoint()
+        self._fitting = self._with_finite_text()
         self._check_width(order)
         for part, names in self._exclusive:
             self._check_disjoint(part, names)
@@ -131,8 +133,8 @@ class JSONGrammar:
         least, most = json_strings.bounds_of(schemas, "minItems", "maxItems")
         lists = [items_of(each) for each in schemas]
         longest = max((len(first) for first, _ in lists), default=0)
-        if longest > (self_most := 10_000):
-            raise ValueError(f"prefixItems has more than {self_most} schemas")
+        if longest > MAX_FIRST:
+            raise ValueError(f"prefixItems has more than {MAX_FIRST} schemas")
         first = []
         for place in range(longest if most is None else min(longest, most)):
             held = [f[place] if place < len(f) else rest for f, rest in lists]
@@ -221,21 +223,16 @@ class JSONGrammar:
                     "required, or move them into nested objects"
                 )
 
-    def _least_fixpoint(self) -> set[str]:
-        """Returns the rules that have a finite text."""
-        users: dict[str, set[str]] = {name: set() for name in self._shapes}
-        for name, shapes in self._shapes.items():
-            for shape in shapes:
-                for needed in shape.needs():
-                    users[needed].add(name)
-        found: set[str] = set()
-        pending = list(self._shapes)
-        while pending:
-            name = pending.pop()
-            if name not in found and any(s.fits(found.__contains__) for s in self._shapes[name]):
-                found.add(name)
-                pending += users[name]
-        return found
+    def _with_finite_text(self) -> set[str]:
+        needs = {
+            name: {needed for shape in shapes for needed in shape.needs()}
+            for name, shapes in self._shapes.items()
+        }
+
+        def fits(name: str, found: set[str]) -> bool:
+            return any(shape.fits(found.__contains__) for shape in self._shapes[name])
+
+        return least_fixpoint(needs, fits)
 
     def _reason(self) -> str:
         """Returns the place of a required property that has no text, for the error."""

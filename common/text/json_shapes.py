@@ -7,7 +7,8 @@ generated: a rule fits if one of its shapes fits, and a shape if the rules do th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,24 @@ OBJECT, END_OBJECT, NOTHING = "J_O", "J_OE", "J_O0"
 
 Fits = Callable[[str], bool]  # whether a rule has a finite text
 Rule = tuple[str, list[str]]  # a name and its alternatives
+
+
+def least_fixpoint(
+    needs: Mapping[str, Iterable[str]], holds: Callable[[str, set[str]], bool]
+) -> set[str]:
+    """Returns the names that hold because of others that do. `needs`: those that a name may hold
+    because of."""
+    users: defaultdict[str, list[str]] = defaultdict(list)
+    for name, needed in needs.items():
+        for each in needed:
+            users[each].append(name)
+    found, pending = set[str](), list(needs)
+    while pending:
+        name = pending.pop()
+        if name not in found and holds(name, found):
+            found.add(name)
+            pending += users[name]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def literal(text: str) -> str:
 
 def quoted(text: str) -> str:
     """Returns the terminal of a text as a JSON string."""
-    return literal(json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f"))
+    return literal(literal(text))
 
 
 def _regex(text: str) -> str:
@@ -279,7 +279,7 @@ def matches(pattern: str, text: str) -> bool:
     if (begin := _matcher(pattern)) is None:
         return False
     try:
-        given = json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f").encode()
+        given = literal(text).encode()
     except UnicodeEncodeError:
         return False
     matcher = begin.deep_copy()

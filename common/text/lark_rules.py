@@ -10,8 +10,10 @@ Groups become rules of their own, so that nothing here recurses. Conditions of p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
+from pdserve.common.text.json_shapes import least_fixpoint
 from pdserve.common.text.json_strings import terminal_fits
 
 MAX_TERMINALS = 500
@@ -117,23 +119,16 @@ def check_rules(lark: str) -> None:
     """Raises ValueError: a rule that the start rule reaches has no finite text."""
     reader = _Reader(lark)
     rules = reader.rules
-    reached = list(_reached(rules))
-    empty = set(_empty_terminals(reader, reached))
-    found: set[str] = set()
-    users: dict[str, list[str]] = {}
-    for name in reached:
-        for needed in (each for alternative in rules[name] for each in alternative):
-            users.setdefault(needed, []).append(name)
+    reached = {name: list(chain.from_iterable(rules[name])) for name in _reached(rules)}
+    empty = set(_empty_terminals(reader, chain.from_iterable(reached.values())))
+    may_lack = rules.keys() | empty
 
-    def fits(what: str) -> bool:
-        return what in found or what.startswith("?") or (what not in rules and what not in empty)
+    def fits(name: str, found: set[str]) -> bool:
+        return any(
+            all(each in found or each not in may_lack for each in needed) for needed in rules[name]
+        )
 
-    pending = reached[:]
-    while pending:
-        name = pending.pop()
-        if name not in found and any(all(map(fits, each)) for each in rules[name]):
-            found.add(name)
-            pending += users.get(name, [])
+    found = least_fixpoint(reached, fits)
     lacking = [each for each in [*reached, *empty] if each not in found and each[0] != "("]
     if lacking:
         raise ValueError(f"no finite text matches {lacking[0][:100]}")
@@ -146,21 +141,16 @@ def _reached(rules: Rules) -> Iterator[str]:
         if name not in rules:
             continue
         yield name
-        for each in (each.lstrip("?") for alternative in rules[name] for each in alternative):
+        for each in (each.lstrip("?") for each in chain.from_iterable(rules[name])):
             if each not in seen:
                 seen.add(each)
                 pending.append(each)
 
 
-def _empty_terminals(reader: _Reader, reached: list[str]) -> Iterator[str]:
+def _empty_terminals(reader: _Reader, needed: Iterable[str]) -> Iterator[str]:
     """Yields the terminals and regexes in use that no text matches. What the library does not
     compile alone is left to it."""
-    used = {
-        each.lstrip("?"): None
-        for name in reached
-        for alternative in reader.rules[name]
-        for each in alternative
-    }
+    used = dict.fromkeys(each.lstrip("?") for each in needed)
     definitions = "".join(f"\n{name}: {text}" for name, text in reader.terminals.items())
     asked = [each for each in used if each in reader.terminals or each.startswith("/")]
     for each in asked[:MAX_TERMINALS]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.client.progress import Progress
 from pdserve.client.terminal import console_of
 from pdserve.common.config.bench import BenchStepConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.waits import progress
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from pdserve.bench.step import Cell
@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.json and not Path(config.json).resolve().parent.is_dir():
         raise ConfigError(f"--json {config.json}: its folder does not exist")
     before = _read(config.baseline)
-    with Progress("pdserve bench step") as progress:
-        progress.say("importing torch")
+    with progress("pdserve bench step") as say:
+        say("importing torch")
         from pdserve.bench.ranks import measure_on_ranks
 
-        result = asyncio.run(measure_on_ranks(config, cells(config), progress.say))
+        result = asyncio.run(measure_on_ranks(config, cells(config), say))
     _show(result, before, console_of())
     if config.json:
         Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -75,6 +75,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         ConfigError: a key is missing, or the model is one that no native code computes.
     """
     architecture, prefix = architecture_of(file), file.architecture
+    _check_layers(file)
     heads, hidden = file.require(f"{prefix}.attention.head_count"), _hidden(file)
     head_dim = file.metadata.get(f"{prefix}.attention.key_length", hidden // heads)
     _check(file, head_dim)
@@ -122,6 +123,11 @@ def _check(file: GGUFFile, head_dim: int) -> None:
             raise ConfigError(
                 f"{file.path}: {prefix}.{key} {found} is not supported; supported: {value}"
             )
+
+
+def _check_layers(file: GGUFFile) -> None:
+    """Raises ConfigError for sizes that are a list."""
+    prefix, metadata = file.architecture, file.metadata
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(metadata.get(f"{prefix}.{key}"), list):
             raise ConfigError(f"{file.path}: {prefix}.{key} differs from layer to layer")

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
+from pdserve.common.core.config_values import (
+    COUNT,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    NAMES,
+    SIZE,
+    TEXT,
+    ValueKind,
+    check_values,
+    whole,
+)
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.printable import printable
+from pdserve.demo_model.gguf_reader import MAGIC, Reader, TensorRow, nbytes_of
 
-_MAGIC = b"GGUF"
+_MAX_HEAD = 2**16  # numbers in a head
+_LIST_OR_SIZE = ValueKind(
+    "a positive whole number", lambda value: isinstance(value, list) or SIZE.fits(value)
+)
+_NUMBER = ValueKind("a number", lambda value: isinstance(value, int | float))
+_NUMBERS = ValueKind(
+    "a list of numbers",
+    lambda value: isinstance(value, list) and not any(isinstance(each, str) for each in value),
+)
+# Of keys that begin with the architecture, `general`, `tokenizer` or `split`.
+_KINDS: dict[str, ValueKind] = {
+    **dict.fromkeys(("architecture", "rope.scaling.type", "chat_template"), TEXT),
+    **dict.fromkeys(("ggml.model", "ggml.pre"), TEXT),
+    **dict.fromkeys(("count", "rope.scaling.original_context_length"), COUNT),
+    **dict.fromkeys(("leading_dense_block_count", "attention.sliding_window"), COUNT),
+    **dict.fromkeys(("expert_count", "expert_used_count"), whole(0, MAX_EXPERTS)),
+    **dict.fromkeys(("context_length", "embedding_length"), SIZE),
+    "block_count": whole(1, MAX_LAYERS),
+    **dict.fromkeys(
+        ("feed_forward_length", "attention.head_count", "attention.head_count_kv"), _LIST_OR_SIZE
+    ),
+    **dict.fromkeys(
+        ("attention.key_length", "attention.value_length", "rope.dimension_count"),
+        whole(1, _MAX_HEAD),
+    ),
+    **dict.fromkeys(
+        ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"), _NUMBER
+    ),
+    **dict.fromkeys(("ggml.tokens", "ggml.merges"), NAMES),
+    **dict.fromkeys(("ggml.token_type", "ggml.scores"), _NUMBERS),
+    **dict.fromkeys(
+        (f"ggml.{each}_token_id" for each in ("bos", "eos", "eot", "eom", "unknown", "padding")),
+        COUNT,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +86,16 @@ class GGUFFile:
         """
         _check_is_gguf(path)
         try:
-            reader = _reader(path)
-            metadata = {key: field.contents() for key, field in reader.fields.items()}
-            tensors = {
-                each.name: GGUFTensor(
-                    kind=each.tensor_type.name,
-                    shape=tuple(int(size) for size in reversed(each.shape)),
-                    offset=int(each.data_offset),
-                    nbytes=int(each.n_bytes),
-                )
-                for each in reader.tensors
-            }
-        # The reader's errors about a file that ends too early or is damaged.
-        except (ArithmeticError, LookupError, TypeError, ValueError, MemoryError) as error:
-            reason = printable(str(error) or type(error).__name__, 200)
+            with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+                metadata, rows = Reader(data).header()
+                tensors = _tensors(rows, len(data))
+        except ValueError as error:
+            reason = printable(str(error), 200)
             raise ConfigError(f"{path} is truncated or damaged: {reason}") from error
-        if metadata.get("split.count", 1) > 1:
+        _check_metadata(path, metadata)
+        if (parts := metadata.get("split.count", 1)) > 1:
             raise ConfigError(
-                f"{path} is one of {metadata['split.count']} parts: join them with llama.cpp's "
-                "gguf-split --merge"
+                f"{path} is one of {parts} parts: join them with llama.cpp's gguf-split --merge"
             )
         return cls(path, metadata, tensors)
 
@@ -82,22 +120,29 @@ class GGUFFile:
         return sorted({self.tensors[name].kind for name in names})
 
 
-def _reader(path: Path) -> Any:
-    import numpy as np
-    from gguf import GGUFReader
+def _tensors(rows: Iterable[TensorRow], file_nbytes: int) -> dict[str, GGUFTensor]:
+    """Raises ValueError: a tensor does not fit the file, or its type is unknown."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    class Reader(GGUFReader):  # type: ignore[misc]
-        """Slices a plain array: slicing numpy's memory map takes several times as long."""
+    tensors: dict[str, GGUFTensor] = {}
+    for name, shape, number, offset in rows:
+        kind = GGMLQuantizationType(number)
+        if name in tensors:
+            raise ValueError(f"the tensor {name} is there twice")
+        try:
+            nbytes = nbytes_of(shape, *GGML_QUANT_SIZES[kind], file_nbytes - offset)
+        except ValueError as error:
+            raise ValueError(f"the tensor {printable(name, 80)} {list(shape)}: {error}") from error
+        tensors[name] = GGUFTensor(kind.name, shape, offset, nbytes)
+    return tensors
 
-        @property
-        def data(self) -> Any:
-            return self._data
 
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._data = mapped.view(np.ndarray)
-
-    return Reader(path)
+def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a value that is read has another type, or is out of bounds."""
+    prefixes = {key: key.partition(".")[0] for key in metadata}
+    for prefix in dict.fromkeys(prefixes.values()):
+        kinds = {f"{prefix}.{name}": kind for name, kind in _KINDS.items()}
+        check_values(metadata, kinds, str(path))
 
 
 def _check_is_gguf(path: Path) -> None:
@@ -107,8 +152,8 @@ def _check_is_gguf(path: Path) -> None:
         raise ConfigError(f"the file {path} does not exist")
     try:
         with path.open("rb") as file:
-            magic = file.read(len(_MAGIC))
+            magic = file.read(len(MAGIC))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    if magic != _MAGIC:
-        raise ConfigError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
+    if magic != MAGIC:
+        raise ConfigError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.config.engine import ModelConfig
+from pdserve.common.core.apart import Bounds, try_files
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.families import FAMILIES
 from pdserve.common.core.gguf_index import (
@@ -34,6 +35,8 @@ from pdserve.demo_model.gguf_config import (
 from pdserve.demo_model.gguf_file import GGUFFile, GGUFTensor
 from pdserve.demo_model.gguf_tokenizer import write_tokenizer
 
+# The tokenizer of an honest file takes a few seconds.
+_BOUNDS = Bounds(cpu_seconds=120.0, memory=2 * 2**30, wall_seconds=300)
 FORMAT = 2  # part of the cache folder's name: raise it when the conversion changes
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -70,7 +73,7 @@ def resolve_gguf(config: ModelConfig) -> ModelConfig:
     if config.revision is not None or config.download_dir is not None:
         raise ConfigError("--revision and --download-dir need --model to be a name (org/name)")
     folder = _folder_of(path, config.tokenizer is None)
-    ensure_folder(folder, lambda partial: write_folder(path, partial, config.tokenizer is None))
+    ensure_folder(folder, lambda partial: _write_apart(path, partial, config.tokenizer is None))
     return replace(
         config, model=str(folder), served_model_name=config.served_model_name or [path.stem]
     )
@@ -90,6 +93,16 @@ def _folder_of(path: Path, with_tokenizer: bool) -> Path:
     except OSError as error:
         raise ConfigError(f"{error}: set PDSERVE_CACHE to another folder than {parent}") from error
     return parent / f"{path.stem}-{digest.hexdigest()}"
+
+
+def _write_apart(path: Path, folder: Path, with_tokenizer: bool) -> None:
+    """Calls `write_folder` in a child with bounds, as a hostile file may make it take any time."""
+
+    def work() -> bytes:
+        write_folder(path, folder, with_tokenizer)
+        return b""
+
+    try_files(f"converting {path}", work, _BOUNDS)
 
 
 def write_folder(path: Path, folder: Path, with_tokenizer: bool) -> None:

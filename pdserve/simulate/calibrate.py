@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.cli.host_share import share_host, visible_gpus
-from pdserve.client.progress import Progress
 from pdserve.common.config.engine import EngineConfig, ParallelConfig
 from pdserve.common.config.options import changed
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, NodeError
 from pdserve.common.core.host import cpu_name, usable_cores
+from pdserve.common.core.waits import progress
 from pdserve.offline.llm import LLM
 from pdserve.offline.outputs import RequestOutput
 from pdserve.offline.params import SamplingParams
@@ -68,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--output must name a file in a folder that exists")
     points, output = Points(config), Path(config.output)
     kept = Kept(output.with_name(f"{output.name}.part"), _kept_options(config))
-    with Progress("pdserve calibrate") as progress:
+    with progress("pdserve calibrate") as say:
         try:
-            found = _measured(points, config, kept, progress.say)
+            found = _measured(points, config, kept, say)
         except BaseException:  # also an interruption
             _keep(points, config, kept, output)
             raise

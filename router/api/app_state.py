@@ -153,11 +153,6 @@ class AppState:
                 kind, raw, client, adapters, costly=True, window=self.window()
             )
 
-    def check_room(self, client: str, tokens: int = 1) -> None:
-        """Raises Overloaded if the queue has no room for a body of the client: before the body is
-        parsed, and when its tokens are known."""
-        self.pipeline.check_room(client, tokens)
-
     async def brake(self, error: PdserveError, client: str) -> None:
         """Waits before an answer that refuses a client for lack of room: longer and longer if there
         are many."""

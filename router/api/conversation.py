@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 from pdserve.common.config.router import ChatConfig
+from pdserve.common.core.apart import Bounds, run_apart
 from pdserve.common.core.errors import InvalidRequest
 from pdserve.common.text.tokenizer import Tokenizer
-from pdserve.router.api.apart import Bounds, run_apart
 from pdserve.router.api.parsers.harmony import MESSAGE
 from pdserve.router.api.parsers.reader import decode
 from pdserve.router.api.parts import text_of

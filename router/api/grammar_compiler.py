@@ -22,10 +22,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from pdserve.common.core.apart import Bounds, run_apart
 from pdserve.common.core.errors import InvalidRequest, is_defect
 from pdserve.common.core.structured import ConstraintKind, StructuredOutput
 from pdserve.common.text.grammar import GrammarError, GrammarTokens, check_grammar, to_grammar
-from pdserve.router.api.apart import Bounds, run_apart
 from pdserve.router.cluster.served_model import ServedModel
 
 # Nodes rely on these bounds: they compile the constraint again.

@@ -106,7 +106,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 )
             )
             client = client_of(self._state.keys, context)
-            self._state.check_room(client)
+            self._state.pipeline.check_room(client)
             generation, choices = await self._make_request(request, client)
             key = metadata_of(context, AUTHORIZATION) or ""
             given = metadata_of(context, IDEMPOTENCY_KEY.lower())

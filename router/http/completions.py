@@ -40,7 +40,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         n=n,
         prompt_logprobs=body.prompt_top,
     )
-    state.check_room(batch.client, batch.num_tokens)
+    state.pipeline.check_room(batch.client, batch.num_tokens)
     generations = []
     alike: dict[int, GenerationRequest] = {}  # by max_tokens: all else is the body's
     for i, token_ids in enumerate(prompts):

@@ -142,7 +142,7 @@ async def preprocess(request: web.Request, kind: str) -> Preprocessed[Any]:
     async with request.app[BODIES].reading(request, client) as raw:
         arrival.read = monotonic()
         if kind in GENERATING:
-            request.app[STATE].check_room(client)
+            request.app[STATE].pipeline.check_room(client)
         done = await request.app[STATE].preprocess(kind, raw, client)
     asked = request.headers.get(TIMELINE_HEADER, "").lower() in ("1", "true")
     arrival.operation = "text_completion" if kind == "completion" else "chat"

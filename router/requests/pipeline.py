@@ -120,7 +120,8 @@ class Pipeline:
         self.history = History(metrics, self.view, self.admission)
 
     def check_room(self, client: str, tokens: int = 1) -> None:
-        """Raises Overloaded as `Admission.check_room` does."""
+        """Raises Overloaded as `Admission.check_room` does: before a body is parsed, and when its
+        tokens are known."""
         self.admission.check_room(client, tokens)
 
     def generate(

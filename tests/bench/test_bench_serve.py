@@ -514,7 +514,7 @@ def fast(*more: str) -> list[str]:
     return ["--model", "fake", "--num-prompts", "4", "--random-range-ratio", "0.5", *more]
 
 
-async def test_c15_default_lengths_fit_the_servers_window(
+async def test_default_lengths_fit_the_servers_window(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.answer, server.window = _at_once, 256
@@ -532,7 +532,7 @@ async def test_c15_default_lengths_fit_the_servers_window(
     assert "the server's context is 256 tokens" in out.err
 
 
-async def test_c15_the_first_refusals_reasons_are_shown(
+async def test_the_first_refusals_reasons_are_shown(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The load that is asked for is not made smaller."""
@@ -563,7 +563,7 @@ async def test_c15_the_first_refusals_reasons_are_shown(
         ("--backend openai-chat", 640, (512, 64)),
     ],
 )
-def test_c15_only_what_is_not_given_gives_way(
+def test_only_what_is_not_given_gives_way(
     flags: str, window: int | None, lengths: tuple[int, int]
 ) -> None:
     args = parse_args(flags.split())

@@ -81,7 +81,7 @@ def test_a_config_error_is_one_line(
         ("model a b", "no option takes the word b"),
     ],
 )
-def test_c14_what_no_command_knows_is_one_line_with_the_nearest(
+def test_an_unknown_word_is_one_line_with_the_nearest_one(
     argv: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit:
@@ -103,7 +103,7 @@ def test_c14_what_no_command_knows_is_one_line_with_the_nearest(
         ("org/name --served-model-name x", "org/name"),
     ],
 )
-def test_c14_serve_takes_the_model_as_a_word(argv: str, model: str) -> None:
+def test_serve_takes_the_model_as_a_word(argv: str, model: str) -> None:
     """A word is as strong as a flag: it goes before the variable."""
     config = parse(
         ClusterConfig, prog="pdserve serve", argv=argv.split(), word="model",
@@ -135,7 +135,7 @@ def test_bash_completes(line: str, completion: str) -> None:
         ("pdserve up --enforce-eager --max-num-s", "--max-num-seqs"),
     ],
 )
-def test_c16_bash_completes_values(line: str, expected: str, completion: str) -> None:
+def test_bash_completes_values(line: str, expected: str, completion: str) -> None:
     assert completed(completion, line) == expected.split()
 
 
@@ -164,7 +164,7 @@ def test_completion_has_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["completion", "cmd"]) == 2
 
 
-def test_c16_help_names_no_default_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_no_default_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ["bench serve", *(name for group in COMMANDS.values() for name in group)]:
         with suppress(SystemExit):
             main([*name.split(), "--help"])

@@ -239,7 +239,7 @@ def closed_port() -> int:
     "command",
     ["top --once", "trace x", "chat -q hi", "bench serve --num-prompts 1", "run-batch"],
 )
-def test_c15_no_server_is_a_sentence(
+def test_no_server_is_a_sentence(
     command: str,
     closed_port: int,
     tmp_path: Path,
@@ -260,7 +260,7 @@ def test_c15_no_server_is_a_sentence(
     )
 
 
-async def test_c15_why_a_connection_is_lost_is_a_sentence(closed_port: int) -> None:
+async def test_why_a_connection_is_lost_is_a_sentence(closed_port: int) -> None:
     def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -280,7 +280,7 @@ async def test_c15_why_a_connection_is_lost_is_a_sentence(closed_port: int) -> N
             assert caught.value.message == f"{url} does not answer: {why}"
 
 
-async def test_c15_tls_where_there_is_none_is_a_sentence() -> None:
+async def test_tls_where_there_is_none_is_a_sentence() -> None:
     async def says_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         await writer.drain()

@@ -66,7 +66,7 @@ def start(*options: str, enter: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     )
 
 
-def test_c15_a_rank_that_finds_no_rank_0_says_so_in_a_line(
+def test_a_rank_that_finds_no_rank_0_says_so_in_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

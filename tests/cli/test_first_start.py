@@ -31,6 +31,7 @@ run_module("pdserve." + sys.argv.pop(1), run_name="__main__", alter_sys=True)
 PROGRAMS = {role: (sys.executable, "-c", HASTY, name) for role, name in MODULES.items()}
 
 
+@pytest.mark.slow
 async def test_a_first_start_speaks_while_a_slow_compiler_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,7 +183,7 @@ def test_no_room_for_the_embedded_model(small_disk: Path, monkeypatch: pytest.Mo
 # ---- models ----------------------------------------------------------------------------------
 
 
-def test_c15_what_no_checkpoint_is_is_named(
+def test_a_folder_that_is_no_checkpoint_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def says(path: Path) -> str:
@@ -198,7 +198,7 @@ def test_c15_what_no_checkpoint_is_is_named(
     assert f"{text} is a file, not a checkpoint folder" in says(text)
 
 
-def test_c15_a_path_that_is_not_there_names_the_nearest(
+def test_a_path_that_is_not_there_names_the_nearest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def says(path: Path | str) -> str:
@@ -224,7 +224,7 @@ def test_c15_a_path_that_is_not_there_names_the_nearest(
 
 
 @pytest.mark.parametrize("role", ["router", "both"])
-def test_c16_the_log_of_a_start_has_sentences_and_json_has_codes(role: str) -> None:
+def test_the_log_of_a_start_has_sentences_and_json_has_codes(role: str) -> None:
     flags = ["--model", "/nowhere/at/all", "--log-format"]
     pdserve = Path(sys.executable).with_name("pdserve")
     command = [str(pdserve), role, *flags]

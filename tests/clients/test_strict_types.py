@@ -118,7 +118,7 @@ def events(path: str, answer: requests.Response) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("path", "body"), ASKS, ids=ids)
-def test_c11_strict_whole_answers(tool_server: Server, path: str, body: dict[str, Any]) -> None:
+def test_strict_whole_answers(tool_server: Server, path: str, body: dict[str, Any]) -> None:
     answer = ask(tool_server, path, body)
     assert answer.status_code == 200, answer.text
     said = answer.json()
@@ -129,7 +129,7 @@ def test_c11_strict_whole_answers(tool_server: Server, path: str, body: dict[str
 
 
 @pytest.mark.parametrize(("path", "body"), ASKS, ids=ids)
-def test_c11_strict_events(tool_server: Server, path: str, body: dict[str, Any]) -> None:
+def test_strict_events(tool_server: Server, path: str, body: dict[str, Any]) -> None:
     streamed = {"stream": True}
     if path not in NAMED:
         streamed["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
@@ -139,7 +139,7 @@ def test_c11_strict_events(tool_server: Server, path: str, body: dict[str, Any])
         check(EVENT[path], without_nulls(event) if path == "/v1/completions" else event)
 
 
-def test_c11_strict_calls_are_among_what_is_checked(tool_server: Server) -> None:
+def test_strict_calls_are_among_what_is_checked(tool_server: Server) -> None:
     """The questions above make this model call tools, in each of the APIs."""
     found = {}
     for path, body in ASKS:
@@ -151,7 +151,7 @@ def test_c11_strict_calls_are_among_what_is_checked(tool_server: Server) -> None
     assert found["/v1/messages"]["stop_reason"] == "tool_use"
 
 
-def test_c11_strict_usage(tool_server: Server) -> None:
+def test_strict_usage(tool_server: Server) -> None:
     """Anthropic's stream begins with the count of the prompt's tokens."""
     said = [{"role": "user", "content": f"Write about {uuid.uuid4()}."}]  # nothing of it is cached
     body = {"messages": said, "max_tokens": 4}
@@ -177,7 +177,7 @@ def test_c11_strict_usage(tool_server: Server) -> None:
         ("/v1/messages/batches", "POST", {}, 404, "not_found_error"),
     ],
 )
-def test_c11_strict_errors_of_anthropic(
+def test_strict_errors_of_anthropic(
     server: Server, path: str, method: str, body: Any, status: int, kind: str
 ) -> None:
     sent = {"model": server.model, "max_tokens": 1} | body if body is not None else None
@@ -188,7 +188,7 @@ def test_c11_strict_errors_of_anthropic(
     assert error.request_id == answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-def test_c11_strict_models_and_errors_of_openai(server: Server) -> None:
+def test_strict_models_and_errors_of_openai(server: Server) -> None:
     models = requests.get(f"{server.base_url}/models", timeout=TIMEOUT).json()
     assert [check(Model, each).id for each in models["data"]] == [server.model]
     for path in WHOLE:

@@ -124,7 +124,7 @@ def test_the_command_fetches_ahead(hub: Hub, capsys: pytest.CaptureFixture[str])
     assert main(["model", "tiny/lama"]) == 2
 
 
-def test_c16_plan_resolves_a_name(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_resolves_a_name(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--model", "tiny/llama", "--gpu-memory", "24GiB", "--max-num-seqs=8", "--json"]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["roles"]

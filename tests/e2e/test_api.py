@@ -267,7 +267,7 @@ def test_an_echo_has_logprobs(cluster: WarmCluster) -> None:
     assert len(told["logprobs"]["tokens"]) + sum(map(len, later)) == len(ids) + 4
 
 
-def test_c11_offsets_begin_with_the_echo(cluster: WarmCluster) -> None:
+def test_offsets_begin_with_the_echo(cluster: WarmCluster) -> None:
     prompt, options = "Zoë 🙂 naïve 叫", {"echo": True, "logprobs": 0, "max_tokens": 12, "seed": 3}
     for given in (prompt, reference.encode(cluster.model, prompt)):
         (choice,) = cluster.complete(given, temperature=1.5, **options)["choices"]
@@ -772,7 +772,7 @@ def test_unknown_fields_are_ignored(cluster: WarmCluster) -> None:
     assert text(answer) == expected(cluster.model, PET, 3)
 
 
-def test_a1_hosted_tools_and_the_like_are_left_out_and_named(cluster: WarmCluster) -> None:
+def test_hosted_tools_and_the_like_are_left_out_and_named(cluster: WarmCluster) -> None:
     plain: dict[str, Any] = {"temperature": 0, "tools": [{"type": "web_search"}], "store": True}
     chat = {"messages": CHAT, "max_tokens": 12, "reasoning_effort": "high", "verbosity": "low"}
     items = {"input": CHAT, "max_output_tokens": 12, "text": {"verbosity": "low"}}
@@ -788,7 +788,7 @@ def test_a1_hosted_tools_and_the_like_are_left_out_and_named(cluster: WarmCluste
         assert sorted(named.split(", ")) == sorted(names.split(", "))
 
 
-def test_a4_absent_endpoints_and_media_name_themselves(cluster: WarmCluster) -> None:
+def test_absent_endpoints_and_media_name_themselves(cluster: WarmCluster) -> None:
     error = cluster.post("/v1/embeddings", model=MODEL, input="a").json()["error"]
     assert error["code"] == "unsupported_endpoint" and "embeddings" in error["message"]
     part = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -797,7 +797,7 @@ def test_a4_absent_endpoints_and_media_name_themselves(cluster: WarmCluster) -> 
     assert "images are not supported" in error["message"]
 
 
-def test_b11_an_echo_and_its_answer_are_one_text(cluster: WarmCluster) -> None:
+def test_an_echo_and_its_answer_are_one_text(cluster: WarmCluster) -> None:
     """Wherever the prompt's ids end, and streamed as well."""
     ids = reference.encode(cluster.model, "Zoë 🙂")
     options: dict[str, Any] = {"echo": True, "max_tokens": 6, "return_token_ids": True}

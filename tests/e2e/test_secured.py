@@ -112,7 +112,7 @@ def test_without_the_key_there_is_no_answer(cluster: WarmCluster, certs: Path) -
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_b8_a_clients_key_is_no_operators(cluster: WarmCluster) -> None:
+def test_a_clients_key_is_no_operators(cluster: WarmCluster) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "clients"}
     body = {"prompt": "a", "max_tokens": 2}
     url = f"{cluster.url}/v1/completions"

@@ -249,7 +249,7 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(
     window.context.close()
 
 
-def test_b8_it_asks_once_for_an_operators_key(cluster: WarmCluster, browser: api.Browser) -> None:
+def test_it_asks_once_for_an_operators_key(cluster: WarmCluster, browser: api.Browser) -> None:
     """A user who closes the dialogue can chat."""
     why = "this is for operators: it needs a key of --admin-api-key"
 

@@ -1,7 +1,9 @@
-"""A command line, a file and variables that were made for vLLM start a cluster here."""
+"""A command line, a file and variables that were made for vLLM start a cluster here; all its
+processes write JSON if asked."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +22,12 @@ disable_log_requests: true
 """
 
 
-def test_c14_vllm_s_file_flags_and_key_start_a_closed_server(tmp_path: Path) -> None:
+def test_vllm_s_file_flags_and_key_start_a_closed_server_whose_log_is_json(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(FILE)
     environment = {"VLLM_API_KEY": KEY, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_USE_V1": "1"}
     options = {"config": str(file), "both": 1, "swap_space": 4, "trust_remote_code": ""}
+    options |= {"log_format": "json"}
     with Cluster("llama-gqa", environment, **options) as cluster:
         assert cluster.get("/v1/models").status_code == 401
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -42,9 +45,15 @@ def test_c14_vllm_s_file_flags_and_key_start_a_closed_server(tmp_path: Path) -> 
         assert KEY not in log
         up = psutil.Process(cluster.processes["up"].pid)
         assert all(KEY not in " ".join(each.cmdline()) for each in up.children(recursive=True))
+        cluster.stop()
+        found = [json.loads(line) for line in cluster.log().splitlines()]
+        assert {each["process"] for each in found} == {"up", "router", "both-0"}
+        own = [each for each in found if each["process"] == "up"]
+        assert any("cluster ready" in each["message"] for each in own)
+        assert {each["level"] for each in own} == {"info"}
 
 
-def test_c14_a_flag_that_cannot_be_left_out_ends_the_start_before_anything_runs() -> None:
+def test_a_flag_that_cannot_be_left_out_ends_the_start_before_anything_runs() -> None:
     pdserve = Path(sys.executable).with_name("pdserve")
     ended = subprocess.run(
         [str(pdserve), "serve", str(MODELS / "llama-gqa"), "--ssl-ca-certs", "/ca.pem"],

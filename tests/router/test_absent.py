@@ -29,7 +29,7 @@ from pdserve.router.http.app import LORA_ROUTES, ROUTES
         ("GET", "/api/tags", "Ollama"),
     ],
 )
-async def test_a4_absent_endpoints_name_themselves(
+async def test_absent_endpoints_name_themselves(
     site: Site, method: str, path: str, words: str
 ) -> None:
     async with site.session.request(method, site.url + path) as response:
@@ -39,25 +39,25 @@ async def test_a4_absent_endpoints_name_themselves(
     assert words in error["message"] and "docs/clients.md#supported-and-not" in error["message"]
 
 
-async def test_a4_other_unknown_paths_are_plain(site: Site) -> None:
+async def test_other_unknown_paths_are_plain(site: Site) -> None:
     for path in ("/v1/embeddingsx", "/nothing", "/v1/filesystem"):
         async with site.session.get(site.url + path) as response:
             await response.read()
             assert (await check_error(response, 404))["code"] == "not_found"
 
 
-async def test_a4_absent_endpoints_of_anthropics_have_its_form(site: Site) -> None:
+async def test_absent_endpoints_of_anthropics_have_its_form(site: Site) -> None:
     body = await (await site.post("/v1/messages/batches", {})).json()
     assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
     assert "run-batch" in body["error"]["message"]
 
 
-def test_a4_no_route_is_said_to_be_absent() -> None:
+def test_no_route_is_said_to_be_absent() -> None:
     for route in (*ROUTES, *LORA_ROUTES):
         assert not any(each.has(route.path) for each in ABSENT), route.path
 
 
-async def test_a4_models_have_anthropics_form_for_its_clients(site: Site) -> None:
+async def test_models_have_anthropics_form_for_its_clients(site: Site) -> None:
     headers = {"anthropic-version": "2023-06-01"}
     more = {"created_at": "2023-11-14T22:13:20Z", "max_input_tokens": 100, "lifecycle": "active"}
     cards = [

@@ -119,7 +119,7 @@ def cases(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "case"), cases(LEFT_OUT))
-async def test_a1_fields_are_left_out_and_named(
+async def test_fields_are_left_out_and_named(
     agent_site: Site, path: str, case: tuple[dict[str, Any], str | None], stream: bool
 ) -> None:
     fields, name = case
@@ -129,7 +129,7 @@ async def test_a1_fields_are_left_out_and_named(
 
 
 @pytest.mark.parametrize(("path", "case"), cases(LEFT_OUT))
-async def test_a1_strict_parameters_refuse_them(
+async def test_strict_parameters_refuse_them(
     strict_site: Site, path: str, case: tuple[dict[str, Any], str | None]
 ) -> None:
     fields, name = case
@@ -143,7 +143,7 @@ async def test_a1_strict_parameters_refuse_them(
 
 
 @pytest.mark.parametrize(("path", "tool"), cases(TYPES))
-async def test_a1_hosted_and_custom_tools_are_left_out(
+async def test_hosted_and_custom_tools_are_left_out(
     agent_site: Site, strict_site: Site, path: str, tool: dict[str, Any]
 ) -> None:
     """Beside a function, and alone, whatever the choice is left to."""
@@ -170,7 +170,7 @@ async def test_a1_hosted_and_custom_tools_are_left_out(
         (MESSAGES, {"type": "tool", "name": "web_search"}),
     ],
 )
-async def test_a1_a_choice_of_a_tool_that_is_left_out_is_refused(
+async def test_a_choice_of_a_tool_that_is_left_out_is_refused(
     agent_site: Site, path: str, choice: dict[str, Any]
 ) -> None:
     body = ASKS[path] | {"tools": [OWN[path], *TYPES[path]], "tool_choice": choice}
@@ -180,7 +180,7 @@ async def test_a1_a_choice_of_a_tool_that_is_left_out_is_refused(
     assert "leaves out" in error["message"]
 
 
-async def test_a1_the_log_names_each_field_once(
+async def test_the_log_names_each_field_once(
     agent_site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pdserve.router.api.app_state")
@@ -189,7 +189,7 @@ async def test_a1_the_log_names_each_field_once(
     assert caplog.text.count("tools.web_search") == 1
 
 
-async def test_a1_pages_of_other_origins_see_the_header(agent_site: Site) -> None:
+async def test_pages_of_other_origins_see_the_header(agent_site: Site) -> None:
     response = await agent_site.post(
         COMPLETIONS, ASKS[COMPLETIONS] | {"store": True}, Origin="http://localhost"
     )
@@ -224,7 +224,7 @@ EFFORTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "found"), EFFORTS)
-async def test_a1_efforts_reach_the_template(
+async def test_efforts_reach_the_template(
     agent_site: Site, path: str, fields: dict[str, Any], found: dict[str, Any]
 ) -> None:
     agent_site.tokenizer.use_chat_template(VARIABLES)
@@ -234,7 +234,7 @@ async def test_a1_efforts_reach_the_template(
     assert json.loads(agent_site.tokenizer.decode(prompt)) == found
 
 
-async def test_a1_harmony_gets_the_nearest_of_its_efforts(agent_site: Site) -> None:
+async def test_harmony_gets_the_nearest_of_its_efforts(agent_site: Site) -> None:
     agent_site.tokenizer.use_chat_template("<|message|>{{ reasoning_effort }}")
     for effort, found in {
         "none": "low",
@@ -247,7 +247,7 @@ async def test_a1_harmony_gets_the_nearest_of_its_efforts(agent_site: Site) -> N
         assert agent_site.tokenizer.decode(prompt) == f"<|message|>{found}"
 
 
-async def test_a1_wrong_efforts_are_named_as_they_were_sent(agent_site: Site) -> None:
+async def test_wrong_efforts_are_named_as_they_were_sent(agent_site: Site) -> None:
     for path, fields, param in (
         (COMPLETIONS, {"reasoning_effort": "huge"}, "reasoning_effort"),
         (RESPONSES, {"reasoning": {"effort": "huge"}}, "reasoning.effort"),
@@ -259,7 +259,7 @@ async def test_a1_wrong_efforts_are_named_as_they_were_sent(agent_site: Site) ->
         assert (response.status, error["param"]) == (400, param)
 
 
-async def test_a1_an_output_format_is_a_structured_output(agent_site: Site) -> None:
+async def test_an_output_format_is_a_structured_output(agent_site: Site) -> None:
     for fields in (
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
         {"output_format": {"type": "json_schema", "schema": SCHEMA}},
@@ -272,7 +272,7 @@ async def test_a1_an_output_format_is_a_structured_output(agent_site: Site) -> N
     assert (await agent_site.post(MESSAGES, ASKS[MESSAGES] | wrong)).status == 400
 
 
-async def test_a1_refusals_are_text_of_the_assistant(agent_site: Site) -> None:
+async def test_refusals_are_text_of_the_assistant(agent_site: Site) -> None:
     part = {"type": "refusal", "refusal": "I can't."}
     answer = [CHAT[0], {"role": "assistant", "content": [part]}, CHAT[0]]
     whole = [CHAT[0], {"role": "assistant", "content": None, "refusal": "I can't."}, CHAT[0]]
@@ -289,7 +289,7 @@ async def test_a1_refusals_are_text_of_the_assistant(agent_site: Site) -> None:
         )
 
 
-async def test_a1_nothing_is_stored_and_the_answer_says_so(agent_site: Site) -> None:
+async def test_nothing_is_stored_and_the_answer_says_so(agent_site: Site) -> None:
     for fields in ({}, {"store": True}, {"store": False}):
         response = await agent_site.post(RESPONSES, ASKS[RESPONSES] | fields)
         assert (await response.json())["store"] is False
@@ -312,7 +312,7 @@ def called(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_a1_codex_s_replayed_items_become_messages() -> None:
+def test_codex_s_replayed_items_become_messages() -> None:
     action = {"type": "exec", "command": ["ls"]}
     body = ResponsesBody(
         instructions="be",
@@ -369,12 +369,12 @@ def test_a1_codex_s_replayed_items_become_messages() -> None:
           "output": [{"type": "input_image", "image_url": "x"}]}, "images are not supported"),
     ],
 )  # fmt: skip
-def test_a1_items_that_cannot_be_left_out_are_refused(item: dict[str, Any], words: str) -> None:
+def test_items_that_cannot_be_left_out_are_refused(item: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         ResponsesBody(input=[item]).conversation(Ignored())
 
 
-def test_a1_claude_code_s_replayed_blocks_become_messages() -> None:
+def test_claude_code_s_replayed_blocks_become_messages() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     body = MessagesBody(
         system=[
@@ -413,7 +413,7 @@ def test_a1_claude_code_s_replayed_blocks_become_messages() -> None:
     assert ignored.names == ("messages.server_tool_use", "messages.web_search_tool_result")
 
 
-def test_b12_an_empty_text_block_makes_no_turn() -> None:
+def test_an_empty_text_block_makes_no_turn() -> None:
     empty = {"type": "text", "text": ""}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
     body = MessagesBody(
@@ -439,9 +439,7 @@ def test_b12_an_empty_text_block_makes_no_turn() -> None:
         ([5], "parts of type text"),
     ],
 )
-async def test_a4_images_are_refused_by_name(
-    agent_site: Site, content: list[Any], words: str
-) -> None:
+async def test_images_are_refused_by_name(agent_site: Site, content: list[Any], words: str) -> None:
     body = ASKS[MESSAGES] | {"messages": [{"role": "user", "content": content}]}
     error = (await (await agent_site.post(MESSAGES, body)).json())["error"]
     assert words in error["message"] and error["param"] == "messages[0].content"
@@ -458,7 +456,7 @@ async def test_a4_images_are_refused_by_name(
         ({"type": "text"}, "without text"),
     ],
 )
-async def test_a4_parts_of_a_chat_are_refused_by_name(
+async def test_parts_of_a_chat_are_refused_by_name(
     agent_site: Site, part: dict[str, Any], words: str
 ) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
@@ -469,7 +467,7 @@ async def test_a4_parts_of_a_chat_are_refused_by_name(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a1_functions_of_namespaces_are_called(agent_site: Site, stream: bool) -> None:
+async def test_functions_of_namespaces_are_called(agent_site: Site, stream: bool) -> None:
     """Codex has those of an MCP server in one."""
     inner = [{"type": "function", "name": "f", "parameters": PARAMETERS}, {"type": "web_search"}]
     body = {

@@ -275,7 +275,7 @@ async def test_the_events_of_a_message(site: Site) -> None:
     assert delta["usage"]["output_tokens"] == 8
 
 
-async def test_c11_a_message_begins_with_the_count_of_its_prompt(site: Site) -> None:
+async def test_a_message_begins_with_the_count_of_its_prompt(site: Site) -> None:
     start, *_, delta, _ = await events(site, MESSAGES, ASK)
     prompt = len(site.generator.requests[0].prompt_token_ids)
     begun = {"input_tokens": prompt, "cache_read_input_tokens": 0, "output_tokens": 0}
@@ -298,7 +298,7 @@ async def test_c11_a_message_begins_with_the_count_of_its_prompt(site: Site) -> 
         (DeadlineExceeded("a"), 504, "timeout_error"),
     ],
 )
-async def test_c11_errors_are_anthropics_own(
+async def test_errors_are_anthropics_own(
     site: Site, error: Exception, status: int, kind: str
 ) -> None:
     """Before a stream, within one, and for OpenAI's clients as they were."""
@@ -319,7 +319,7 @@ async def test_c11_errors_are_anthropics_own(
     assert "request-id" not in response.headers
 
 
-async def test_c11_anthropics_clients_know_their_requests(site: Site) -> None:
+async def test_anthropics_clients_know_their_requests(site: Site) -> None:
     for path, body in ((MESSAGES, ASK), (f"{MESSAGES}/count_tokens", ASK), (MESSAGES, {})):
         for stream in (False, True):
             answer = await site.post(path, {**body, "stream": stream}, Origin="http://localhost")
@@ -327,7 +327,7 @@ async def test_c11_anthropics_clients_know_their_requests(site: Site) -> None:
             assert "Request-Id" in answer.headers["Access-Control-Expose-Headers"]
 
 
-async def test_c11_thoughts_are_as_openais_package_declares(tmp_path: Path) -> None:
+async def test_thoughts_are_as_openais_package_declares(tmp_path: Path) -> None:
     """Answers that no tiny model gives: `tests/clients` has the rest."""
     from openai.types import responses as openai  # takes as long as many tests
 

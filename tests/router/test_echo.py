@@ -33,7 +33,7 @@ class Raw:
 
 @pytest.mark.parametrize("cut", range(1, 11))
 @pytest.mark.parametrize("stream", [False, True])
-async def test_b11_a_prompt_may_end_within_a_character(
+async def test_a_prompt_may_end_within_a_character(
     bytes_site: Site, monkeypatch: pytest.MonkeyPatch, cut: int, stream: bool
 ) -> None:
     ids = bytes_site.tokenizer.encode(TEXT, add_special_tokens=False)
@@ -50,13 +50,13 @@ async def test_b11_a_prompt_may_end_within_a_character(
     assert offsets == sorted(offsets) and max(offsets) <= len(TEXT)
 
 
-async def test_b11_a_prompt_that_ends_within_a_character_is_echoed_alone(bytes_site: Site) -> None:
+async def test_a_prompt_that_ends_within_a_character_is_echoed_alone(bytes_site: Site) -> None:
     ids = bytes_site.tokenizer.encode("aé", add_special_tokens=False)[:-1]
     body = await bytes_site.complete(prompt=ids, echo=True, max_tokens=0)
     assert body["choices"][0]["text"] == "a\ufffd"
 
 
-async def test_b11_an_incomplete_character_that_nothing_completes_is_one_mark(
+async def test_an_incomplete_character_that_nothing_completes_is_one_mark(
     bytes_site: Site,
 ) -> None:
     ids = bytes_site.tokenizer.encode("aé", add_special_tokens=False)[:-1]
@@ -65,7 +65,7 @@ async def test_b11_an_incomplete_character_that_nothing_completes_is_one_mark(
     assert body["choices"][0]["text"] == "a\ufffdhello"
 
 
-async def test_b11_a_space_between_prompt_and_answer_is_kept(tmp_path: Path) -> None:
+async def test_a_space_between_prompt_and_answer_is_kept(tmp_path: Path) -> None:
     """The decoder drops the first space of a text, which the answer's first token is not."""
     async with serve(byte_fallback_folder(tmp_path)) as site:
         ids = site.tokenizer.encode("a world")

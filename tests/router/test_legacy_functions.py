@@ -29,7 +29,7 @@ async def legacy_site(tmp_path: Path) -> AsyncIterator[Site]:
         yield site
 
 
-async def test_a1_a_function_is_called(legacy_site: Site) -> None:
+async def test_a_function_is_called(legacy_site: Site) -> None:
     body = await legacy_site.chat(functions=FUNCTIONS, function_call="auto")
     (choice,) = body["choices"]
     called = {"name": "f", "arguments": '{"x": 1}'}
@@ -37,7 +37,7 @@ async def test_a1_a_function_is_called(legacy_site: Site) -> None:
     assert (choice["message"], choice["finish_reason"]) == (message, "function_call")
 
 
-async def test_a1_a_function_is_called_in_a_stream(legacy_site: Site) -> None:
+async def test_a_function_is_called_in_a_stream(legacy_site: Site) -> None:
     events = await legacy_site.events(
         "/v1/chat/completions", {"messages": CHAT, "functions": FUNCTIONS}
     )
@@ -49,7 +49,7 @@ async def test_a1_a_function_is_called_in_a_stream(legacy_site: Site) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "function_call"
 
 
-async def test_a1_a_named_function_is_forced(legacy_site: Site) -> None:
+async def test_a_named_function_is_forced(legacy_site: Site) -> None:
     legacy_site.generator.text = '{"x": 1}'
     body = await legacy_site.chat(functions=FUNCTIONS, function_call={"name": "f"})
     (choice,) = body["choices"]
@@ -60,7 +60,7 @@ async def test_a1_a_named_function_is_forced(legacy_site: Site) -> None:
     assert body["choices"][0]["message"]["content"] == CALL
 
 
-async def test_a1_the_template_gets_tools_and_their_results(legacy_site: Site) -> None:
+async def test_the_template_gets_tools_and_their_results(legacy_site: Site) -> None:
     legacy_site.tokenizer.use_chat_template(TEMPLATE)
     called = {"name": "f", "arguments": '{"x": 1}'}
     messages = [
@@ -79,7 +79,7 @@ async def test_a1_the_template_gets_tools_and_their_results(legacy_site: Site) -
     assert [tool["function"]["name"] for tool in given["t"]] == ["f", "g"]
 
 
-async def test_a1_wrong_functions(legacy_site: Site) -> None:
+async def test_wrong_functions(legacy_site: Site) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"functions": FUNCTIONS, "tools": [tool]}, "functions"),

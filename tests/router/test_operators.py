@@ -110,7 +110,7 @@ async def serve(
         (None, "boss", ["boss"], [None, "any"]),
     ],
 )
-async def test_b8_what_all_clients_feel_is_for_operators(
+async def test_paths_that_affect_all_clients_are_for_operators(
     tmp_path: Path, keys: str | None, admin_keys: str | None, may: list[str], may_not: list[str]
 ) -> None:
     async with serve(tmp_path, APIKeys(keys, admin_keys)) as site:
@@ -130,7 +130,7 @@ async def test_b8_what_all_clients_feel_is_for_operators(
             assert (await site.call("GET", "/v1/models", key))[0] == 200
 
 
-async def test_b8_no_spelling_of_a_path_leads_around_it(tmp_path: Path) -> None:
+async def test_no_spelling_of_a_path_leads_around_it(tmp_path: Path) -> None:
     keys = APIKeys("one, two", "boss")
     async with serve(tmp_path, keys, root_path="/v1") as site:
         for path in ("/v1/cluster", "/v1/v1/cluster", "/v1/clu%73ter", "/%76%31/cluster"):
@@ -144,7 +144,7 @@ async def test_b8_no_spelling_of_a_path_leads_around_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("admin_keys", [None, "boss"])
-async def test_b8_a_timeline_is_there_for_its_key_alone(
+async def test_a_timeline_is_there_for_its_key_alone(
     tmp_path: Path, admin_keys: str | None
 ) -> None:
     """Though another one asks under the same name, and while it is served, too."""
@@ -173,7 +173,7 @@ async def test_b8_a_timeline_is_there_for_its_key_alone(
         await served
 
 
-async def test_b8_a_timeline_of_a_call_over_grpc_is_its_keys(tmp_path: Path) -> None:
+async def test_a_timeline_of_a_call_over_grpc_is_its_keys(tmp_path: Path) -> None:
     async with serve(tmp_path, APIKeys("one, two", "boss")) as site:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{site.grpc_port}") as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
@@ -186,7 +186,7 @@ async def test_b8_a_timeline_of_a_call_over_grpc_is_its_keys(tmp_path: Path) -> 
         assert [len(await site.found(key, "mine")) for key in ("one", "two", "boss")] == [1, 0, 2]
 
 
-async def test_b8_with_an_admin_key_alone_a_timeline_is_its_addresses(tmp_path: Path) -> None:
+async def test_with_an_admin_key_alone_a_timeline_is_its_addresses(tmp_path: Path) -> None:
     async with serve(tmp_path, APIKeys(None, "boss")) as site:
         await site.complete(None, "mine")
         assert await site.found(None, "mine") == await site.found("boss", "mine") == [1]
@@ -194,7 +194,7 @@ async def test_b8_with_an_admin_key_alone_a_timeline_is_its_addresses(tmp_path: 
         assert not found("mine", "192.0.2.1") and found("mine", "127.0.0.1")
 
 
-async def test_b8_tools_of_operators_show_their_key(
+async def test_tools_of_operators_show_their_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def run(command: Callable[[Sequence[str]], int], *arguments: str) -> int:
@@ -217,7 +217,7 @@ async def test_b8_tools_of_operators_show_their_key(
         assert await run(top.main, "--once", "--json") == 0
 
 
-def test_b8_keys_of_operators_are_as_secret_as_clients() -> None:
+def test_keys_of_operators_are_as_secret_as_clients() -> None:
     config = RouterConfig(server=ServerConfig(api_key="one", admin_api_key="boss"))
     assert to_flags(config) == []
     environment = {"PDSERVE_API_KEY": "one", "PDSERVE_ADMIN_API_KEY": "boss"}
@@ -238,7 +238,7 @@ def test_b8_keys_of_operators_are_as_secret_as_clients() -> None:
     ("keys", "admin_keys", "shown"),
     [("one", None, "one"), ("one,two", "boss, spare", "boss"), ("one", "boss", "boss")],
 )
-async def test_b8_a_cluster_of_ones_own_is_asked_as_an_operator(
+async def test_a_cluster_of_ones_own_is_asked_as_an_operator(
     keys: str, admin_keys: str | None, shown: str
 ) -> None:
     async with own_session(with_keys(ServerConfig(api_key=keys, admin_api_key=admin_keys))) as own:

@@ -65,13 +65,13 @@ def count(family: str, words: Sequence[str], thinking: bool = False) -> int:
         (HARMONY, "<|channel|> final <|message|> a b", True, 0),
     ],
 )  # fmt: skip
-def test_a1_tokens_between_the_marks_are_counted(
+def test_tokens_between_the_marks_are_counted(
     family: str, said: str, thinking: bool, tokens: int
 ) -> None:
     assert count(family, said.split(" "), thinking) == tokens
 
 
-def test_a1_without_marks_the_text_is_encoded_again() -> None:
+def test_without_marks_the_text_is_encoded_again() -> None:
     counted = ThoughtCount("granite", Words(), False)  # type: ignore[arg-type]
     counted.add([1, 2, 3], [Reasoning("a|b"), Reasoning("|a")])
     assert counted.tokens == 3
@@ -91,7 +91,7 @@ def details(usage: dict[str, Any]) -> int:
     return int(found["reasoning_tokens"])
 
 
-async def test_a1_usage_has_the_reasoning_tokens(thinking_site: Site) -> None:
+async def test_usage_has_the_reasoning_tokens(thinking_site: Site) -> None:
     chat = await thinking_site.chat(n=2)
     assert details(chat["usage"]) == 6 < chat["usage"]["completion_tokens"]
     ask: dict[str, Any] = {"messages": CHAT, "stream_options": {"include_usage": True}}
@@ -113,7 +113,7 @@ async def test_a1_usage_has_the_reasoning_tokens(thinking_site: Site) -> None:
     assert "completion_tokens_details" not in (await thinking_site.complete())["usage"]
 
 
-async def test_a1_usage_over_grpc_has_the_reasoning_tokens() -> None:
+async def test_usage_over_grpc_has_the_reasoning_tokens() -> None:
     stats = GenerationStats(7, 5, 0, Timeline())
     generation = GenerationRequest("chat-1", (1,), SamplingParams())
     choices: Any = SimpleNamespace(reasoning_tokens=3)

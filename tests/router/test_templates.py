@@ -53,7 +53,7 @@ async def rendered(site: Site, template: str, path: str, **body: Any) -> str:
         (MIXED, "[system]a\nb", "[user]<a><b>", "[user]c"),
     ],
 )
-async def test_b12_the_template_decides_how_texts_are_joined(
+async def test_the_template_decides_how_texts_are_joined(
     plain: Site, template: str, system: str, user: str, plain_user: str
 ) -> None:
     """For chat, Responses and Messages alike."""
@@ -70,7 +70,7 @@ async def test_b12_the_template_decides_how_texts_are_joined(
 @pytest.mark.parametrize(
     ("format", "found"), [("string", "[user]a\nb"), ("openai", "[user]<a><b>")]
 )
-async def test_b12_the_format_can_be_set(tmp_path: Path, format: str, found: str) -> None:
+async def test_the_format_can_be_set(tmp_path: Path, format: str, found: str) -> None:
     chat = ChatConfig(chat_template_content_format=format)
     messages = [{"role": "user", "content": TWO}]
     async with serve(byte_level_folder(tmp_path), chat=chat) as site:
@@ -78,7 +78,7 @@ async def test_b12_the_format_can_be_set(tmp_path: Path, format: str, found: str
     assert given == found
 
 
-async def test_a1_system_messages_behind_others_are_moved_where_a_template_refuses_them(
+async def test_system_messages_behind_others_are_moved_where_a_template_refuses_them(
     plain: Site,
 ) -> None:
     """Codex sends instructions and then a developer's message; Claude Code reminds in between."""
@@ -98,7 +98,7 @@ async def test_a1_system_messages_behind_others_are_moved_where_a_template_refus
     assert await rendered(plain, FIRST, "/v1/messages", **ask) == moved
 
 
-async def test_a1_thoughts_are_replayed_for_the_template_to_use(plain: Site) -> None:
+async def test_thoughts_are_replayed_for_the_template_to_use(plain: Site) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content|default('-') }}"
         "{{ m.content }}{% endfor %}"

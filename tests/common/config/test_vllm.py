@@ -80,7 +80,7 @@ def refusal(
     ],
     ids=" ".join,
 )
-def test_c14_a_flag_that_changes_nothing_is_one_line(cls: type, argv: list[str]) -> None:
+def test_a_flag_that_changes_nothing_is_one_line(cls: type, argv: list[str]) -> None:
     config, said = load(cls, *argv)
     assert config == cls()
     (line,) = said
@@ -88,7 +88,7 @@ def test_c14_a_flag_that_changes_nothing_is_one_line(cls: type, argv: list[str])
     assert line.startswith(f"vLLM's {name} ")
 
 
-def test_c14_a_repeated_flag_is_said_once_and_words_beside_it_stay() -> None:
+def test_a_repeated_flag_is_said_once_and_words_beside_it_stay() -> None:
     argv = ["--swap-space", "4", "org/name", "--enable-chunked-prefill", "--swap-space=8"]
     config, said = load(ClusterConfig, *argv, word="model")
     assert config.engine.model.model == "org/name"
@@ -118,7 +118,7 @@ def test_c14_a_repeated_flag_is_said_once_and_words_beside_it_stay() -> None:
         ("--swap-space 4 stray", "no option takes the word stray"),
     ],
 )
-def test_c14_a_flag_that_would_change_answers_ends_the_start_in_one_sentence(
+def test_a_flag_that_would_change_answers_ends_the_start_in_one_sentence(
     argv: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refusal(capsys, *argv.split())
@@ -135,14 +135,14 @@ def test_c14_a_flag_that_would_change_answers_ends_the_start_in_one_sentence(
         (["--enable-prefix-caching", "false", "--enforce-eager"], (True, False)),
     ],
 )
-def test_c14_a_switch_may_have_a_value(argv: list[str], expected: tuple[bool, bool]) -> None:
+def test_a_switch_may_have_a_value(argv: list[str], expected: tuple[bool, bool]) -> None:
     config, said = load(ClusterConfig, *argv, "org/name", word="model")
     found = config.engine.compilation.enforce_eager, config.engine.cache.enable_prefix_caching
     assert (found, said) == (expected, [])
     assert config.engine.model.model == "org/name"
 
 
-def test_c14_values_have_vllm_s_forms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_have_vllm_s_forms(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes=4G", "--model-impl", "vllm"]
     config, said = load(ClusterConfig, *argv)
     assert (config.engine.cache.kv_cache_dtype, said) == ("fp8_e4m3", [])
@@ -152,7 +152,7 @@ def test_c14_values_have_vllm_s_forms(capsys: pytest.CaptureFixture[str]) -> Non
     assert "a switch takes true or false, not 'maybe'" in refusal(capsys, "--enforce-eager=maybe")
 
 
-def test_c14_an_option_of_json_is_given_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_of_json_is_given_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--hf-overrides.rope_scaling.factor", "4", "--hf_overrides.rope_theta=1e6", "org/name"]
     spoken = [
         "--speculative_config.method",
@@ -173,15 +173,13 @@ def test_c14_an_option_of_json_is_given_by_its_keys(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "argv", ["org/name --cuda-graph-sizes 1 2 4", "--cuda-graph-sizes=1 2 4 x"]
 )
-def test_c14_numbers_with_spaces_between_are_one_list(argv: str) -> None:
+def test_numbers_with_spaces_between_are_one_list(argv: str) -> None:
     config, _ = load(ClusterConfig, *argv.split(), word="model")
     assert config.engine.compilation.cuda_graph_sizes == "1,2,4"
     assert config.engine.model.model in ("org/name", "x")
 
 
-def test_c14_and_c16_a_yaml_file_of_vllm_s_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_yaml_file_of_vllm_s_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(
         "model: org/name\nserved_model_name: [a, b]\nmax_model_len: 2048\nswap_space: 4\n"
@@ -204,7 +202,7 @@ def test_c14_and_c16_a_yaml_file_of_vllm_s_is_read(
         assert says in refusal(capsys, f"--config={file}")
 
 
-def test_c14_a_program_gives_vllm_s_arguments(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_gives_vllm_s_arguments(caplog: pytest.LogCaptureFixture) -> None:
     given = {"trust_remote_code": True, "swap_space": 4, "disable_log_stats": True}
     with caplog.at_level(logging.WARNING):
         assert with_values(ClusterConfig(), given) == ClusterConfig()
@@ -220,7 +218,7 @@ def test_c14_a_program_gives_vllm_s_arguments(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("cls", [ClusterConfig, RouterConfig])
-def test_c14_vllm_s_api_key_is_taken(cls: type) -> None:
+def test_vllm_s_api_key_is_taken(cls: type) -> None:
     config, said = load(cls, env={"VLLM_API_KEY": "secret"})
     assert config.server.api_key == "secret"
     assert said == ["VLLM_API_KEY is taken as --api-key"]
@@ -232,14 +230,14 @@ def test_c14_vllm_s_api_key_is_taken(cls: type) -> None:
     assert (config.server.api_key, said) == (None, [])
 
 
-def test_c14_a_file_s_key_comes_before_vllm_s_variable(tmp_path: Path) -> None:
+def test_a_file_s_key_comes_before_vllm_s_variable(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("api_key: own\n")
     config, _ = load(RouterConfig, f"--config={file}", env={"VLLM_API_KEY": "secret"})
     assert config.server.api_key == "own"
 
 
-def test_c14_several_keys_are_one_word_and_never_shown(
+def test_several_keys_are_one_word_and_never_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "vllm.yaml"
@@ -253,7 +251,7 @@ def test_c14_several_keys_are_one_word_and_never_shown(
     assert (config.server.api_key, config.engine.model.model) == ("one", "org/name")
 
 
-def test_c14_variables_are_taken_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_are_taken_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     env = {
         "VLLM_LOGGING_LEVEL": "WARN",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "5",
@@ -277,7 +275,7 @@ def test_c14_variables_are_taken_or_named(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_c14_variables_of_other_roles_and_of_a_kubernetes_service_are_no_news() -> None:
+def test_variables_of_other_roles_and_of_a_kubernetes_service_are_no_news() -> None:
     env = {
         "VLLM_API_KEY": "secret",  # a node has no HTTP clients
         "VLLM_SERVICE_HOST": "10.0.0.1",
@@ -303,7 +301,7 @@ def test_c14_variables_of_other_roles_and_of_a_kubernetes_service_are_no_news() 
         ("uvicorn-log-level", "is called --log-level here", "--port"),
     ],
 )
-def test_c16_help_of_a_group_or_a_flag(
+def test_help_of_a_group_or_a_flag(
     topic: str, has: str, has_not: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -314,7 +312,7 @@ def test_c16_help_of_a_group_or_a_flag(
     assert output.err == ""
 
 
-def test_c16_help_of_nothing_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_nothing_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean CacheConfig?" in refusal(capsys, "--help=CachConfig")
     assert "--help=listgroup lists the groups" in refusal(capsys, "--help=zzz")
 
@@ -329,7 +327,7 @@ def test_c16_help_of_nothing_names_the_nearest(capsys: pytest.CaptureFixture[str
         ("--scheduling-policy fcs", "fcfs"),
     ],
 )
-def test_c16_a_near_miss_of_a_choice_names_it(
+def test_a_near_miss_of_a_choice_names_it(
     argv: str, nearest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert f"did you mean {nearest}?" in refusal(capsys, *argv.split())

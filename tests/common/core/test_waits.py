@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.common.core import waits
-from pdserve.common.core.waits import saying
+from pdserve.common.core.waits import progress, saying
 from waiting import wait_until
 
 
@@ -79,6 +79,23 @@ def test_a_line_asks_for_the_state_of_its_moment(every: float) -> None:
         wait_until(lambda: bool(lines))
         done = 50
         wait_until(lambda: any(line.startswith("loading: 50 %") for line in lines))
+
+
+def test_a_command_says_what_it_begins_and_repeats_what_takes_long(
+    every: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ""
+    with progress("pdserve x") as say:
+        say("loading a\x1b")
+        while told.count("\n") < 3:
+            time.sleep(every / 5)
+            told += capsys.readouterr().err
+        say("the rest")
+    lines = [*told.splitlines(), *capsys.readouterr().err.splitlines()]
+    assert lines[0] == "pdserve x: loading a\\x1b" and lines[-1] == "pdserve x: the rest"
+    assert all(
+        re.fullmatch(r"pdserve x: loading a\\x1b, \d+ s so far", each) for each in lines[1:-1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def offsets_of(tokenizer: Tokenizer, token_ids: list[int], skip: bool = True) ->
 
 
 @given(st.text(st.sampled_from("hello wé叫🙂\ufffd\n"), max_size=12))
-def test_c11_a_token_begins_at_the_character_that_has_its_first_byte(
+def test_a_token_begins_at_the_character_that_has_its_first_byte(
     byte_level: Tokenizer, text: str
 ) -> None:
     ids = list(byte_level.encode(text))
@@ -286,7 +286,7 @@ def test_c11_a_token_begins_at_the_character_that_has_its_first_byte(
 
 
 @given(data=st.data())
-def test_c11_whatever_the_tokens_are_their_text_is_at_their_offsets(
+def test_whatever_the_tokens_are_their_text_is_at_their_offsets(
     tokenizer: Tokenizer, data: st.DataObject
 ) -> None:
     """Bytes that are no text included: each becomes U+FFFD, and later tokens come after it."""
@@ -308,7 +308,7 @@ def detokenizer_pending(tokenizer: Tokenizer, ids: list[int], skip: bool) -> boo
     return bool(detokenizer.pending)
 
 
-def test_c11_special_tokens_and_bytes_that_are_no_text(byte_level: Tokenizer) -> None:
+def test_special_tokens_and_bytes_that_are_no_text(byte_level: Tokenizer) -> None:
     encode = byte_level.encode
     (end,), (half, rest) = encode("<|end|>"), encode("é")
     a, b = encode("ab")

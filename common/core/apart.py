@@ -1,5 +1,5 @@
-"""Runs work that a client's input could make endless: in a child process with its own bounds.
-However the child ends, this process continues."""
+"""Runs work that a client's input or a model's files could make endless: in a child process with
+its own bounds. However the child ends, this process continues."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.common.core.errors import Unavailable
-from pdserve.common.core.host import die_with_parent
+from pdserve.common.core.errors import ConfigError, Unavailable, is_defect
+from pdserve.common.core.host import die_with_parent, host_errors_as_config_errors
+from pdserve.common.core.printable import printable
 
 _PIECE = 2**16  # bytes of one read
+_MAX_REASON = 300  # characters of a library's error
+_DONE, _REFUSED = b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,43 @@ def run_apart(work: Callable[[], bytes], bounds: Bounds) -> Outcome:
     _, status, usage = os.wait4(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGKILL):
         raise Unavailable(
-            f"the host is too busy: preparing the body did not end within {bounds.wall_seconds} s",
+            f"the host is too busy: the work did not end within {bounds.wall_seconds} s",
             code="PREPARATION_FAILED",
             retry_after=2.0,
         )
     done = result if status == 0 else None
     return Outcome(done, usage.ru_utime + usage.ru_stime)
+
+
+def try_files(what: str, work: Callable[[], bytes], bounds: Bounds) -> bytes:
+    """Runs work on a model's files in a child, like `run_apart`. `what` names the work and files in
+    errors.
+
+    Raises:
+        ConfigError: the work raised an error, or exceeded the bounds.
+        Unavailable: the host is too busy.
+    """
+    result = run_apart(lambda: _tried(what, work), bounds).result
+    if result is None:
+        raise ConfigError(
+            f"{what} takes more than {bounds}, or ends the process: the files are damaged"
+        )
+    if result.startswith(_REFUSED):
+        raise ConfigError(result[1:].decode())
+    return result[1:]
+
+
+def _tried(what: str, work: Callable[[], bytes]) -> bytes:
+    try:
+        with host_errors_as_config_errors():
+            return _DONE + work()
+    except ConfigError as error:
+        reason = error.message
+    except BaseException as error:  # a panic of a Rust library is not an Exception
+        if not is_defect(error) or isinstance(error, MemoryError):
+            raise
+        reason = f"{what} fails: {printable(f'{type(error).__name__}: {error}', _MAX_REASON)}"
+    return _REFUSED + reason.encode(errors="backslashreplace")
 
 
 def _read(pipe: int, child: int, deadline: float) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import os, signal, time
 from pdserve.common.core.errors import Unavailable
-from pdserve.router.api.apart import Bounds, run_apart
+from pdserve.common.core.apart import Bounds, run_apart
 
 def hold():
     return bytes(2**30)
