@@ -173,7 +173,7 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: Outline | ModelSpec
         return Tokenizer.of_bytes(spec.vocab_size, spec.eos_token_ids)
     tokenizer = Tokenizer.from_folder(config.tokenizer or folder, config.tokenizer_mode)
     if config.chat_template is not None:
-        tokenizer.use_chat_template(_load_template(config.chat_template))
+        tokenizer.use_chat_template(load_template(config.chat_template))
     _check_template(tokenizer, config)
     if past := tokenizer.tokens_past(spec.vocab_size):
         logger.warning(
@@ -197,7 +197,7 @@ def _check_template(tokenizer: Tokenizer, config: ModelConfig) -> None:
         logger.warning("%s refuses a message of a user, and chats may fail: %s", where, failed)
 
 
-def _load_template(given: str) -> str:
+def load_template(given: str) -> str:
     """Reads `--chat-template`.
 
     Raises:
@@ -207,7 +207,8 @@ def _load_template(given: str) -> str:
         if "{" not in given:
             return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--chat-template {given}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--chat-template {given}: {why}") from error
     return given
 
 

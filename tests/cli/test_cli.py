@@ -29,6 +29,12 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"  {name} " in text
 
 
+def test_the_command_starts_without_the_options_of_all_roles() -> None:
+    """So that --help is quick, and an early Ctrl-C seldom meets an import."""
+    code = "import pdserve.cli.main, sys; print('pdserve.common.config' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
