@@ -50,7 +50,8 @@ def _ranges(of: list[tuple[int, int]], inverted: bool = False) -> str:
         starts = [0, *(last + 1 for _, last in of)]
         ends = [*(first - 1 for first, _ in of), 0x10FFFF]
         of = [each for each in zip(starts, ends, strict=True) if each[0] <= each[1]]
-    return "".join(f"{_character(first)}-{_character(last)}" for first, last in of)
+    shown = [(_character(first), _character(last)) for first, last in of]
+    return "".join(first if first == last else f"{first}-{last}" for first, last in shown)
 
 
 def _code(member: re.Match[str]) -> int | None:
@@ -111,7 +112,7 @@ class _Reader:
                 yield self._took(_GROUP) or self._refuse(f"a group that is not supported: {rest}")
             elif rest[0] == ".":
                 self._place += 1
-                yield f"[{_ranges(_LINE_ENDS, inverted=True)}]"
+                yield f"[^{_ranges(_LINE_ENDS)}]"
             elif (anchor := self._took(_AS_IS)) or rest[0] in "{":
                 yield anchor or self._refuse("a brace that repeats nothing")
             else:
