@@ -47,7 +47,7 @@ def saying(
 
 @contextmanager
 def file_lock(path: Path, doing: str, limit: float = inf) -> Iterator[None]:
-    """Holds a lock on a file; says so while it waits for another process. `doing`: what that process
+    """Holds a lock on a file; says so while it waits for another process. `doing`: what that one
     does, such as "compiles kernels".
 
     Raises:
