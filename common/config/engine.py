@@ -14,6 +14,7 @@ from pdserve.common.core.checkpoint_config import overridden
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.kv_groups import KV_AUTO, KV_CACHE_DTYPES
 from pdserve.common.core.parameters import MAX_LOGPROBS
+from pdserve.common.core.stored_weights import STORED_NAMES
 
 CPU_SEQS, CPU_TOKENS = 64, 512
 GPU_SEQS, GPU_TOKENS, LARGE_GPU_TOKENS = 256, 2048, 8192
@@ -102,11 +103,10 @@ class ModelConfig:
     quantization: str | None = option(
         None,
         "int8: quantize the linear layers and the head of an unquantized checkpoint to 8 bits, "
-        "with a scale per output channel (default: as the checkpoint is; AWQ and GPTQ need no "
-        "option)",
+        "with a scale per output channel; another name: what the checkpoint's config.json must say "
+        "(default: as the checkpoint is)",
         short="-q",
-        choices=("int8",),
-        needless=("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "gguf"),
+        choices=("int8", *STORED_NAMES),
     )
     seed: int = option(0, "seed of dummy weights", minimum=0)
     chat_template: str | None = option(

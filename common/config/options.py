@@ -104,8 +104,6 @@ class Option:
 
     def _check_choice(self, value: Any) -> None:
         choices = self.metadata.get("choices")
-        if value in self.metadata.get("needless", ()):
-            raise argparse.ArgumentTypeError(f"{value!r} is found by itself: leave it out")
         if choices and value not in choices:
             near = nearest(str(value), choices)
             none = f"{value!r} is none of {', '.join(choices)}"

@@ -15,9 +15,8 @@ from pdserve.common.core.errors import ConfigError
 
 def option(default: Any, help: str, **extra: Any) -> Any:
     """Declares a dataclass field as an option. Optional keyword arguments: `short` flag, `choices`
-    and `aliases` of them, `needless` values that mean to leave it out, `known` names among others,
-    `metavar`, `minimum` and `maximum` (both inclusive), and `secret`, which
-    keeps the value off command lines."""
+    and `aliases` of them, `known` names among others, `metavar`, `minimum` and `maximum` (both
+    inclusive), and `secret`, which keeps the value off command lines."""
     if isinstance(default, (list, dict)):
         kind = type(default)
         return field(default_factory=lambda: kind(default), metadata={"help": help, **extra})

@@ -33,12 +33,11 @@ from pdserve.common.config.options import (
 )
 from pdserve.common.config.router import RouterConfig
 from pdserve.common.core.errors import ConfigError
+from pdserve.common.core.host import CACHE_VARIABLE, CONFIG_EXIT_CODE
 from pdserve.common.core.plugins import import_string
 
 CONFIG_VARIABLE = PREFIX + "CONFIG"
-# PDSERVE_CACHE is read by common/core/host.py, PDSERVE_CONFIG_EXIT_CODE by pdserve/cli/main.py.
-CONFIG_EXIT_CODE = PREFIX + "CONFIG_EXIT_CODE"
-EXTRA_VARIABLES = frozenset({CONFIG_VARIABLE, CONFIG_EXIT_CODE, PREFIX + "CACHE"})
+EXTRA_VARIABLES = frozenset({CONFIG_VARIABLE, CONFIG_EXIT_CODE, CACHE_VARIABLE})
 ROLE_CONFIGS = (RouterConfig, BothNodeConfig, WorkerNodeConfig, ClusterConfig)
 
 
@@ -69,7 +68,10 @@ def parse(
     base = cls()
     found = tuple(options(base))
     parser = _parser(found, prog, description, word)
-    arguments = _arguments(sys.argv[1:] if argv is None else argv, found)
+    try:
+        arguments = _arguments(sys.argv[1:] if argv is None else argv, found)
+    except ConfigError as error:
+        parser.error(error.message)
     _help_if_asked(parser, found, arguments)
     given = os.environ if environ is None else environ
     environment = {name: value for name, value in given.items() if value != ""}
@@ -89,10 +91,16 @@ def parse(
 
 
 def _arguments(argv: Sequence[str], found: Sequence[Option]) -> list[str]:
-    """Returns the arguments with hyphens for underscores in flags, as vLLM takes them, and without
-    the values of switches: `--max_model_len`, `--enforce-eager=true`."""
-    hyphened = [_hyphened(word) for word in argv]
-    return vllm.switches(hyphened, [option.key for option in found if option.kind is bool])
+    """Returns the arguments in this parser's forms, from those of vLLM: `--max_model_len`,
+    `--enforce-eager=true`, `--hf-overrides.rope_theta 1e6`, `--cuda-graph-sizes 1 2 4`."""
+    whole = vllm.objects(argv, [option.key for option in found if option.kind is dict])
+    hyphened = [_hyphened(word) for word in whole]
+    joined = vllm.numbers(hyphened, [option.key for option in found if _is_numbers(option)])
+    return vllm.switches(joined, [option.key for option in found if option.kind is bool])
+
+
+def _is_numbers(option: Option) -> bool:
+    return bool(option.metadata.get("metavar", "") == "N,N,...")
 
 
 def _help_if_asked(parser: _Parser, found: Sequence[Option], arguments: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from pdserve.common.config.vllm_flags import RULES, WITHOUT_EFFECT, Rule
+from pdserve.common.core.errors import ConfigError
 
 WORDS = ("true", "false")
 _NO, _YES = ("false", "no", "off", "0"), ("true", "yes", "on", "1")  # as in files and variables
@@ -151,6 +152,62 @@ def switches(words: Iterable[str], known: Iterable[str]) -> list[str]:
             found.append(name + equals + value)
             continue
         found.append(f"--no-{key}" if value.lower() in _NO else name)
+    return found
+
+
+def objects(words: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Replaces `--x.a.b 1` and its likes by one `--x={"a": {"b": 1}}`, for the names in `known`.
+
+    Raises:
+        ConfigError: a key has no value, or two, or `--x` is given, too.
+    """
+    found, rest, made, names = [], list(words), dict[str, Any](), frozenset(known)
+    while rest:
+        flag, equals, value = (word := rest.pop(0)).partition("=")
+        name, dot, path = flag.partition(".")
+        key = name.removeprefix("--").replace("_", "-")
+        if not dot or name == key or key not in names:
+            found.append(word)
+            continue
+        if not equals and not rest:
+            raise ConfigError(f"{flag} lacks a value")
+        _put(made.setdefault(key, {}), flag, path, value if equals else rest.pop(0))
+    given = {word.partition("=")[0].replace("_", "-") for word in found}
+    if both := [key for key in made if f"--{key}" in given]:
+        raise ConfigError(f"--{both[0]} is given whole and by keys: choose one form")
+    return [*found, *(f"--{key}={json.dumps(value)}" for key, value in made.items())]
+
+
+def _put(place: dict[str, Any], flag: str, path: str, text: str) -> None:
+    """Sets the value at `path`, keys with dots between, to what `text` says as JSON, or to it."""
+    *outer, last = path.split(".")
+    for key in outer:
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{flag}: {key} has a value already")
+    if not last or last in place:
+        raise ConfigError(f"{flag}: {'the key is empty' if not last else 'it is given twice'}")
+    place[last] = _read(text)
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def numbers(words: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Joins numbers with commas, `--x 1 2 4`, for the names in `known`."""
+    found: list[str] = []
+    flags, joins = {f"--{name}" for name in known}, False
+    for word in words:
+        if joins and word.isdecimal():
+            found[-1] += ("=" if found[-1] in flags else ",") + word
+            continue
+        name, equals, value = word.partition("=")
+        joins = name in flags and (not equals or value.isdecimal())
+        found.append(word)
     return found
 
 

@@ -98,7 +98,8 @@ NOTES = {
     "ask](reference/security.md#browsers) are refused",
     "max-logprobs": "20 at most",
     "seed": "seeds dummy weights; a request without `seed` gets a random one",
-    "quantization": "AWQ and GPTQ are found in the checkpoint; `int8` quantizes an unquantized one",
+    "quantization": "a checkpoint's format is found, and may be named; `int8` quantizes an "
+    "unquantized one",
     "rope-scaling": "a short form of `--hf-overrides`; `longrope` and `dynamic` end at the "
     "[original context](operate.md#change-the-context)",
     "tool-call-parser": "`auto` unless given, and no `--enable-auto-tool-choice` is needed; the "
@@ -125,7 +126,11 @@ CALLED = (
     Rule("h11-max-incomplete-event-size=", "it bounds bodies, unpacked", never, "max-body-size"),
     Rule("tool-parser-plugin=", "give module:Class", off, "tool-call-parser"),
     Rule("override-generation-config=", "name a folder with yours", off, "generation-config"),
-    Rule("enable-expert-parallel", "it takes a number of ranks", off, "expert-parallel-size"),
+    Rule(
+        "enable-expert-parallel",
+        "it takes a number of ranks, such as that of --tensor-parallel-size",
+        off, "expert-parallel-size",
+    ),
     Rule(
         "distributed-timeout-seconds= cpu-distributed-timeout-seconds=",
         "", off, "distributed-timeout",
@@ -307,7 +312,7 @@ ABSENT = (
     Rule("tool-server=", "no tool is run here", off),
     Rule("enable-tokenizer-info-endpoint", "there is no `/tokenizer_info`", off),
     Rule("tokens-only skip-tokenizer-init", "the router tokenizes", off),
-    Rule("uds= middleware=+ grpc headless", "the router listens on TCP, for HTTP and gRPC", off),
+    Rule("uds= middleware=+ grpc", "the router listens on TCP, for HTTP and gRPC", off),
     Rule(
         "ssl-ca-certs= ssl-cert-reqs= ssl-ciphers=",
         "a client shows no certificate; put a proxy in front for that",
@@ -329,8 +334,7 @@ ABSENT = (
     ),
     Rule(
         "logits-processors=+ worker-cls= worker-extension-cls= scheduler-cls= "
-        "reasoning-parser-plugin= qlora-adapter-name-or-path= weight-transfer-config= "
-        "enable-sleep-mode",
+        "reasoning-parser-plugin= qlora-adapter-name-or-path= weight-transfer-config=",
         "the engine takes no code or weights of yours",
         off,
     ),
@@ -341,8 +345,9 @@ ABSENT = (
         off,
     ),
     Rule(
-        "cpu-offload-gb= cpu-offload-params=+ offload-backend= offload-group-size= "
-        "offload-num-in-group= offload-prefetch-step= offload-params=+ kv-offloading-size=",
+        "enable-sleep-mode cpu-offload-gb= cpu-offload-params=+ offload-backend= "
+        "offload-group-size= offload-num-in-group= offload-prefetch-step= offload-params=+ "
+        "kv-offloading-size=",
         "weights and KV stay on the device; use more ranks",
         off,
     ),
@@ -355,7 +360,7 @@ ABSENT = (
         "data-parallel-hybrid-lb|-dph data-parallel-external-lb|-dpe "
         "data-parallel-multi-port-external-lb|-dpm data-parallel-supervisor-port= "
         "dp-supervisor-probe-interval-s= dp-supervisor-probe-timeout-s= "
-        "dp-supervisor-probe-failure-threshold=",
+        "dp-supervisor-probe-failure-threshold= headless",
         "start `pdserve router` on one host, and `prefill` and `decode` nodes on each",
         only("1", "mp"),
     ),

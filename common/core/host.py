@@ -266,7 +266,8 @@ def is_loopback(host: str) -> bool:
 
 
 _OPTIONS = ("PDSERVE_", "VLLM_")
-_CACHE = "PDSERVE_CACHE"
+CACHE_VARIABLE = "PDSERVE_CACHE"
+CONFIG_EXIT_CODE = "PDSERVE_CONFIG_EXIT_CODE"  # read by pdserve/cli/main.py
 # Words in the names of variables that hold secrets, and the form of a URL with a password.
 _SECRET_WORDS = frozenset(
     {"AUTH", "AUTHORIZATION", "CREDENTIAL", "CREDENTIALS", "HEADERS", "KEY", "KEYS", "PASSPHRASE",
@@ -279,7 +280,9 @@ def role_environment(added: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment for a role process: this one's without options, PDSERVE_ ones and
     those of vLLM that were taken for some, plus `added`."""
     own = os.environ.items()
-    kept = {name: each for name, each in own if name == _CACHE or not name.startswith(_OPTIONS)}
+    kept = {
+        name: each for name, each in own if name == CACHE_VARIABLE or not name.startswith(_OPTIONS)
+    }
     return {**kept, **added}
 
 
@@ -333,7 +336,7 @@ def leave(code: int) -> NoReturn:
 
 def default_cache_dir() -> Path:
     """Returns `$PDSERVE_CACHE` or `~/.cache/pdserve`. Its content can be deleted at any time."""
-    return Path(os.environ.get(_CACHE) or Path.home() / ".cache" / "pdserve")
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "pdserve")
 
 
 def cpu_name() -> str:

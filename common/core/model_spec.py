@@ -20,7 +20,13 @@ from pdserve.common.core.moe_spec import MoESpec, required_int
 from pdserve.common.core.printable import printable
 from pdserve.common.core.quantization import QUANTIZATIONS, Quantization
 from pdserve.common.core.rope_spec import LENGTH_DEPENDENT, RopeSpec, rope_settings
-from pdserve.common.core.stored_weights import StoredWeights, weight_formats
+from pdserve.common.core.stored_weights import (
+    STORED_NAMES,
+    StoredWeights,
+    check_name,
+    format_name,
+    weight_formats,
+)
 from pdserve.common.core.towers import has_towers, native_text
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -145,12 +151,15 @@ class ModelSpec:
         )
 
     def quantized(self, name: str | None) -> ModelSpec:
-        """Returns the spec with --quantization applied; None leaves the checkpoint as it is.
+        """Returns the spec with --quantization applied; None and the name of the checkpoint's own
+        format leave it as it is.
 
         Raises:
-            ConfigError: the checkpoint is already quantized.
+            ConfigError: the checkpoint is already quantized, or in another format than named.
         """
-        if name is None:
+        if name in STORED_NAMES:
+            check_name(name, format_name(self.quantization, self.stored))
+        if name is None or name in STORED_NAMES:
             return self
         if self.impl != "native":
             self._check_rounded(name)

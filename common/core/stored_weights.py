@@ -58,6 +58,37 @@ class StoredWeights:
         return Quantization(method, 8, size, excluded=excluded, included=self.included)
 
 
+_NAMES = {
+    "awq": ("awq", "awq_marlin"),
+    "gptq": ("gptq", "gptq_marlin"),
+    "compressed-tensors": ("compressed-tensors", "gguf"),  # GGUF's types of 4 and 8 bits, too
+    "fp8": ("fp8", "compressed-tensors", "modelopt"),
+    "int8": ("compressed-tensors",),
+    "mxfp4": ("mxfp4",),
+    "gguf": ("gguf",),
+}
+STORED_NAMES = tuple(dict.fromkeys(name for names in _NAMES.values() for name in names))
+"""The names of vLLM's --quantization for formats of checkpoints."""
+
+
+def format_name(quantization: Quantization | None, stored: StoredWeights | None) -> str:
+    """Returns the name of a checkpoint's format, "" if it is not quantized."""
+    if stored is not None:
+        return stored.kind.partition(" ")[0].lower()
+    return "" if quantization is None else quantization.method
+
+
+def check_name(name: str, found: str) -> None:
+    """Raises ConfigError if `--quantization NAME` is not what a checkpoint of the format `found`
+    has."""
+    if name in _NAMES.get(found, ()):
+        return
+    is_so = f"its format is {found}" if found else "it is not quantized, for which there is int8"
+    raise ConfigError(
+        f"--quantization {name} is not what the checkpoint says: {is_so}; leave the option out"
+    )
+
+
 def numbers_of(weight: str) -> str:
     """Returns the name by which the loader reads a weight's 8-bit numbers."""
     return f"{weight}#numbers"

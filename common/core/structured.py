@@ -17,6 +17,10 @@ MAX_OPENING = 256
 # nothing else until its token limit.
 COMPACT_WHITESPACE = " ?"
 
+# Keywords of JSON schemas whose values are schemas by name, and those whose values are data.
+SCHEMAS_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+NO_SCHEMAS = {"const", "enum", "default", "examples"}
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:

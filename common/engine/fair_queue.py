@@ -8,7 +8,8 @@ Two rules share a replica between clients. Neither slows a client that is alone:
             client alone fills every step, and a newcomer still finds a free slot.
     rounds  Sequences that wait for a slot, for blocks or for prefill are served in rounds: the
             first one of each client, then the second one of each, and so on (start-time fair
-            queueing, Goyal, Vin & Cheng, SIGCOMM 1996).
+            queueing, Goyal, Vin & Cheng, SIGCOMM 1996). If blocks are short, those of clients above
+            their share come later (`block_shares.py`).
 
 The router names the client of each job; jobs without a name count as one client's.
 """

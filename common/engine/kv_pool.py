@@ -67,6 +67,7 @@ class KVPool:
         self.pools = tuple(BlockPool(count, block_size, prefix_caching) for count in num_blocks)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.holders: set[EngineSequence] = set()  # sequences with blocks
         self._in_flight = in_flight
         together = zip(self.groups, self.pools, strict=True)
         self._windows = [(i, *each) for i, each in enumerate(together) if each[0].window]
@@ -92,6 +93,20 @@ class KVPool:
             -(-(pool.num_blocks - pool.num_free) * self.num_blocks // pool.num_blocks)
             for pool in self.pools
         )
+
+    def free(self, reserved: int | None = None) -> list[int]:
+        """Returns the blocks without references, per group. `reserved`: one block in so many does
+        not count."""
+        if reserved is None:
+            return [pool.num_free for pool in self.pools]
+        return [pool.num_free - pool.num_blocks // reserved for pool in self.pools]
+
+    def held(self, sequence: EngineSequence) -> int:
+        """Returns the blocks of the sequence in the group whose blocks are kept longest, without
+        those that it shares with sequences admitted before it."""
+        table = sequence.block_tables[self._shown]
+        gone = table.count(NO_BLOCK) if self.groups[self._shown].window else 0
+        return max(0, len(table) - gone - sequence.num_shared)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks for `num_tokens` tokens."""
@@ -140,30 +155,39 @@ class KVPool:
             needed.append(min(taken, group.most_blocks(num_tokens, self._in_flight, size)))
         return Fit(total, count, tuple(first), tuple(cached), tuple(needed))
 
-    def has_room(self, fit: Fit, spare: int, running: Iterable[EngineSequence] = ()) -> bool:
+    def has_room(
+        self,
+        fit: Fit,
+        spare: int,
+        running: Iterable[EngineSequence] = (),
+        reserved: int | None = None,
+    ) -> bool:
         """Returns whether every group has the blocks for it, `spare` more, and those that prompts
-        among `running` will still need for their chunks."""
+        among `running` will still need for their chunks. `reserved`: as `free`."""
         if any(
-            needed + spare > pool.num_free
-            for needed, pool in zip(fit.needed, self.pools, strict=True)
+            needed + spare > free
+            for needed, free in zip(fit.needed, self.free(reserved), strict=True)
         ):
             return False
         return all(
             fit.needed[i] + spare + sum(self._promised(i, each) for each in running)
-            <= pool.num_free
-            for i, _, pool in self._windows
+            <= self.free(reserved)[i]
+            for i, _, _ in self._windows
         )
 
     def admit(self, sequence: EngineSequence, fit: Fit) -> None:
         """Gives the sequence its blocks; the caller has checked `has_room`. Where a local prompt
         has a window, `extend` allocates what is not cached."""
         tables = []
+        found = fit.cached[self._shown]
+        sequence.num_shared = len(found) - self.pools[self._shown].count_unheld(found)
         for i, pool in enumerate(self.pools):
             pool.hold(fit.cached[i])
             table = [NO_BLOCK] * fit.first[i] + fit.cached[i]
             if sequence.remote or self.groups[i].window is None:
                 table += pool.allocate(fit.num_blocks - len(table))
             tables.append(table)
+        self.holders.add(sequence)
         sequence.block_tables = tables
         sequence.num_computed = sequence.num_scheduled = fit.num_cached * self.block_size
 
@@ -178,9 +202,9 @@ class KVPool:
 
     # ---- while it is computed -------------------------------------------------------------
 
-    def grow(self, sequence: EngineSequence, num_tokens: int) -> bool:
+    def grow(self, sequence: EngineSequence, num_tokens: int, reserved: int | None = None) -> bool:
         """Allocates blocks until the sequence's blocks hold `num_tokens` tokens, in all groups; if
-        one lacks free blocks, allocates in none and returns False."""
+        one lacks free blocks, allocates in none and returns False. `reserved`: as `free`."""
         needed = self.blocks_for(num_tokens)
         for table in sequence.block_tables:
             if len(table) < needed:
@@ -188,7 +212,9 @@ class KVPool:
         else:
             return True  # the usual case, which costs little
         more = [max(0, needed - len(table)) for table in sequence.block_tables]
-        if any(count > pool.num_free for count, pool in zip(more, self.pools, strict=True)):
+        if any(
+            count and count > free for count, free in zip(more, self.free(reserved), strict=True)
+        ):
             return False
         for table, count, pool in zip(sequence.block_tables, more, self.pools, strict=True):
             table += pool.allocate(count)
@@ -250,6 +276,7 @@ class KVPool:
             held = _held(table)
             pool.free(held)
             count += len(held)
+        self.holders.discard(sequence)
         sequence.block_tables = []
         return count
 

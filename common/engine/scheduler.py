@@ -6,7 +6,8 @@ budget goes to prompts, in chunks (chunked prefill, Sarathi-Serve, OSDI'24), sha
 a long prompt nor many short ones delay the others (`share_budget`). A sequence is admitted only
 when blocks for all its present tokens are free; while it waits, shorter ones may overtake it to a
 limit. If a decoding sequence needs a block and none is free, it preempts the least urgent sequence
-(of equals the youngest), whose blocks are freed and whose tokens are recomputed later.
+(of equals the youngest of the client with most blocks), whose blocks are freed and whose tokens are
+recomputed later. Clients share the blocks (`BlockShares`).
 
 A pipeline has one step per stage in flight (micro-batches, as in GPipe, arXiv:1811.06965). Each
 step takes only its share of the work, or the other stages would have none. A prompt's next chunk
@@ -35,8 +36,9 @@ from time import monotonic
 from pdserve.common.config.engine import SchedulerConfig
 from pdserve.common.core.sampling import SampledToken
 from pdserve.common.core.step_shape import StepShape
+from pdserve.common.engine.block_shares import RESERVED, BlockShares
 from pdserve.common.engine.fair_queue import ClientSlots, next_round, prompt_slots, share_budget
-from pdserve.common.engine.kv_pool import KVPool
+from pdserve.common.engine.kv_pool import Fit, KVPool
 from pdserve.common.engine.messages import SequenceDelta, StepDelta
 from pdserve.common.engine.sequence import Sequence, Status, reaches_limit
 from pdserve.common.engine.speculation import NO_DRAFT, Draft, Speculator
@@ -73,6 +75,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.remote: set[Sequence] = set()
+        self._shares = BlockShares(pool.num_blocks, now)
         # Totals since start, for the watchdog and the metrics.
         self.num_admitted = 0
         self.num_freed = 0  # blocks of released sequences
@@ -95,10 +98,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence: by priority; then those that another node has started before new ones;
-        then clients take turns; within a client first come, first served."""
+        then clients take turns; within a client first come, first served. Those of clients above
+        their share of the blocks come after others of their priority (`admit`)."""
         sequence.status = Status.WAITING
+        self._shares.see(sequence.client)
         sequence.round = next_round(sequence.client, self.waiting, self._prompts())
-        ahead = sum(_order(each) <= _order(sequence) for each in self.waiting)
+        ahead = sum(self._turn(each) < self._turn(sequence) for each in self.waiting)
         self.waiting.insert(ahead, sequence)
 
     def admit(self) -> list[Sequence]:
@@ -106,6 +111,8 @@ class Scheduler:
         one that does not fit. Skips sequences whose client has no free slot."""
         if not self.waiting:
             return []
+        if self._share_blocks():
+            self.waiting = deque(sorted(self.waiting, key=self._turn))
         slots = ClientSlots(self.config.seqs, chain(self.running, self.remote))
         admitted: list[Sequence] = []
         while (head := slots.first(self.waiting)) is not None and self._try_admit(head, slots):
@@ -145,6 +152,7 @@ class Scheduler:
         if sequence.status is Status.DONE:
             return
         self.hold(sequence)
+        self._shares.see(sequence.client)
         self.num_freed += self.pool.release(sequence)
         sequence.status = Status.DONE
 
@@ -154,6 +162,7 @@ class Scheduler:
         """Returns the next step, or None if there is nothing to compute that is not in flight."""
         if self.config.async_scheduling and not self._may_run_ahead():
             return None
+        self._share_blocks()
         tokens, seqs = self.config.tokens, self.config.seqs
         drafts = self.speculator.budget(self.running, tokens) if self.speculator else 0
         decodes: list[SequenceDelta] = []
@@ -201,7 +210,8 @@ class Scheduler:
     def _overtake(self, head: Sequence, slots: ClientSlots) -> list[Sequence]:
         """Admits sequences behind a head of the queue that does not fit, up to as many blocks as
         the head needs; from then on freed blocks are kept for it. A head that has already produced
-        tokens is not overtaken, because its client waits for the next one."""
+        tokens is not overtaken, because its client waits for the next one, and no head is by a
+        client with more blocks than its share and than the head's client."""
         if head.num_output_tokens:
             return []
         overtaking = []
@@ -209,9 +219,10 @@ class Scheduler:
         behind = self.waiting.index(head) + 1
         for sequence in list(islice(self.waiting, behind, behind + QUEUE_WINDOW)):
             blocks = self.pool.most_blocks(sequence.num_tokens)
+            if blocks > allowance or self._shares.yields(sequence.client, head.client):
+                continue
             uncached = self.pool.fit((), sequence.num_tokens, sequence.remote)
-            fits = self.pool.has_room(uncached, len(self.running), self.running)
-            if blocks <= allowance and fits and self._try_admit(sequence, slots):
+            if self._has_room(sequence, uncached) and self._try_admit(sequence, slots):
                 self.waiting.remove(sequence)
                 overtaking.append(sequence)
                 allowance -= blocks
@@ -228,8 +239,7 @@ class Scheduler:
             usable = 0  # scores need hidden states, which are not cached
         hashes = sequence.hashes(self.pool.block_size)[: usable // self.pool.block_size]
         fit = self.pool.fit(hashes, sequence.num_tokens, sequence.remote)
-        # Keep one spare block per running sequence, or the admission could cause a preemption.
-        if not self.pool.has_room(fit, len(self.running), self.running):
+        if not self._has_room(sequence, fit):
             alone = not self.running and not self.remote
             if not alone or not self.pool.has_room(fit, 0):
                 return False
@@ -239,8 +249,28 @@ class Scheduler:
         slots.take(sequence.client)
         return True
 
+    def _has_room(self, sequence: Sequence, fit: Fit) -> bool:
+        """Returns whether it may have the blocks. One spare block is kept per running sequence, or
+        the admission could cause a preemption: unless that is one of a client that yields."""
+        client, spare = sequence.client, len(self.running)
+        if self._shares.contended:
+            spare -= sum(self._shares.yields(each.client, client) for each in self.running)
+        return self.pool.has_room(fit, spare, self.running, self._shares.reserved(client))
+
+    def _share_blocks(self) -> bool:
+        """Counts the clients' blocks, if several share them; returns whether they do."""
+        if self._shares.contended:
+            held = ((each.client, self.pool.held(each)) for each in self.pool.holders)
+            self._shares.update(chain(held, ((each.client, 0) for each in self.waiting)))
+        return self._shares.contended
+
+    def _turn(self, each: Sequence) -> tuple[int, float, bool, int, int]:
+        rank = self._shares.rank(each.client)
+        return each.priority, rank, each.num_output_tokens == 0, each.round, each.seq_id
+
     def _enter(self, sequence: Sequence) -> None:
         self.num_admitted += 1
+        self._shares.add(sequence.client, self.pool.held(sequence), 1)
         if sequence.remote:
             sequence.status = Status.REMOTE
             self.remote.add(sequence)
@@ -256,17 +286,17 @@ class Scheduler:
 
     def _decodes(self) -> Iterator[Sequence]:
         """Yields the decoding sequences of the next step, each with a block for its token. Order:
-        priority; if blocks are short, clients with fewer running sequences, because a sequence
-        already in the step cannot be preempted; if not all fit, those not scheduled for longest."""
+        priority; if blocks are short, clients with fewer blocks, because a sequence already in
+        the step cannot be preempted; if not all fit, those not scheduled for longest."""
         decoding = sum(each.num_scheduled >= each.num_prompt_tokens for each in self.running)
         prompts, most = len(self._prompts()), self.config.seqs
         room = most - prompt_slots(decoding, prompts, most, self._steps.step)
         share = min(-(-decoding // self.micro_batches), room)
-        late, short = decoding > room, self.pool.num_free < decoding
-        running_of = self._running_by_client() if short else {}
+        late, short = decoding > room, self._num_unreserved() < decoding
 
-        def order(each: Sequence) -> tuple[int, int, int]:
-            return each.priority, running_of.get(each.client, 0), each.last_taken if late else 0
+        def order(each: Sequence) -> tuple[int, float, int]:
+            use = self._shares.use(each.client) if short else 0.0
+            return each.priority, use, each.last_taken if late else 0
 
         for sequence in sorted(self.running, key=order):
             running = sequence.status is Status.RUNNING  # it may have just been preempted
@@ -290,12 +320,17 @@ class Scheduler:
         if any(each.awaits and each.sampling.needs_host for each in decoding):
             return False
         growing = sum(each.num_scheduled % self.pool.block_size == 0 for each in decoding)
-        return growing <= self.pool.num_free
+        return growing <= self._num_unreserved()
+
+    def _num_unreserved(self) -> int:
+        """Returns the free blocks that a sequence of any client may take."""
+        return min(self.pool.free(RESERVED if self._shares.contended else None))
 
     def _draft(self, sequence: Sequence, budget: int) -> Draft:
         if self.speculator is None or budget <= 0:
             return NO_DRAFT
-        return self.speculator.propose(sequence, self.pool, len(self.running), budget)
+        free = min(self.pool.free(self._shares.reserved(sequence.client, own=1)))
+        return self.speculator.propose(sequence, self.pool, len(self.running), budget, free)
 
     def _prompts(self) -> list[Sequence]:
         """Returns the running sequences with prompt tokens that are not scheduled yet."""
@@ -323,13 +358,10 @@ class Scheduler:
         """Makes sure that its next token has a slot, by preemption if necessary. Returns False if
         the sequence itself was preempted, or must wait for steps in flight."""
         needed = sequence.num_scheduled + 1
-        if self.pool.grow(sequence, needed):
-            return True
-        running_of = self._running_by_client()
-        while not self.pool.grow(sequence, needed):
-            idle = (each for each in reversed(self.running) if not each.in_flight)
-            # Among equal priorities: the youngest sequence of the client that runs the most.
-            victim = max(idle, key=lambda each: (each.priority, running_of[each.client]))
+        while not self.pool.grow(
+            sequence, needed, reserved := self._shares.reserved(sequence.client, own=1)
+        ):
+            victim = self._victim(reserved is not None)
             if victim is sequence and any(each.in_flight for each in self.running):
                 return False
             self._preempt(victim)
@@ -337,11 +369,17 @@ class Scheduler:
                 return False
         return True
 
-    def _running_by_client(self) -> Counter[str]:
-        return Counter(each.client for each in self.running)
+    def _victim(self, above: bool) -> Sequence:
+        """Returns the least urgent sequence that is in no step: among equal priorities, the
+        youngest of the client with most blocks. `above`: only of clients above their share."""
+        idle = (each for each in reversed(self.running) if not each.in_flight)
+        if above:
+            idle = (each for each in idle if self._shares.is_above(each.client))
+        return max(idle, key=lambda each: (each.priority, self._shares.use(each.client)))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop_running(sequence)
+        self._shares.add(sequence.client, -self.pool.held(sequence), -1)
         self.pool.release(sequence)
         sequence.num_computed = sequence.num_scheduled = 0
         sequence.remote = False  # this node recomputes it
@@ -357,7 +395,3 @@ class Scheduler:
         self._steps.forget(sequence)
         if self.speculator is not None:
             self.speculator.forget(sequence)
-
-
-def _order(sequence: Sequence) -> tuple[int, bool, int]:
-    return sequence.priority, sequence.num_output_tokens == 0, sequence.round

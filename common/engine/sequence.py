@@ -70,6 +70,7 @@ class Sequence:
     num_cached: int | None = None  # tokens found in the prefix cache at the first admission
     round: int = 0  # fair-queueing round while it waits or prefills (`fair_queue`)
     last_taken: int = 0  # counter value when a step last included it (`StepBuilder`)
+    num_shared: int = 0  # blocks that other sequences held when it was admitted
     num_overtaken: int = 0  # blocks given to later sequences while it waited for its own
     # One per KV group while it has blocks (`kv_pool.py`).
     block_tables: list[list[int]] = field(default_factory=list)

@@ -67,10 +67,12 @@ class Speculator(ABC):
             prompts |= each.num_unscheduled > 0 and not each.decodes
         return left // 2 if prompts else left
 
-    def propose(self, sequence: Sequence, pool: KVPool, running: int, budget: int) -> Draft:
+    def propose(
+        self, sequence: Sequence, pool: KVPool, running: int, budget: int, free: int
+    ) -> Draft:
         """Returns up to `budget` draft tokens for one of `running` sequences and allocates slots
-        for them, leaving a free block for each other running sequence."""
-        spare = max(0, pool.num_free - running)
+        for them, leaving one of `free` blocks for each other running sequence."""
+        spare = max(0, free - running)
         slots = (len(sequence.block_tables[0]) + spare) * pool.block_size - sequence.num_tokens
         most = min(self._useful(sequence, running), budget, slots)
         draft = self.draft(sequence, most) if most > 0 else NO_DRAFT

@@ -115,12 +115,35 @@ def required_of(schema: dict[str, Any]) -> list[str]:
     return names
 
 
+class Keys:
+    """The keys that `propertyNames` allows."""
+
+    def __init__(self, held: Sequence[dict[str, Any]]) -> None:
+        """`held`: the schemas that hold for each key."""
+        self.held = held
+        self._values = values_of(held) if "string" in types_of(held)[0] else {}
+
+    @property
+    def listed(self) -> list[str] | None:
+        """All keys; None: they are not listed."""
+        if self._values is None:
+            return None
+        return [key for kind, key in self._values if kind == "string" and key in self]
+
+    def __contains__(self, key: str) -> bool:
+        listed = self._values is None or ("string", key) in self._values
+        return listed and json_strings.allows(key, self.held)
+
+
 def schemas_of(
     name: str,
     schemas: Sequence[dict[str, Any]],
     maps: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    keys: Keys,
 ) -> Iterator[Element]:
     """Yields the schemas that hold for a declared property."""
+    if name not in keys:
+        yield Element("all", False)
     for schema, (properties, by_pattern) in zip(schemas, maps, strict=True):
         matched = [each for p, each in by_pattern.items() if json_strings.matches(p, name)]
         if name in properties:

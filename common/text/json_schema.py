@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import unquote, urljoin
 
+from pdserve.common.core.structured import NO_SCHEMAS, SCHEMAS_BY_NAME
 from pdserve.common.text import json_numbers, json_strings
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -19,11 +20,11 @@ _OWN = {
     "type", "const", "enum", *json_numbers.KEYWORDS, *json_strings.KEYWORDS,
     "items", "additionalItems", "prefixItems", "minItems", "maxItems",
     "properties", "additionalProperties", "patternProperties", "required",
-    "minProperties", "maxProperties",
+    "minProperties", "maxProperties", "propertyNames",
 }  # fmt: skip
 _UNSUPPORTED = {
     "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies",
-    "propertyNames", "unevaluatedItems", "unevaluatedProperties", "contains", "minContains",
+    "unevaluatedItems", "unevaluatedProperties", "contains", "minContains",
     "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
 }  # fmt: skip
 _ALWAYS = {"uniqueItems": False}  # values that allow everything
@@ -62,26 +63,29 @@ class Document:
         self._scan(root)
 
     def _scan(self, root: Any) -> None:
-        pending = [("$", "", root)]
+        pending = [("$", "", root, "schema")]
         while pending:
-            path, base, value = pending.pop()
+            path, base, value, kind = pending.pop()
             if isinstance(value, list):
                 self._paths[id(value)] = path.removesuffix(".oneOf")[:200]
-                steps = [(f"{path}[{i}]", base, each) for i, each in enumerate(value)]
+                steps = [(f"{path}[{i}]", base, each, kind) for i, each in enumerate(value)]
             elif isinstance(value, dict):
-                base = self._place(path, base, value)
-                steps = [(f"{path}.{key}", base, each) for key, each in value.items()]
+                base = self._name(base, value) if kind == "schema" else base
+                self._paths[id(value)], self._bases[id(value)] = path[:200], base
+                steps = [
+                    (f"{path}.{key}", base, each, _kind(kind, key)) for key, each in value.items()
+                ]
             else:
                 continue
             pending += [step for step in reversed(steps) if isinstance(step[2], dict | list)]
 
-    def _place(self, path: str, base: str, part: dict[str, Any]) -> str:
+    def _name(self, base: str, part: dict[str, Any]) -> str:
+        """Adds the names of a schema. Returns its base URI."""
         if isinstance(given := part.get("$id"), str):
             base = urljoin(base, given).removesuffix("#")
             self._named.setdefault(base, part)
         if isinstance(given := part.get("$anchor"), str):
             self._named.setdefault(f"{base}#{given}", part)
-        self._paths[id(part)], self._bases[id(part)] = path[:200], base
         return base
 
     def at(self, part: Any) -> str:
@@ -186,6 +190,13 @@ class Document:
                 branches = [{"const": each} for each in value]
                 self._desugared[id(value)] = Element("any", branches)
         return self._desugared[id(value)]
+
+
+def _kind(of: str, key: str) -> str:
+    """Returns whether what a key has is a schema, a map of schemas, or data."""
+    if of != "schema":
+        return "schema" if of == "map" else of
+    return "map" if key in SCHEMAS_BY_NAME else "data" if key in NO_SCHEMAS else "schema"
 
 
 def _desugared(value: Any) -> dict[str, Any]:

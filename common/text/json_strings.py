@@ -14,6 +14,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
+from pdserve.common.text import json_regex
+from pdserve.common.text.json_regex import translated
+
 CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])'
 PLAIN = r'/[^"\\\x00-\x1f\x7f]*/'
 KEYWORDS = ("minLength", "maxLength", "pattern", "format")
@@ -66,6 +69,11 @@ FORMATS = {
         rf"(\?{_QUERY})?(#{_QUERY})?"
     ),
 }
+# JSON Schema's others. What it does not define, as OpenAPI's `password`, means nothing to it.
+UNSUPPORTED_FORMATS = {
+    "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex",
+    "relative-json-pointer", "uri-reference", "uri-template",
+}  # fmt: skip
 
 
 def literal(text: str) -> str:
@@ -125,18 +133,23 @@ def string(schemas: Sequence[Mapping[str, Any]]) -> str | None:
         return rule if rule_fits(rule) else None
     parts = [_regex(each) for each in formats]
     if length != {"minLength": 0}:
-        parts.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
+        parts.append(_of_length(low, high))
     terminal = rf'"\"" ({" & ".join(parts)}) "\""'
     return terminal if terminal_fits(terminal) else None
+
+
+def _of_length(low: int, high: int | None) -> str:
+    return f"/(?s:.{{{low},{'' if high is None else high}}})/"
 
 
 def _formats(schemas: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     for name in (each["format"] for each in schemas if "format" in each):
-        if not isinstance(name, str) or name not in FORMATS:
-            known = ", ".join(FORMATS)
-            raise ValueError(f"Unknown format: {str(name)[:64]}; known are {known}")
-        found.append(FORMATS[name])
+        if not isinstance(name, str):
+            raise ValueError("format must be a string")
+        if name in UNSUPPORTED_FORMATS:
+            raise ValueError(f"format {name} is not supported; known are {', '.join(FORMATS)}")
+        found += [FORMATS[name]] if name in FORMATS else []  # others are annotations
     return list(dict.fromkeys(found))
 
 
@@ -144,7 +157,7 @@ def _patterns(schemas: Sequence[Mapping[str, Any]]) -> list[str]:
     found = [each["pattern"] for each in schemas if "pattern" in each]
     if not all(isinstance(each, str) for each in found):
         raise ValueError("pattern must be a string")
-    return list(dict.fromkeys(found))
+    return [translated(each) for each in dict.fromkeys(found)]
 
 
 def allows(text: str, schemas: Sequence[Mapping[str, Any]]) -> bool:
@@ -153,19 +166,29 @@ def allows(text: str, schemas: Sequence[Mapping[str, Any]]) -> bool:
     if len(text) < low or (high is not None and len(text) > high):
         return False
     patterns = [*_patterns(schemas), *(f"^({each})$" for each in _formats(schemas))]
-    return all(matches(each, text) for each in patterns)
+    return all(_found(each, text) for each in patterns)
 
 
 # ---- keys ------------------------------------------------------------------------------------
 
 
-def key(pattern: str | None, others: Sequence[str], names: Sequence[str]) -> str | None:
-    """Returns the terminal of the free keys that `pattern` matches (all, if it is None), without
-    those that `others` match and `names`; None: there are none."""
-    parts = [PLAIN]
+def key(
+    pattern: str | None,
+    others: Sequence[str],
+    names: Sequence[str],
+    held: Sequence[Mapping[str, Any]] = (),
+) -> str | None:
+    """Returns the terminal of the free keys that `pattern` matches (all, if it is None), and that
+    follow the schemas `held`, without those that `others` match and `names`; None: there are
+    none."""
+    low, high = bounds_of(held, "minLength", "maxLength")
+    parts = [PLAIN, *map(_regex, _formats(held))]
+    parts += [f"({_search(each)})" for each in _patterns(held)]
+    if (low, high) != (0, None):
+        parts.append(_of_length(low, high))
     if pattern is not None:
-        parts.append(f"({_search(pattern)})")
-    if excluded := [*map(_search, others), *map(literal, names)]:
+        parts.append(f"({_search(translated(pattern))})")
+    if excluded := [*map(_search, map(translated, others)), *map(literal, names)]:
         parts.append(f"~({' | '.join(excluded)})")
     terminal = rf'"\"" ({" & ".join(parts)}) "\""'
     return terminal if terminal_fits(terminal) else None
@@ -173,61 +196,27 @@ def key(pattern: str | None, others: Sequence[str], names: Sequence[str]) -> str
 
 def disjoint(patterns: Sequence[str]) -> bool:
     """Returns whether no key matches two of the patterns."""
-    found = [f"({_search(each)})" for each in patterns]
+    found = [f"({_search(translated(each))})" for each in patterns]
     pairs = [f"{a} & {b} & {PLAIN}" for i, a in enumerate(found) for b in found[i + 1 :]]
     return not any(map(terminal_fits, pairs))
 
 
-def _search(pattern: str) -> str:
-    """Returns the terminal of the texts within which a pattern matches.
+def _search(regex: str) -> str:
+    """Returns the terminal of the texts within which a translated pattern matches.
 
     Raises:
-        ValueError: it has an anchor within a group.
+        ValueError: it is not supported.
     """
-    branches = []
-    for branch in _branches(pattern):
+    found = []
+    for branch in json_regex.branches(regex):
         start = "" if branch.startswith("^") else "(?s:.*)"
-        end = "" if _ends_anchored(branch) else "(?s:.*)"
-        inner = branch.removeprefix("^")
-        inner = inner[:-1] if not end else inner
-        if any(at for at in _tokens(inner) if at in ("^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z")):
-            raise ValueError(f"the pattern of a key is not supported: {pattern[:100]}")
-        branches.append(f"/{start}({regex_to_lark(inner, 'dw')}){end}/")
-    return " | ".join(branches)
-
-
-def _ends_anchored(branch: str) -> bool:
-    return branch.endswith("$") and (len(branch[:-1]) - len(branch[:-1].rstrip("\\"))) % 2 == 0
-
-
-def _tokens(pattern: str) -> list[str]:
-    """Returns a regex's characters, with its escapes and its character classes as one."""
-    found: list[str] = []
-    place = 0
-    while place < len(pattern):
-        start = place
-        if pattern[place] == "\\":
-            place += 1
-        elif pattern[place] == "[":
-            place += 2 if pattern[place + 1 : place + 2] == "^" else 1
-            place += pattern[place : place + 1] == "]"  # a member, as the first
-            while place < len(pattern) and pattern[place] != "]":
-                place += 2 if pattern[place] == "\\" else 1
-        place += 1
-        found.append(pattern[start:place])
-    return found
-
-
-def _branches(pattern: str) -> list[str]:
-    """Splits a regex at its outermost `|`."""
-    depth, found = 0, [""]
-    for token in _tokens(pattern):
-        depth += (token == "(") - (token == ")")
-        if token == "|" and depth == 0:
-            found.append("")
-        else:
-            found[-1] += token
-    return found
+        end = "" if branch.endswith("$") else "(?s:.*)"
+        inner = branch.removeprefix("^").removesuffix("$")
+        anchored = {"^", "$", r"\b", r"\B"}.intersection(json_regex.tokens(inner))
+        if anchored or regex.startswith("(?i)"):
+            raise ValueError(f"the pattern of a key is not supported: {regex[:100]}")
+        found.append(f"/{start}({regex_to_lark(inner, '')}){end}/")
+    return " | ".join(found)
 
 
 # ---- whether there are any -------------------------------------------------------------------
@@ -275,8 +264,12 @@ def _matcher(pattern: str) -> LLMatcher | None:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Returns whether a pattern matches somewhere within a text."""
-    if (begin := _matcher(pattern)) is None:
+    """Returns whether a schema's pattern matches somewhere within a text."""
+    return _found(translated(pattern), text)
+
+
+def _found(regex: str, text: str) -> bool:
+    if (begin := _matcher(regex)) is None:
         return False
     try:
         given = literal(text).encode()

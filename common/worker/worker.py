@@ -19,6 +19,7 @@ from pdserve.common.config.shared import LogConfig
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.host import host_errors_as_config_errors, is_loopback, usable_cores
 from pdserve.common.core.plugins import import_string
+from pdserve.common.core.quantization import QUANTIZATIONS
 from pdserve.common.core.waits import saying
 from pdserve.common.distributed.all2all import make_all2all
 from pdserve.common.distributed.environment import (
@@ -149,12 +150,13 @@ def build_worker(spec: WorkerSpec, emit: Emit) -> ModelWorker:
     )
     if model_spec.stored is not None and spec.rank == 0:
         kept = kernels.products is not None and model_spec.on_gpus().quantization is not None
+        rounded = QUANTIZATIONS.get(engine.model.quantization or "")
         logger.info(
             "the weights are stored as %s and dequantized to %s while they are loaded%s; "
             "activations stay in that dtype",
             model_spec.stored,
-            engine.model.quantization or dtype_name(dtype),
-            ", but linear layers keep 8 bits" if kept and not engine.model.quantization else "",
+            rounded.method if rounded else dtype_name(dtype),
+            ", but linear layers keep 8 bits" if kept and not rounded else "",
         )
     log = _LoadingLog(spec.rank)
     with saying(log.describe):

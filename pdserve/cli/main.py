@@ -12,9 +12,8 @@ import sys
 from collections.abc import Sequence
 
 import pdserve
-from pdserve.common.config.sources import CONFIG_EXIT_CODE
-from pdserve.common.core.errors import ConfigError, PdserveError
-from pdserve.common.core.host import host_errors_as_config_errors
+from pdserve.common.core.errors import ConfigError, PdserveError, PermissionDenied, Unauthenticated
+from pdserve.common.core.host import CONFIG_EXIT_CODE, host_errors_as_config_errors
 from pdserve.common.core.plugins import import_string, nearest
 from pdserve.common.core.waits import saying
 from pdserve.common.obs.json_lines import JSONStream, wants_json
@@ -158,10 +157,20 @@ def _run(argv: Sequence[str]) -> int:
                 program = import_string(targets[command])
             return int(program(rest))
     except PdserveError as error:
-        print(f"pdserve {command}: error: {error.message}", file=sys.stderr)
+        print(f"pdserve {command}: error: {error.message}{_key(command, error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _key(command: str, error: PdserveError) -> str:
+    """Names the variable of the key that a server wants of a client."""
+    if command not in COMMANDS["Clients"]:
+        return ""
+    if not isinstance(error, (Unauthenticated, PermissionDenied)):
+        return ""
+    names = ["PDSERVE_ADMIN_API_KEY"] * (command in ("top", "trace")) + ["OPENAI_API_KEY"]
+    return f"; set {' or '.join(names)} to a key of the server"
 
 
 def help_text() -> str:

@@ -16,15 +16,18 @@ from pdserve.common.core.host import bind
 from pdserve.common.core.lora import read_adapter
 from pdserve.common.core.model_spec import ModelSpec
 from pdserve.common.core.plugins import import_string
+from pdserve.common.planning.kv_budget import parse_bytes
 from pdserve.common.planning.role_plan import NodeSetup
 
-# Who resolves the name that an option has. The router checks it, too; named here, not imported.
+# Who resolves what an option names. The router checks it, too; named here, not imported.
 _TOOL_PARSER = "pdserve.router.api.parsers.tool_parser:tool_parser"
 _POLICY = "pdserve.router.cluster.policies:load_policy"
+_TEMPLATE = "pdserve.router.cluster.served_model:load_template"
+_HTTPS = "pdserve.router.http.server:https_context"
 
 
 def check_host(config: ClusterConfig) -> None:
-    """Checks names, ports and GPUs, before a model is downloaded or unpacked.
+    """Checks names, files, ports and GPUs, before a model is downloaded or unpacked.
 
     Raises:
         ConfigError: a process could not start with these options.
@@ -63,6 +66,12 @@ def _check_names(config: ClusterConfig) -> None:
     load_policy = import_string(_POLICY)
     load_policy(config.routing.prefill_policy, "--prefill-policy")
     load_policy(config.routing.decode_policy, "--decode-policy")
+    if config.engine.model.chat_template is not None:
+        import_string(_TEMPLATE)(config.engine.model.chat_template)
+    if config.server.ssl_certfile is not None:
+        import_string(_HTTPS)(config.server)
+    if config.engine.cache.kv_cache_memory is not None:
+        parse_bytes(config.engine.cache.kv_cache_memory)
 
 
 def _check_ports(config: ClusterConfig) -> None:

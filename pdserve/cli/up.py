@@ -23,7 +23,7 @@ from pdserve.common.config.cluster import ClusterConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, PdserveError
 from pdserve.common.core.waits import saying
-from pdserve.common.obs.json_lines import JSONStream, in_log
+from pdserve.common.obs.json_lines import JSONStream, event, in_log, json_line
 from pdserve.common.obs.logging import LogWriter
 from pdserve.common.obs.process import dump_stacks_on_signal
 
@@ -65,14 +65,22 @@ async def serve(config: ClusterConfig, console: Console, prog: str) -> int:
         with console.status("starting; loading weights"):
             started = await cluster.start()
         if started:
-            console.print(ready_line(config, cluster.urls), soft_wrap=True)
+            line = ready_line(config, cluster.urls)
+            console.print(_told(config, line), soft_wrap=True)
             await cluster.ended
         return 0
     except PdserveError as error:
-        console.print(f"{prog}: error: {error.message}", style="red")
+        line = f"{prog}: error: {error.message}"
+        console.print(_told(config, line, "error"), style="red", soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await cluster.stop()
+
+
+def _told(config: ClusterConfig, line: str, level: str = "info") -> Text:
+    """Returns a line of this process; with JSON an object, as of its log."""
+    as_json = config.log.log_format == "json"
+    return Text(json_line(event("up", line, level)) if as_json else line)
 
 
 def ready_line(config: ClusterConfig, urls: Sequence[str]) -> str:
@@ -157,7 +165,9 @@ def log_writer(config: ClusterConfig, console: Console) -> Write:
     """Returns a writer that prints `name │ line` in a colour per name; with JSON, objects that name
     the process."""
     if config.log.log_format == "json":
-        return lambda name, line: console.print(Text(in_log(name, line)), soft_wrap=True)
+        return lambda name, line: console.print(
+            _told(config, line) if name == "up" else Text(in_log(name, line)), soft_wrap=True
+        )
     colours: dict[str, str] = {}
     width = max(map(len, (*router_names(config), *node_names(config))))
 

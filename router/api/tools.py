@@ -8,7 +8,13 @@ from typing import Any
 from pdserve.common.config.router import ChatConfig
 from pdserve.common.core import exact_json
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.core.structured import ConstraintKind, Opening, StructuredOutput
+from pdserve.common.core.structured import (
+    NO_SCHEMAS,
+    SCHEMAS_BY_NAME,
+    ConstraintKind,
+    Opening,
+    StructuredOutput,
+)
 from pdserve.common.text.tokenizer import Tokenizer
 from pdserve.router.api.conversation import joined
 from pdserve.router.api.parsers import reasoning
@@ -20,8 +26,6 @@ from pdserve.router.api.schema import ChatBody, NamedTool, Tool
 
 MAX_TOOLS = 128
 # Keywords of JSON Schema whose value has schemas by the client's names; keywords without schemas.
-_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-_NO_SCHEMAS = {"const", "enum", "default", "examples"}
 _NAMES = {"$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
 _TYPES = ("string", "null", "number", "integer", "boolean", "object", "array")
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
@@ -235,13 +239,13 @@ def _moved(part: Any, root: str) -> Any:
         return part
     moved = {}
     for key, value in part.items():
-        if key in _BY_NAME and isinstance(value, dict):
+        if key in SCHEMAS_BY_NAME and isinstance(value, dict):
             value = {name: _moved(each, root) for name, each in value.items()}
         elif key in _NAMES and isinstance(value, str):
             raise ValueError(key)
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
             value = root + value[1:]
-        elif key not in _NO_SCHEMAS:
+        elif key not in NO_SCHEMAS:
             value = _moved(value, root)
         moved[key] = value
     return moved

@@ -173,7 +173,7 @@ def _load_tokenizer(config: ModelConfig, folder: Path, spec: Outline | ModelSpec
         return Tokenizer.of_bytes(spec.vocab_size, spec.eos_token_ids)
     tokenizer = Tokenizer.from_folder(config.tokenizer or folder, config.tokenizer_mode)
     if config.chat_template is not None:
-        tokenizer.use_chat_template(_load_template(config.chat_template))
+        tokenizer.use_chat_template(load_template(config.chat_template))
     if past := tokenizer.tokens_past(spec.vocab_size):
         logger.warning(
             "the model's vocabulary of %d lacks %d of the tokenizer's tokens, such as %r: prompts "
@@ -195,7 +195,7 @@ def check_template(tokenizer: Tokenizer, config: ModelConfig) -> str:
     return failed and f"{where} refuses a message of a user, and chats may fail: {failed}"
 
 
-def _load_template(given: str) -> str:
+def load_template(given: str) -> str:
     """Reads `--chat-template`.
 
     Raises:
@@ -205,7 +205,8 @@ def _load_template(given: str) -> str:
         if "{" not in given:
             return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--chat-template {given}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--chat-template {given}: {why}") from error
     return given
 
 

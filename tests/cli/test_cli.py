@@ -29,6 +29,12 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"  {name} " in text
 
 
+def test_the_command_starts_without_the_options_of_all_roles() -> None:
+    """So that --help is quick, and an early Ctrl-C seldom meets an import."""
+    code = "import pdserve.cli.main, sys; print('pdserve.common.config' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
@@ -75,7 +81,7 @@ def test_a_config_error_is_one_line(
         ("model a b", "no option takes the word b"),
     ],
 )
-def test_what_no_command_knows_is_one_line_with_the_nearest(
+def test_an_unknown_word_is_one_line_with_the_nearest_one(
     argv: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit:

@@ -22,7 +22,7 @@ from pdserve.client import server as server_module
 from pdserve.client.server import LOOK_TIMEOUT, Server, client_session
 from pdserve.client.server import Answer as ServerAnswer
 from pdserve.client.terminal import console_of
-from pdserve.common.core.errors import Unavailable
+from pdserve.common.core.errors import Unauthenticated, Unavailable
 
 PDSERVE = "import sys; from pdserve.cli.main import main; sys.exit(main(sys.argv[1:]))"
 NODE = {
@@ -81,6 +81,25 @@ def test_an_invalid_key_is_refused(
     monkeypatch.setenv("OPENAI_API_KEY", "one\r\ntwo\n")
     assert main([command, "serve"] if command == "bench" else [command]) == 2
     assert "OPENAI_API_KEY contains a character" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [(["top"], "PDSERVE_ADMIN_API_KEY or OPENAI_API_KEY"), (["chat", "-q", "x"], "OPENAI_API_KEY")],
+)
+def test_a_command_without_the_server_s_key_names_its_variable(
+    command: list[str],
+    names: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def get(*_: object) -> Any:
+        raise Unauthenticated("No API key")
+
+    monkeypatch.setattr(Server, "get", get)
+    assert main(command) == 1
+    said = f"pdserve {command[0]}: error: No API key; set {names} to a key of the server\n"
+    assert capsys.readouterr().err == said
 
 
 def test_top_shows_whose_log_to_read_on_a_usual_terminal(

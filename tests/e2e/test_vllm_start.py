@@ -48,7 +48,9 @@ def test_vllm_s_file_flags_and_key_start_a_closed_server_whose_log_is_json(tmp_p
         cluster.stop()
         found = [json.loads(line) for line in cluster.log().splitlines()]
         assert {each["process"] for each in found} == {"up", "router", "both-0"}
-        assert any("cluster ready" in each["message"] for each in found if each["process"] == "up")
+        own = [each for each in found if each["process"] == "up"]
+        assert any("cluster ready" in each["message"] for each in own)
+        assert {each["level"] for each in own} == {"info"}
 
 
 def test_a_flag_that_cannot_be_left_out_ends_the_start_before_anything_runs() -> None:

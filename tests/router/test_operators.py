@@ -110,7 +110,7 @@ async def serve(
         (None, "boss", ["boss"], [None, "any"]),
     ],
 )
-async def test_what_all_clients_feel_is_for_operators(
+async def test_paths_that_affect_all_clients_are_for_operators(
     tmp_path: Path, keys: str | None, admin_keys: str | None, may: list[str], may_not: list[str]
 ) -> None:
     async with serve(tmp_path, APIKeys(keys, admin_keys)) as site:

@@ -111,7 +111,8 @@ def test_a_repeated_flag_is_said_once_and_words_beside_it_stay() -> None:
         ("--hf-token secret", "vLLM's --hf-token is not available here: set HF_TOKEN"),
         ("--structured-outputs-config.disable_any_whitespace true", "a request's"),
         ("-dpn 3", "vLLM's -dpn is not available here"),
-        ("--quantization gptq_marlin", "'gptq_marlin' is found by itself: leave it out"),
+        ("--quantization bitsandbytes", "'bitsandbytes' is none of int8, awq, "),
+        ("--headless", "start pdserve router on one host"),
         ("--model-path x", "SGLang's --model-path is called --model here"),
         ("--tp 2", "SGLang's --tp is called --tensor-parallel-size here"),
         ("--swap-space 4 stray", "no option takes the word stray"),
@@ -149,6 +150,33 @@ def test_values_have_vllm_s_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert config.engine.model.model_impl == "native"
     assert load(ClusterConfig, "--enforce-eager=yes")[0].engine.compilation.enforce_eager
     assert "a switch takes true or false, not 'maybe'" in refusal(capsys, "--enforce-eager=maybe")
+
+
+def test_an_option_of_json_is_given_by_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--hf-overrides.rope_scaling.factor", "4", "--hf_overrides.rope_theta=1e6", "org/name"]
+    spoken = [
+        "--speculative_config.method",
+        "ngram",
+        "--speculative-config.num_speculative_tokens=2",
+    ]
+    config, said = load(ClusterConfig, *argv, *spoken, word="model")
+    assert config.engine.model.hf_overrides == {"rope_scaling": {"factor": 4}, "rope_theta": 1e6}
+    assert config.engine.speculation.speculative_config["method"] == "ngram"
+    assert (config.engine.model.model, said) == ("org/name", [])
+    assert "--hf-overrides.x lacks a value" in refusal(capsys, "--hf-overrides.x")
+    both = refusal(capsys, "--hf-overrides={}", "--hf-overrides.x", "1")
+    assert "--hf-overrides is given whole and by keys: choose one form" in both
+    clash = refusal(capsys, "--hf-overrides.x", "1", "--hf-overrides.x.y", "1")
+    assert "--hf-overrides.x.y" in clash
+
+
+@pytest.mark.parametrize(
+    "argv", ["org/name --cuda-graph-sizes 1 2 4", "--cuda-graph-sizes=1 2 4 x"]
+)
+def test_numbers_with_spaces_between_are_one_list(argv: str) -> None:
+    config, _ = load(ClusterConfig, *argv.split(), word="model")
+    assert config.engine.compilation.cuda_graph_sizes == "1,2,4"
+    assert config.engine.model.model in ("org/name", "x")
 
 
 def test_a_yaml_file_of_vllm_s_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -292,6 +292,15 @@ def test_int8_is_not_put_on_top(tmp_path: Path) -> None:
         load_model(spec, dummy, Sharding(GroupCoordinator(), CPU, torch.float32))
 
 
+def test_a_checkpoint_s_own_format_may_be_named(tmp_path: Path) -> None:
+    spec = ModelSpec.from_folder(quantize_folder(LLAMA, tmp_path / "awq", Scheme("awq")))
+    assert spec.quantized("awq") == spec.quantized("awq_marlin") == spec
+    with pytest.raises(ConfigError, match=r"--quantization gptq .* says: its format is awq"):
+        spec.quantized("gptq")
+    with pytest.raises(ConfigError, match=r"--quantization fp8 .*not quantized, for which .* int8"):
+        ModelSpec.from_folder(LLAMA).quantized("fp8")
+
+
 def test_dummy_weights_can_be_int8() -> None:
     config = ModelConfig(load_format="dummy", quantization="int8")
     spec = ModelSpec.from_folder(LLAMA)
