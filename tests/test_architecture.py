@@ -44,7 +44,7 @@ ALLOWED = {
         "common.planning", "common.engine",
     },
     "common.node": {
-        "common.core", "common.config", "common.http", "common.obs", "common.rpc",
+        "common.core", "common.config", "common.http", "common.obs", "common.rpc", "common.text",
         "common.distributed", "common.model", "common.planning", "common.engine", "common.worker",
     },
     "kv_transfer": {"common.core", "common.config", "common.rpc"},
