@@ -277,6 +277,7 @@ def node_metrics() -> Iterator[str]:
 
 def _metric_table(registry: CollectorRegistry, vllm: Mapping[str, Any]) -> Iterator[str]:
     metrics = sorted(registry.collect(), key=lambda metric: metric.name)
+    metrics = [metric for metric in metrics if not metric.name.startswith("process_")]
     rows = [
         (
             f"`{metric.name}{_suffix(metric)}`",

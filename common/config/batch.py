@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.common.config.cluster import ClusterConfig, private_cluster
+from pdserve.common.config.options import options
 from pdserve.common.config.shared import option
 from pdserve.common.core.errors import ConfigError
 
@@ -42,5 +43,17 @@ class BatchConfig:
         """Raises ConfigError for missing files, or cluster options together with --url."""
         if not self.input_file or not self.output_file:
             raise ConfigError("-i (requests) and -o (answers) are required")
-        if self.url and self.cluster != private_cluster():
-            raise ConfigError("--url uses a running server, which takes no cluster options")
+        if self.url and (given := self._cluster_options()):
+            raise ConfigError(
+                f"--url uses a running server, which takes no cluster options: leave out {given[0]}"
+            )
+
+    def _cluster_options(self) -> list[str]:
+        """Returns the flags of the cluster that are given. Keys are not: they may be variables for
+        other commands."""
+        default = {each.name: each.default for each in options(private_cluster())}
+        return [
+            each.flag
+            for each in options(self.cluster)
+            if each.default != default[each.name] and not each.metadata.get("secret")
+        ]

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +24,7 @@ from pdserve.common.core import prebuilt
 from pdserve.common.core.host import default_cache_dir
 from pdserve.common.core.native_library import BuildError, Library, build, find_compiler
 from pdserve.common.core.private_folder import has_private_file, open_private
-from pdserve.common.core.waits import saying
+from pdserve.common.core.waits import file_lock, saying
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ def _load(library: Library, compiler: str, fd: int) -> ctypes.CDLL:
     name = f"{_digest(library, compiler)}.so"
     folder = Path(f"/proc/self/fd/{fd}")
     if not has_private_file(fd, name):
-        with _locked(folder / "lock", library.name):
+        with file_lock(folder / "lock", f"compiles {library.name}", LOCK_TIMEOUT):
             if not has_private_file(fd, name):
                 _build_atomically(library, compiler, folder / name, fd)
                 _forget_oldest(folder)
@@ -165,27 +163,6 @@ def _check_room(path: Path) -> None:
         raise OSError(f"{what} ({error.strerror}): free some space") from error
     finally:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
-    """Holds a file lock; raises BuildError if another process keeps it for LOCK_TIMEOUT."""
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    with path.open("w") as file:
-        with saying(f"waiting for another process that compiles {name}", soon=True):
-            while not _try_lock(file.fileno()):
-                if time.monotonic() > deadline:
-                    raise BuildError(f"another process has held {path} for {LOCK_TIMEOUT:.0f} s")
-                time.sleep(0.05)
-        yield
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _forget_oldest(folder: Path) -> None:

@@ -6,13 +6,16 @@ a line names the wait that began last. Lines come from a thread, as a wait may b
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
+from math import inf
+from pathlib import Path
+from time import monotonic, sleep
 
 from pdserve.common.core.printable import printable
 
@@ -40,6 +43,32 @@ def saying(
         yield
     finally:
         _waits.end(wait)
+
+
+@contextmanager
+def file_lock(path: Path, doing: str, limit: float = inf) -> Iterator[None]:
+    """Holds a lock on a file; says so while it waits for another process. `doing`: what that one
+    does, such as "compiles kernels".
+
+    Raises:
+        TimeoutError: another process has had it for `limit` seconds.
+    """
+    deadline = monotonic() + limit
+    with path.open("w") as file:
+        with saying(f"waiting for another process that {doing}", soon=True):
+            while not _try_lock(file.fileno()):
+                if monotonic() > deadline:
+                    raise TimeoutError(f"another process has held {path} for {limit:.0f} s")
+                sleep(0.05)
+        yield
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

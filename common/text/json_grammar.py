@@ -16,9 +16,9 @@ from llguidance import regex_to_lark
 
 from pdserve.common.text import json_strings
 from pdserve.common.text.json_keywords import (
+    Keys,
     culprit,
     items_of,
-    keys_of,
     listed,
     properties_of,
     required_of,
@@ -147,17 +147,17 @@ class JSONGrammar:
         least, most = json_strings.bounds_of(schemas, "minProperties", "maxProperties")
         maps = [properties_of(each) for each in schemas]
         required = [name for each in schemas for name in required_of(each)]
-        held = self._of_keys(schemas)
-        listed = keys_of(held)
+        keys = Keys(self._of_keys(schemas))
+        listed = keys.listed
         declared_names = [name for properties, _ in maps for name in properties]
         names = list(dict.fromkeys([*declared_names, *required, *(listed or ())]))
         patterns = list(dict.fromkeys(p for _, by_pattern in maps for p in by_pattern))
         needed = set(required)
         declared = tuple(
-            (name, self._rule(list(schemas_of(name, schemas, maps, held))), name in needed)
+            (name, self._rule(list(schemas_of(name, schemas, maps, keys))), name in needed)
             for name in names
         )
-        free = () if listed is not None else self._free(schemas, maps, patterns, names, held)
+        free = () if listed is not None else self._free(schemas, maps, patterns, names, keys.held)
         return Object(declared, tuple(free), least, most)
 
     def _of_keys(self, schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ class JSONGrammar:
         maps: list[tuple[dict[str, Any], dict[str, Any]]],
         patterns: list[str],
         names: list[str],
-        of_keys: list[dict[str, Any]],
+        held_by_keys: Sequence[dict[str, Any]],
     ) -> Iterator[tuple[str, str]]:
         """Yields a terminal and a rule for the keys of each pattern, and for all others."""
         if not json_strings.disjoint(patterns):
@@ -190,7 +190,7 @@ class JSONGrammar:
             if any(each is False for each in held):
                 continue
             excluded = patterns if pattern is None else []
-            key = json_strings.key(pattern, excluded, names, of_keys)
+            key = json_strings.key(pattern, excluded, names, held_by_keys)
             if key is not None:
                 name = self._keys.setdefault(key, f"{self._prefix.upper()}_KEY{len(self._keys)}")
                 yield name, self._rule([Element("all", each) for each in held])

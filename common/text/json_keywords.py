@@ -115,27 +115,34 @@ def required_of(schema: dict[str, Any]) -> list[str]:
     return names
 
 
-def keys_of(held: Sequence[dict[str, Any]]) -> list[str] | None:
-    """Returns the keys that `propertyNames` lists; None: it does not list them."""
-    values = {} if "string" not in types_of(held)[0] else values_of(held)
-    return None if values is None else [each for each in values.values() if _is_key(each, held)]
+class Keys:
+    """The keys that `propertyNames` allows."""
 
+    def __init__(self, held: Sequence[dict[str, Any]]) -> None:
+        """`held`: the schemas that hold for each key."""
+        self.held = held
+        self._values = values_of(held) if "string" in types_of(held)[0] else {}
 
-def _is_key(name: Any, held: Sequence[dict[str, Any]]) -> bool:
-    if not isinstance(name, str) or "string" not in types_of(held)[0]:
-        return False
-    values = values_of(held)
-    return (values is None or ("string", name) in values) and json_strings.allows(name, held)
+    @property
+    def listed(self) -> list[str] | None:
+        """All keys; None: they are not listed."""
+        if self._values is None:
+            return None
+        return [key for kind, key in self._values if kind == "string" and key in self]
+
+    def __contains__(self, key: str) -> bool:
+        listed = self._values is None or ("string", key) in self._values
+        return listed and json_strings.allows(key, self.held)
 
 
 def schemas_of(
     name: str,
     schemas: Sequence[dict[str, Any]],
     maps: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-    held: Sequence[dict[str, Any]],
+    keys: Keys,
 ) -> Iterator[Element]:
-    """Yields the schemas that hold for a declared property; `held` are those of its key."""
-    if not _is_key(name, held):
+    """Yields the schemas that hold for a declared property."""
+    if name not in keys:
         yield Element("all", False)
     for schema, (properties, by_pattern) in zip(schemas, maps, strict=True):
         matched = [each for p, each in by_pattern.items() if json_strings.matches(p, name)]

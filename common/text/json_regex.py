@@ -38,6 +38,8 @@ _MEMBER = re.compile(
 _MANY = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 _GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?(?!\?)")
 _AS_IS = re.compile(r"[)|^$]|\\[bB]")  # the library refuses an anchor where it cannot match it
+_PART = re.compile(r"\\.|(?P<begin>\[\^?\]?)(?P<members>(?:\\.|[^\]\\])*)(?P<end>\]?)", re.DOTALL)
+_OPERATOR = re.compile(r"(?P<kept>\\.)|[\[&~]", re.DOTALL)
 _TOKENS = re.compile(r"\[[^\]]*\]|\\?.", re.DOTALL)
 
 
@@ -50,7 +52,8 @@ def _ranges(of: list[tuple[int, int]], inverted: bool = False) -> str:
         starts = [0, *(last + 1 for _, last in of)]
         ends = [*(first - 1 for first, _ in of), 0x10FFFF]
         of = [each for each in zip(starts, ends, strict=True) if each[0] <= each[1]]
-    return "".join(f"{_character(first)}-{_character(last)}" for first, last in of)
+    shown = [(_character(first), _character(last)) for first, last in of]
+    return "".join(first if first == last else f"{first}-{last}" for first, last in shown)
 
 
 def _code(member: re.Match[str]) -> int | None:
@@ -111,7 +114,7 @@ class _Reader:
                 yield self._took(_GROUP) or self._refuse(f"a group that is not supported: {rest}")
             elif rest[0] == ".":
                 self._place += 1
-                yield f"[{_ranges(_LINE_ENDS, inverted=True)}]"
+                yield f"[^{_ranges(_LINE_ENDS)}]"
             elif (anchor := self._took(_AS_IS)) or rest[0] in "{":
                 yield anchor or self._refuse("a brace that repeats nothing")
             else:
@@ -158,6 +161,29 @@ def translated(pattern: str) -> str:
         ValueError: it is not supported.
     """
     return "".join(_Reader(pattern).read())
+
+
+def _escaped(member: re.Match[str]) -> str:
+    return member["kept"] or rf"\{member[0]}"
+
+
+def without_sets(regex: str) -> str:
+    r"""Returns a regex of Python for the library: within brackets, Rust has others, and operators.
+
+        [[a]b] [a&&b]   ──▶   [\[a]b] [a\&\&b]
+
+    Raises:
+        ValueError: it has a class of POSIX.
+    """
+
+    def plain(part: re.Match[str]) -> str:
+        if part[0].startswith("\\"):
+            return part[0]
+        if "[:" in part["members"]:
+            raise ValueError(f"brackets with [: are not supported: {part[0][:100]}")
+        return part["begin"] + _OPERATOR.sub(_escaped, part["members"]) + part["end"]
+
+    return _PART.sub(plain, regex)
 
 
 def tokens(regex: str) -> list[str]:

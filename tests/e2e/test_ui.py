@@ -194,6 +194,14 @@ def test_a_client_without_an_operator_s_key_sees_its_requests(
     window.context.close()
 
 
+def test_a_cluster_of_nodes_of_both_roles_has_no_empty_lanes(window: Window) -> None:
+    page = window.open()
+    api.expect(page.locator("#lanes li.good").first).to_be_visible()
+    lanes = page.locator("#lanes")
+    lanes.evaluate("lanes => lanes.querySelectorAll('li').forEach(node => node.remove())")
+    assert lanes.evaluate("lanes => getComputedStyle(lanes).display") == "none"
+
+
 def test_nothing_is_cut_off_or_a_letter_wide_on_a_phone(
     cluster: WarmCluster, window: Window
 ) -> None:

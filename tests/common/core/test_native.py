@@ -334,7 +334,7 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(native, "_locked", refuse)
+    monkeypatch.setattr(native, "file_lock", refuse)
     assert native.load_library(toy, tmp_path).twice(21) == 42
     with pytest.raises(BuildError, match="Read-only file system: set PDSERVE_CACHE"):
         native.load_library(replace(toy, flags=("-DOTHER",)), tmp_path)
