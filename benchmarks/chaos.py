@@ -65,7 +65,7 @@ from benchmarks.soak.probe import (
     percentiles,
     probing,
 )
-from benchmarks.soak.report import Report, make_report, print_report
+from benchmarks.soak.report import TIMES, Report, make_report, print_report
 from benchmarks.soak.standing import Standing
 from pdserve.common.config.router import RoutingConfig
 
@@ -77,6 +77,11 @@ NODE_OPTIONS: dict[str, Any] = {
     "max_num_seqs": 32,
     "cpu_threads": 1,
     "drain_timeout": 60,
+}
+KV_EVENTS = {  # at ports that hostile subscribers find
+    "enable_kv_cache_events": True,
+    "endpoint": "tcp://*:0",
+    "replay_endpoint": "tcp://*:0",
 }
 LONGEST_FAULT = 2 * FAST["heartbeat_timeout"]  # seconds: only some freezes exceed the time-out
 KINDS: dict[str, Kind] = {
@@ -190,6 +195,8 @@ def _waits(samples: list[Sample], faults: Faults) -> dict[str, dict[str, float]]
         f"{SHORT} beside a greedy client": percentiles(samples, SHORT, greedy),
         "  and of its longest stages": mean_stages(samples, greedy),
     }
+    alone, beside = found[SHORT], found[f"{SHORT} beside a greedy client"]
+    found[TIMES] = {name: round(beside[name] / alone[name], 1) for name in alone if name in beside}
     return {name: values for name, values in found.items() if values}
 
 
@@ -229,7 +236,7 @@ def started(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-chaos-")))
         log, environment = folder / "log", {"TMPDIR": str(folder)}
         secured: dict[str, Any] = {"cluster_key": token_hex(32)}
-        options = dict(NODE_OPTIONS)
+        options = dict(NODE_OPTIONS, kv_events_config=json.dumps(KV_EVENTS))
         if share_cores:
             options["share_cores"] = folder / "cores"
         make: Callable[..., Fleet] = Fleet

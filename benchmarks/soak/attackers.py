@@ -19,10 +19,16 @@ from typing import Any
 from benchmarks.access import Access
 from benchmarks.soak.attack import Attack, Fault, Hostile, NotNow, Outcome, Patience
 from benchmarks.soak.floods import FLOOD_ATTACKS
+from benchmarks.soak.greed import GREED_ATTACKS
 from benchmarks.soak.hostile import HOSTILE_ATTACKS
 from benchmarks.soak.strangers import STRANGER_ATTACKS
 
-ATTACKS: Mapping[str, Hostile] = {**HOSTILE_ATTACKS, **FLOOD_ATTACKS, **STRANGER_ATTACKS}
+ATTACKS: Mapping[str, Hostile] = {
+    **HOSTILE_ATTACKS,
+    **FLOOD_ATTACKS,
+    **GREED_ATTACKS,
+    **STRANGER_ATTACKS,
+}
 READY = b"ready\n"
 LINE = 1 << 20  # most bytes of a line: a crowd's outcome
 ROOT = Path(__file__).parents[2]

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import zlib
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
-from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import grpc
 
-from benchmarks.access import Access
 from benchmarks.soak.attack import (
     HEALTH,
     HUNG,
@@ -32,6 +28,7 @@ from benchmarks.soak.attack import (
 )
 from benchmarks.soak.crowd import burst
 from benchmarks.soak.hostile import ADDRESS, MB, TEXT, http, named
+from benchmarks.soak.subscribers import kv_ports, subscribers
 
 BOMBS = 8  # bodies at a time
 BOMB_MB = 1024  # megabytes of zeros in one megabyte of body
@@ -39,8 +36,6 @@ FLOODS = 12  # messages at a time
 MAX_TAKEN = 128 * 2**10  # most bytes read of each, with TLS and HTTP/2 overhead
 MAX_READ = 2**18  # more bytes for a method that the clients' port reads: a health request
 SILENT = 1300  # connections to a port
-GREEDY, GREEDY_CHOICES = 40, 4  # requests at a time, and choices of each
-LONGEST_GREED = 10.0  # seconds
 LONGEST_IDLE = 8.0
 TAKEN = "taken"  # an outcome that should have been a refusal: a failure
 
@@ -198,26 +193,6 @@ def _varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-# ---- floods with a key ----
-
-
-async def greedy(attack: Attack) -> None:
-    """Keeps forty requests of four choices in flight; the requests of other clients must not wait
-    for them."""
-    end = monotonic() + attack.seconds
-    body = {"prompt": [7] * 40, "max_tokens": 48, "n": GREEDY_CHOICES, "ignore_eos": True}
-    async with http(attack.fleet) as session:
-
-        async def ask_on(wait: Wait) -> str:
-            while monotonic() < end:
-                wait.another()
-                async with session.post(TEXT, json=body, headers=named(wait)) as response:
-                    await response.read()
-            return "answered or refused"
-
-        await asyncio.gather(*(attack.ask("client", ask_on) for _ in range(GREEDY)))
-
-
 # ---- silent connections ----
 
 
@@ -232,7 +207,7 @@ async def idle(attack: Attack) -> None:
         "a node's gRPC": _split(node["address"]),
         "a node's metrics": _split(node["metrics_address"]),
     }
-    if node["name"] in fleet.pids and (kv := await asyncio.to_thread(_kv_ports, fleet, node)):
+    if kv := await asyncio.to_thread(kv_ports, fleet, node):
         ports["a node's KV"] = rng.choice(kv)
     name = rng.choice(list(ports))
     await attack.ask(name, partial(_stay, ports[name], attack.seconds))
@@ -271,24 +246,6 @@ def _is_closed(one: socket.socket) -> bool:
     except OSError:
         pass
     return True
-
-
-def _kv_ports(fleet: Access, node: dict[str, Any]) -> list[tuple[str, int]]:
-    """Returns the ports at which a one-process node listens for KV: all but its known ones."""
-    try:
-        known = {_split(node[name])[1] for name in ("address", "metrics_address")}
-        process = Path(f"/proc/{fleet.pids[node['name']]}")
-        inodes = {os.readlink(each) for each in (process / "fd").iterdir()}
-        lines = (process / "net/tcp").read_text().splitlines()[1:]
-    except (OSError, KeyError):
-        return []
-    rows = (line.split() for line in lines)
-    mine = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
-    found = [
-        (socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(number, 16))
-        for host, number in (local.split(":") for local in mine)
-    ]
-    return [place for place in found if place[1] not in known]
 
 
 # ---- unexpected input ----
@@ -379,8 +336,8 @@ FLOOD_ATTACKS = {
     "grpc-flood": Hostile(grpc_flood),
     # It takes seconds of the router's time.
     "burst": Hostile(burst, weight=0.25, crowds=True, apart=True),
-    "greedy": Hostile(greedy, longest=LONGEST_GREED, weight=0.5, crowds=True, greedy=True),
     "idle": Hostile(idle, longest=LONGEST_IDLE, crowds=True),
+    "subscribers": Hostile(subscribers, longest=LONGEST_IDLE, crowds=True),
     "odd": Hostile(odd),
     "foreign": Hostile(foreign),
 }

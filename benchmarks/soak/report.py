@@ -19,6 +19,7 @@ from benchmarks.soak.load import Tally
 from benchmarks.soak.strangers import ADMITTED
 
 PERCENTILES = (50, 90, 99, 100)
+TIMES = "  times as long as without one"  # of `waits`: how many, not milliseconds
 SHOWN = 5  # examples of each kind of failure
 
 
@@ -137,7 +138,10 @@ def print_report(report: Report, console: Console) -> None:
         ),
         *((f"recovery {p}", f"{value:.2f} s") for p, value in report.recovery.items()),
         *(
-            (name, ", ".join(f"{p} {ms:g} ms" for p, ms in values.items()))
+            (
+                name,
+                ", ".join(f"{p} {n:g}{'' if name == TIMES else ' ms'}" for p, n in values.items()),
+            )
             for name, values in report.waits.items()
         ),
         *(

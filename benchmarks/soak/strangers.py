@@ -21,6 +21,7 @@ ADMITTED = "admitted"  # the outcome of a stranger that a cluster with keys admi
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 ROLE_NAMES = {number: name for name, number in ROLES.items()}
 NOWHERE = "10.255.255.1"
+THROTTLES = "impossible numbers with the key"
 LONGEST_LIE = 10.0  # seconds
 FAKES = 4  # fake nodes at a time
 
@@ -36,9 +37,13 @@ class Liar:
         self._channel = channel
         self._stub = pb_grpc.RegistryStub(channel)
 
-    async def register(self, info: pb.NodeInfo) -> None:
+    async def register(self, info: pb.NodeInfo, **load_values: int) -> None:
         load = pb.NodeLoad(
-            free_blocks=10**6, total_blocks=10**6, most_free_blocks=10**6, healthy=True
+            free_blocks=10**6,
+            total_blocks=10**6,
+            most_free_blocks=10**6,
+            healthy=True,
+            **load_values,
         )
         await self._call("Register", info, pb.RegisterRequest(node=info, load=load))
 
@@ -92,8 +97,23 @@ async def _registers(liar: Liar, info: pb.NodeInfo, attack: Attack, wait: Wait) 
     rng = attack.random
     host = rng.choice(("127.0.0.1", NOWHERE))
     fakes = [_fake(info, f"{host}:{free_port()}", rng) for _ in range(rng.randint(1, FAKES))]
+    await _stay(liar, fakes, attack, wait)
+
+
+async def _throttles(liar: Liar, info: pb.NodeInfo, attack: Attack, wait: Wait) -> None:
+    """Registers a node that claims so many requests of so many other routers that every router
+    would be left without a slot, if the numbers counted."""
+    fake = _fake(info, f"127.0.0.1:{free_port()}", attack.random)
+    await _stay(
+        liar, [fake], attack, wait, others=2**32 - 1, routers=2**32 - 1, others_tokens=2**63
+    )
+
+
+async def _stay(
+    liar: Liar, fakes: list[pb.NodeInfo], attack: Attack, wait: Wait, **load: int
+) -> None:
     for fake in fakes:
-        await liar.register(fake)
+        await liar.register(fake, **load)
     await wait.rest(attack.seconds)
     for fake in fakes:
         await liar.deregister(fake)
@@ -179,6 +199,7 @@ ATTACKS: dict[str, Callable[[Attack, str], Awaitable[None]]] = {
     "sends garbage": _garbage,
     "dead nodes with the key": _lies(_registers, trusted=True),
     "takes an id over with the key": _lies(_takes_over, trusted=True),
+    THROTTLES: _lies(_throttles, trusted=True),
 }
 
 
@@ -187,4 +208,11 @@ async def stranger(attack: Attack) -> None:
     await ATTACKS[name](attack, name)
 
 
-STRANGER_ATTACKS = {"stranger": Hostile(stranger, ("registry",), LONGEST_LIE)}
+async def liar(attack: Attack) -> None:
+    await ATTACKS[THROTTLES](attack, THROTTLES)
+
+
+STRANGER_ATTACKS = {
+    "stranger": Hostile(stranger, ("registry",), LONGEST_LIE),
+    "liar": Hostile(liar, ("registry",), LONGEST_LIE, weight=0.5),
+}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.common.config.shared import option
-from pdserve.common.core.errors import ConfigError
+from pdserve.common.config.shared import counts, option
 
 MAX_GRAPH_SIZE = 512  # sequences; larger steps hide the cost of kernel launches by themselves
 
@@ -34,15 +33,6 @@ class CompilationConfig:
             sizes = {size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest}
             found = tuple(sorted({*sizes, largest}))
         else:
-            found = _counts(self.cuda_graph_sizes, max_num_seqs)
+            given, limit = self.cuda_graph_sizes, "--max-num-seqs"
+            found = tuple(counts("--cuda-graph-sizes", given, 1, max_num_seqs, limit))
         return () if self.enforce_eager else found
-
-
-def _counts(text: str, most: int) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and 1 <= int(word) <= most for word in words):
-        raise ConfigError(
-            f"--cuda-graph-sizes {text!r} must be counts such as 1,2,4,8, none above "
-            f"--max-num-seqs {most}"
-        )
-    return tuple(sorted({int(word) for word in words}))

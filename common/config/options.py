@@ -255,7 +255,9 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        found, rest = self.parse_known_args(args, namespace)
+        given = sys.argv[1:] if args is None else args
+        words = ["--help" if word.startswith("--help=") else word for word in given]  # it is short
+        found, rest = self.parse_known_args(words, namespace)
         if rest:
             name = next((word for word in rest if word.startswith("-")), rest[0])
             self.error(unknown_option(self, name.partition("=")[0]))

@@ -7,6 +7,7 @@ environment and YAML: the field `max_model_len` is the flag `--max-model-len`, t
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -108,3 +109,18 @@ class ObservabilityConfig:
         short="--otlp-traces-endpoint",
         metavar="URL",
     )
+
+
+def counts(
+    flag: str, text: str, least: int = 1, most: int = 10**9, most_flag: str = ""
+) -> list[int]:
+    """Returns the counts of a list with commas, ascending, each once. `most_flag` has set `most`.
+
+    Raises:
+        ConfigError: it has anything else, or a count beyond `least` or `most`.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,10}", word) and least <= int(word) <= most for word in words):
+        above = f", none above {most_flag} {most}" if most_flag else ""
+        raise ConfigError(f"{flag} {text!r} is not a list of counts such as 1,8,32{above}")
+    return sorted({int(word) for word in words})

@@ -26,6 +26,7 @@ from pdserve.common.core.structured import (
 )
 from pdserve.common.text import json_grammar, json_strings, lark_grammar
 from pdserve.common.text.json_grammar import NO_TEXT
+from pdserve.common.text.json_regex import without_sets
 
 # Fuel is llguidance's measure of work. Ordinary masks take tens of microseconds, those of an object
 # with 480 optional properties up to 9 ms, the worst known 50 ms and 30 MB. Compiling has no such
@@ -186,7 +187,7 @@ def _to_grammar(structured: StructuredOutput) -> str:
         case ConstraintKind.REGEX:
             if (len(text) - len(text.rstrip("\\"))) % 2:
                 raise ValueError("the regex ends within an escape")  # the library would drop it
-            return str(LLMatcher.grammar_from_regex(text))
+            return str(LLMatcher.grammar_from_regex(without_sets(text)))
         case ConstraintKind.CHOICE:
             # A terminal, so that the lexer handles it: a rule with thousands of choices would
             # exceed `max_items_in_row`.

@@ -38,6 +38,8 @@ _MEMBER = re.compile(
 _MANY = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 _GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?(?!\?)")
 _AS_IS = re.compile(r"[)|^$]|\\[bB]")  # the library refuses an anchor where it cannot match it
+_PART = re.compile(r"\\.|(?P<begin>\[\^?\]?)(?P<members>(?:\\.|[^\]\\])*)(?P<end>\]?)", re.DOTALL)
+_OPERATOR = re.compile(r"(?P<kept>\\.)|[\[&~]", re.DOTALL)
 _TOKENS = re.compile(r"\[[^\]]*\]|\\?.", re.DOTALL)
 
 
@@ -159,6 +161,29 @@ def translated(pattern: str) -> str:
         ValueError: it is not supported.
     """
     return "".join(_Reader(pattern).read())
+
+
+def _escaped(member: re.Match[str]) -> str:
+    return member["kept"] or rf"\{member[0]}"
+
+
+def without_sets(regex: str) -> str:
+    r"""Returns a regex of Python for the library: within brackets, Rust has others, and operators.
+
+        [[a]b] [a&&b]   ──▶   [\[a]b] [a\&\&b]
+
+    Raises:
+        ValueError: it has a class of POSIX.
+    """
+
+    def plain(part: re.Match[str]) -> str:
+        if part[0].startswith("\\"):
+            return part[0]
+        if "[:" in part["members"]:
+            raise ValueError(f"brackets with [: are not supported: {part[0][:100]}")
+        return part["begin"] + _OPERATOR.sub(_escaped, part["members"]) + part["end"]
+
+    return _PART.sub(plain, regex)
 
 
 def tokens(regex: str) -> list[str]:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pdserve.client.terminal import console_of
 from pdserve.common.config.bench import BenchStepConfig
+from pdserve.common.config.shared import counts
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError
 from pdserve.common.core.waits import progress
@@ -56,20 +57,15 @@ def cells(config: BenchStepConfig) -> Sequence[Cell]:
     if config.batch is None and config.chunk is None:
         small = [Cell.decode(batch, 128) for batch in (1, 8, 32)]
         return [*small, Cell.decode(32, 1024), Cell.prefill(512)]
-    pairs = product(
-        _counts("--batch", config.batch or ""), _counts("--context", config.context or "")
-    )
+    pairs = product(_counts("--batch", config.batch), _counts("--context", config.context))
     return [
         *(Cell.decode(batch, context, config.drafts) for batch, context in pairs),
-        *map(Cell.prefill, _counts("--chunk", config.chunk or "")),
+        *map(Cell.prefill, _counts("--chunk", config.chunk)),
     ]
 
 
-def _counts(flag: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")] if text else []
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"{flag} {text!r} is not a list of counts such as 1,8,32")
-    return [int(word) for word in words]
+def _counts(flag: str, text: str | None) -> list[int]:
+    return counts(flag, text) if text else []
 
 
 def _read(file: str | None) -> dict[str, Any]:

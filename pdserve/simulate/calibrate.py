@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from pdserve.cli.host_share import share_host, visible_gpus
 from pdserve.common.config.engine import EngineConfig, ParallelConfig
 from pdserve.common.config.options import changed
+from pdserve.common.config.shared import counts
 from pdserve.common.config.simulate import CalibrateConfig
 from pdserve.common.config.sources import parse
 from pdserve.common.core.errors import ConfigError, NodeError
@@ -47,7 +47,6 @@ SHORT, LONG = 5, 21  # tokens of answers, whose durations differ by 16 steps
 BESIDE = 3  # prompts computed while the decode node computes
 MOST_BESIDE = 256  # tokens of such an answer, at most
 QUANTILES = 20  # of scatter, besides the least
-_COUNT = re.compile(r"[0-9]{1,9}")
 _OWN = ("output", "repetitions", "batch", "context", "chunk", "cached")
 
 Turn = Mapping[Point, Found]
@@ -86,10 +85,10 @@ class Points:
     """The points to measure: checked lists of counts."""
 
     def __init__(self, config: CalibrateConfig) -> None:
-        self.batch = _counts("--batch", config.batch)
-        self.context = _counts("--context", config.context)
-        self.chunk = _counts("--chunk", config.chunk)
-        self.cached = _counts("--cached", config.cached, least=0)
+        self.batch = counts("--batch", config.batch)
+        self.context = counts("--context", config.context)
+        self.chunk = counts("--chunk", config.chunk)
+        self.cached = counts("--cached", config.cached, least=0)
 
     def plan(self, has_neighbour: bool = True) -> list[Point]:
         """Returns what a turn measures, in order."""
@@ -99,13 +98,6 @@ class Points:
         ]
         batches = dict.fromkeys((min(self.batch), max(self.batch))) if has_neighbour else ()
         return [*alone, *(("beside", batch, min(self.context)) for batch in batches)]
-
-
-def _counts(flag: str, text: str, least: int = 1) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(_COUNT.fullmatch(word) and int(word) >= least for word in words):
-        raise ConfigError(f"{flag} {text!r} is not a list of counts such as 1,8,32")
-    return sorted({int(word) for word in words})
 
 
 def _kept_options(config: CalibrateConfig) -> dict[str, Any]:

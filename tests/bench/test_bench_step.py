@@ -135,6 +135,7 @@ def test_a_model_split_over_ranks_is_compared_with_the_whole(
     [
         (["--batch=4"], "--batch and --context go together"),
         (["--chunk=0"], "'0' is not a list of counts"),
+        (["--chunk=" + "9" * 5000], "is not a list of counts"),
         (["--chunk=1,,2"], "not a list of counts"),
         (["--chunk=1000000"], "exceeds the model's"),
         (["--clock=cpu", "--threads=2"], "pass --threads 1"),

@@ -35,6 +35,15 @@ def test_the_command_starts_without_the_options_of_all_roles() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 
+def test_help_about_an_option_of_a_short_command_is_all_its_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--help=--url"])
+    assert ended.value.code == 0
+    assert "--url URL" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [

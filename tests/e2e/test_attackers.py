@@ -4,6 +4,7 @@ clients find is reported."""
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from benchmarks.soak import crowd, floods
 from benchmarks.soak.attack import HUNG, Attack, Fault, Patience, Wait, at_grpc, at_http
 from benchmarks.soak.attackers import Attackers
 from benchmarks.soak.inquiry import Found
+from benchmarks.soak.subscribers import kv_ports
 from fakes_pipeline import byte_level_folder
 from http_site import serve
 from pdserve.common.rpc import server as rpc_server
@@ -203,3 +205,19 @@ async def test_a_server_that_reads_what_strangers_send_is_found(reads: bool) -> 
         method = "/grpc.health.v1.Health/Check"
         found = await floods._flood(attack, address, method, 2**22, floods.MAX_TAKEN)
     assert found == (floods.TAKEN if reads else "told")
+
+
+def test_subscribers_find_the_ports_of_a_node_that_are_not_known() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as known,
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("0.0.0.0", 0)) as everywhere,
+    ):
+        ports = [each.getsockname()[1] for each in (known, one, everywhere)]
+        address = f"127.0.0.1:{ports[0]}"
+        node = {"name": "node", "address": address, "metrics_address": address}
+        fleet = Access({"router": {}}, {}, pids={"node": os.getpid()})
+        found = kv_ports(fleet, node)
+        assert {("127.0.0.1", port) for port in ports[1:]} <= {*found}
+        assert ("127.0.0.1", ports[0]) not in found
+        assert kv_ports(fleet, {**node, "name": "another host's"}) == []

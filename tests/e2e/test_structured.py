@@ -129,6 +129,10 @@ def test_preemption_and_neighbours_change_no_token(cluster: WarmCluster) -> None
         ({"structured_outputs": {"grammar": 'start: "a" /[0-9]{2}/ | "b"'}}, "a[0-9]{2}|b"),
         ({"guided_choice": ["yes"], "min_tokens": 9, "max_tokens": 30}, "yes"),
         ({"guided_choice": ["yes, sir"], "stop": [","]}, "yes"),
+        ({"guided_json": {"type": "string", "pattern": "^[[a]b]$"}}, r'"[\[a]b\]"'),
+        ({"guided_json": {"type": "object", "propertyNames": {"enum": ["a"]},
+                          "required": ["a"], "additionalProperties": {"const": 1}}},
+         r'\{ ?"a" ?: ?1 ?\}'),
     ],
 )  # fmt: skip
 def test_other_constraints(

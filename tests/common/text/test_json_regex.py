@@ -4,12 +4,14 @@ read differently is refused."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from pdserve.common.core.errors import InvalidRequest
-from pdserve.common.text.grammar import GrammarTokens
+from pdserve.common.core.structured import ConstraintKind, StructuredOutput
+from pdserve.common.text.grammar import GrammarTokens, Matcher, to_grammar
 from schema_fuzz import Walker
 
 # Patterns, texts that match them and texts that do not.
@@ -134,3 +136,25 @@ def test_formats_that_json_schema_does_not_define_are_annotations(walker: Walker
     for wrong in ("regex", "uri-reference", 5):
         with pytest.raises(InvalidRequest):
             walker.begin(json.dumps({"type": "string", "format": wrong}))
+
+
+@pytest.mark.parametrize(
+    ("regex", "yes", "no"),
+    [
+        ("[[a]b]", "[b]", "a"),
+        ("[a&&b]", "&", "ab"),
+        ("[:;]", ":", "a"),
+        (r"[^[]\[x]", "a[x]", "[[x]"),
+        (r"[!-/:-@[-`{-~]", "[", "a"),
+        (r"[]\]a~~]+\[\\\[", r"]~a[\[", "a"),
+    ],
+)
+def test_brackets_of_a_regex_are_pythons(walker: Walker, regex: str, yes: str, no: str) -> None:
+    structured = StructuredOutput(ConstraintKind.REGEX, regex, "field")
+    for text in (yes, no):
+        matcher = Matcher.compile(walker.tokens, to_grammar(structured))._matcher
+        tokens = walker.tokens.library.tokenize_str(text)
+        matches = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert matches == (text == yes) == bool(re.fullmatch(regex, text))
+    with pytest.raises(InvalidRequest, match="not supported"):
+        to_grammar(StructuredOutput(ConstraintKind.REGEX, "[[:alpha:]]", "field"))
