@@ -15,4 +15,4 @@ def test_a_call(tool_server: Server, tmp_path: Path) -> None:
     asked = [tool_server.base_url, tool_server.model, "What is the weather in Oslo?"]
     quiet = {"HOME": str(tmp_path), "CREWAI_DISABLE_TELEMETRY": "true"}
     said = run([apart("python"), ASK, *asked], env=quiet)
-    assert said.splitlines()[-1] == FOUND["Oslo"]
+    assert FOUND["Oslo"] in said.splitlines(), said  # it also draws boxes, from another thread
