@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import requests
 import yaml
+from prometheus_client import ProcessCollector
 
 from benchmarks.fleet import free_port
 from cluster import START_TIMEOUT
@@ -67,7 +68,8 @@ def series() -> set[str]:
     """The names that processes expose, by the page that `docs/generate.py` writes, and that rules
     record."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    found = {"up"}
+    found = {"up", *(metric.name for metric in ProcessCollector(registry=None).collect())}
+    found |= {f"{name}_total" for name in found if name.endswith("_seconds")}
     for name, kind in re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE):
         suffixes = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
         found |= {name + suffix for suffix in suffixes.get(kind, ("",))}

@@ -91,6 +91,14 @@ async def said(cluster: WarmCluster, text: str) -> None:
             await asyncio.sleep(0.02)
 
 
+async def no_more_refused(cluster: WarmCluster) -> None:
+    """A second without a line: the next refusal gets one."""
+    counts = [-1, 0]
+    while counts[-1] != counts[-2]:
+        await asyncio.sleep(1.5)
+        counts.append((await asyncio.to_thread(cluster.log)).count("a client is refused"))
+
+
 async def test_the_client_that_fills_the_queue_gives_way(cluster: WarmCluster) -> None:
     """The queue's share of a client is twelve, and the other one needs more than is left."""
     async with two_clients(cluster) as (greedy, honest):
@@ -100,6 +108,7 @@ async def test_the_client_that_fills_the_queue_gives_way(cluster: WarmCluster) -
                 for i in range(30)
             ]
             await said(cluster, "12 requests of this client are waiting already")
+            await no_more_refused(cluster)
             honests = [
                 asyncio.create_task(
                     honest.over_http(2, stream=i % 2 == 0) if i < 5 else honest.over_grpc(2)

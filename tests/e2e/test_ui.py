@@ -131,9 +131,11 @@ def test_recent_requests_are_listed_filtered_and_open_to_their_timelines(
 def test_a_row_has_path_cached_tokens_tpot_and_end(cluster: WarmCluster, window: Window) -> None:
     cluster.complete("the old fox", max_tokens=4, ignore_eos=True)
     row = window.open().locator("#requests tr", has_text="finished").first
-    cells = dict(
-        row.locator("td").evaluate_all("cells => cells.map(c => [c.dataset.name, c.innerText])")
-    )
+    cells: dict[str, str] = {}
+    while not cells:  # the page draws its rows anew each second
+        api.expect(row).to_be_visible()
+        all_cells = "cells => cells.map(c => [c.dataset.name, c.innerText])"
+        cells = dict(row.locator("td").evaluate_all(all_cells))
     assert (cells["output"], cells["end"], cells["path"]) == ("4", "length", "hand-off")
     assert re.fullmatch("prefill-[0-9a-f]+ → decode-[0-9a-f]+", cells["nodes"])
     assert re.fullmatch(r"[0-9.]+ (µs|m?s)", cells["TPOT"]) and cells["cached"].isdigit()

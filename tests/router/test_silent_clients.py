@@ -40,6 +40,7 @@ from pdserve.router.requests.generation import (
     Updates,
     generate,
 )
+from pdserve.router.requests.timelines import Timelines
 from waiting import eventually
 
 MODEL = MODELS / "llama-gqa"
@@ -53,8 +54,12 @@ class Talker:
         self.pieces = pieces
         self.piece = lambda number: PIECE
         self.open = 0
+        self.timelines = Timelines(kept=8)
         self.finished = asyncio.Event()  # without having been closed
         self.closed = asyncio.Event()
+
+    def check_room(self, client: str, tokens: int = 1) -> None:
+        """It has room for all."""
 
     def generate(
         self, requests: Sequence[GenerationRequest], outlet: Outlet | None = None
