@@ -13,6 +13,7 @@ import requests
 
 from cluster import Cluster
 from paths import MODELS
+from waiting import wait_until
 
 KEY = "sk-from-vllm"
 FILE = """
@@ -45,6 +46,7 @@ def test_vllm_s_file_flags_and_key_start_a_closed_server_whose_log_is_json(tmp_p
         assert KEY not in log
         up = psutil.Process(cluster.processes["up"].pid)
         assert all(KEY not in " ".join(each.cmdline()) for each in up.children(recursive=True))
+        wait_until(lambda: "cluster ready" in cluster.log())
         cluster.stop()
         found = [json.loads(line) for line in cluster.log().splitlines()]
         assert {each["process"] for each in found} == {"up", "router", "both-0"}

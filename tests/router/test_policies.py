@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from functools import partial
 from typing import Any
 
@@ -486,7 +487,8 @@ async def test_a_policy_that_holds_the_event_loop_is_named(
 ) -> None:
     world = World("bad_policies:Sleeps")
     assert (await world.place())[0] == "p0"
-    assert "the policy for prefill nodes took 1" in caplog.text
+    took = re.search(r"the policy for prefill nodes took (\d+) ms", caplog.text)
+    assert took is not None and int(took[1]) >= 100
     assert world.count("placement_policy_failures") == 0
 
 
